@@ -28,13 +28,13 @@ from triton import TritonError
 
 from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
 from benchmarks.gpu import event_us, graph_us
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
 from kernels import codec_launch
 from kernels.codec_launch import Tile
-from pipelines.codec.stream_graphs import FRAMES, ROWS, StreamGraphs
+from pipelines.codec.graphs import FRAMES, ROWS, StreamGraphs
 from pipelines.codec.transfer import recorded
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 
 #: What the whole decoder should take, in microseconds a frame at 32 x 100 frames: floor, aim, must, torch.compile with cudnn.benchmark.
 AIMS = {"floor": 6.3, "aim": 10.0, "must": 16.0, "compiled": 24.9}

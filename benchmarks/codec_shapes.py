@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, codec_values
+from benchmarks.random_models.weights import DummyWeights
 from kernels import codec_launch, codec_ops
 from kernels.codec_launch import Shape, Tile
-from pipelines.nn.dummy import DummyWeights
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, codec_values
 
 #: Multiply-adds of one frame of the published decoder, from its weight shapes.
 FRAME_MACS = 2.48e9

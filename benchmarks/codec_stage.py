@@ -29,14 +29,13 @@ from torch import Tensor
 from benchmarks.gpu import Bench, Row, ThreadUse, event_us, memory, parser
 from benchmarks.qwen3_load import FRAMES_PER_SECOND
 from benchmarks.qwen3_tts import codec_alone
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 from pipelines.codec.blocks import Past
-from pipelines.codec.chunk_graphs import Buffer
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.graphs import Buffer, UtteranceGraphs
+from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.codec.states import CodecState
-from pipelines.codec.utterance_graphs import UtteranceGraphs
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 from pipelines.qwen3_tts.execution import open_stage
 
 #: What the codec should take with mixed lengths, in us a frame: aim, must; measured before for gathered batches.
@@ -59,7 +58,7 @@ class Idle(UtteranceGraphs):
     def _fetch(self, buffer: Buffer, samples: int) -> None: ...
 
 
-class IdleDecoder:
+class IdleDecoder(Decoder[CodecState]):
     """A decoder of nothing, for the lane alone."""
 
     def __init__(self, rows: int, frames: int) -> None:
@@ -68,12 +67,6 @@ class IdleDecoder:
 
     def new_state(self) -> CodecState:
         return CodecState()
-
-    def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:
-        raise NotImplementedError
-
-    def decode_chunk(self, states: Sequence[CodecState], codes: Sequence[Tensor]) -> list[Tensor]:
-        raise NotImplementedError
 
 
 def _nothing(codes: Tensor, past: Past) -> Tensor:

@@ -27,8 +27,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.random_models.frames import FISH, SPARK, Maker, Shape
 from kernels import lm_sampler
-from kernels.dummy import FISH, SPARK, Maker, Shape
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY
 

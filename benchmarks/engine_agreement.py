@@ -21,6 +21,8 @@ from torch import Tensor
 
 from benchmarks.gpu import Bench, numbers, parser
 from benchmarks.native_parts import prepare_all
+from benchmarks.random_models.spark_tts import LM
+from benchmarks.random_models.weights import DummyWeights
 from benchmarks.spark_engines import TINY_LM, AnyIdSpeaks
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
@@ -30,8 +32,6 @@ from pipelines.engine.executor import FrameExecutor, FrameSettings, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.opening import open_executor
 from pipelines.engine.state import Placement, SamplingParams
-from pipelines.nn.dummy import DummyWeights
-from pipelines.spark_tts.dummy import LM
 from pipelines.spark_tts.model import SparkModel
 from pipelines.spark_tts.weights import Drawable
 from pipelines.spark_tts.weights import take_weights as take_spark
@@ -61,7 +61,7 @@ def spark_model(device: torch.device, dtype: torch.dtype, tiny: bool) -> FrameMo
 
 
 def fish_model(device: torch.device, dtype: torch.dtype, tiny: bool) -> FrameModel:
-    from pipelines.fish_speech.dummy import write_checkpoint
+    from benchmarks.random_models.fish_speech import write_checkpoint
     from pipelines.fish_speech.model import FishModel, take_weights
 
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,8 @@ from tokenizers.models import WordLevel
 
 from benchmarks.gpu import Bench
 from benchmarks.native_parts import prepare_all
+from benchmarks.random_models.fish_speech import CONTROLS, dummy_codec, write_checkpoint
+from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.buckets import Prefill
@@ -23,14 +25,12 @@ from pipelines.engine.opening import open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.dummy import CONTROLS, dummy_codec, write_checkpoint
 from pipelines.fish_speech.model import FishModel, take_weights
 from pipelines.fish_speech.native import prompt_of, shared_prefixes
 from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.fish_speech.weights import NormedSource
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.dummy import DummyWeights
 from pipelines.nn.options import TokenModelOptions
 
 #: A reference of six seconds, a text and ten seconds of speech; and positions of a page.

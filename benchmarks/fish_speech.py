@@ -29,6 +29,7 @@ from torch.nn.functional import embedding_bag, linear
 from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
 from benchmarks.gpu import Bench, numbers, parser, serves
 from benchmarks.native_parts import frame_part, prefill_of
+from benchmarks.random_models.fish_speech import dummy_codec, dummy_fast_ar, dummy_rows
 from benchmarks.roofline import FISH, fish_frame
 from benchmarks.speech_load import (
     PROMPT_TOKENS,
@@ -45,7 +46,6 @@ from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.dummy import dummy_codec, dummy_fast_ar, dummy_rows
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
 from pipelines.fish_speech.pipeline import FishPipeline
 from pipelines.request import SynthesisRequest

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import captured, graph_us
+from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
 from kernels import lm_cuda
-from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_checkpoint import FRAMES_PER_SECOND, write_checkpoint
+from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
 from benchmarks.speech_load import first_chunks
 from kernels import lm_persistent
-from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
 from kernels.lm_persistent import GAP, Predictor, PredictorRun, Talker, Trial

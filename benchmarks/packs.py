@@ -23,7 +23,7 @@ from benchmarks import instant
 from benchmarks.figures import Figure, show, write
 from benchmarks.jobs import REPOSITORY, run_job, run_seconds, write_lines
 from benchmarks.services import running_services
-from jobs.settings_groups import S3Settings
+from jobs.settings import S3Settings
 from jobs.store import open_store
 
 

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
+from benchmarks.random_models.frames import TINY, Maker, Shape
 from benchmarks.wide_products import SHAPES
 from kernels import lm_products
-from kernels.dummy import TINY, Maker, Shape
 from kernels.lm_products import fills, processors
 from kernels.prefill_triton import prefill_packed
 from kernels.varlen_attention import PackedPrompts

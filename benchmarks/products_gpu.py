@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.lm_gpu import frame_us
+from benchmarks.random_models.frames import SMALL, Maker
 from kernels import lm_cuda
-from kernels.dummy import SMALL, Maker
 from kernels.layers import swiglu
 from kernels.lm_frame import plan_for
 from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU, Cut, cut_for, product, room_for

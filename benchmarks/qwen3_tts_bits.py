@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.gpu import Bench, parser
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.graph import PrefillGraphs
@@ -24,7 +25,6 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import Bench, parser
-from pipelines.nn.dummy import fill
-from pipelines.qwen3_tts.dummy import published_config
+from benchmarks.random_models.qwen3_tts import published_config
+from benchmarks.random_models.weights import fill
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
 FRAMES_PER_SECOND = 12.5

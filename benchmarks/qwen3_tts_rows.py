@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.gpu import Bench, parser, serves
 from benchmarks.qwen3_load import Load
 from benchmarks.qwen3_tts import MORE_TEXT, Throughput, table
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 from pipelines.engine.buckets import Prefill
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 
 #: The ends of the range first, then what lies between.
 SLOTS = (512, 1024, 768, 640, 896)

@@ -21,9 +21,9 @@ import torch
 from benchmarks.gpu import Bench, parser
 from benchmarks.qwen3_load import ClosedLoop, Load, requests
 from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options
 
 MIB = 2**20

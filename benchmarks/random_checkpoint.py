@@ -21,13 +21,13 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, codec_values, ends_when_allowed, published_config
+from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.dummy import DummyWeights, Rule
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecConfig
 from pipelines.qwen3_tts.codec_encoder import CodecEncoder
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, codec_values, ends_when_allowed, published_config
 from pipelines.qwen3_tts.weights import take_weights
 
 #: Ids of the published tokenizer.

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import Bench, captured, graph_us, numbers, parser
+from benchmarks.random_models.frames import Maker
 from benchmarks.wide_products import SHAPES, frame_ms
-from kernels.dummy import Maker
 from kernels.lm_frame import plan_for
 from kernels.lm_products import RESIDUAL_OUTPUTS, ROWS, SPLITS, add_product, clusters_of, residual_fault, splits_for
 from kernels.lm_triton import add_norm

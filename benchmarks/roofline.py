@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.qwen3_tts.dummy import published_config
-from pipelines.spark_tts.dummy import LM
+from benchmarks.random_models.qwen3_tts import published_config
+from benchmarks.random_models.spark_tts import LM
 
 BYTES = 2  # of a bfloat16 value
 #: Rows of the head of SparkTTS: 8,192 semantic and 4,096 global tokens, control tokens, the end, up to a multiple of 64.

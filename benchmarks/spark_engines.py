@@ -16,6 +16,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from benchmarks.gpu import Bench
 from benchmarks.native_parts import prepare_all
+from benchmarks.random_models.spark_tts import dummy_codecs, published_config
+from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.buckets import Prefill
@@ -24,14 +26,12 @@ from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
-from pipelines.nn.dummy import DummyWeights
 from pipelines.nn.options import TokenModelOptions
 from pipelines.request import SynthesisRequest
 from pipelines.results import Meta
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.config import LLM, WAV2VEC2, LmConfig, SparkConfig
-from pipelines.spark_tts.dummy import dummy_codecs, published_config
 from pipelines.spark_tts.model import Prompt, SparkModel
 from pipelines.spark_tts.native import sized
 from pipelines.spark_tts.pipeline import (

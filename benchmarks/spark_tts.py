@@ -29,6 +29,7 @@ from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu import Bench, numbers, parser, serves
 from benchmarks.native_parts import frame_part, prefill_of
+from benchmarks.random_models.spark_tts import dummy_codecs
 from benchmarks.roofline import SPARK, spark_frame
 from benchmarks.spark_engines import TOKENS_PER_SECOND, NativeSpark, Parts, checkpoint_parts, dummy_parts, vllm_pipeline
 from benchmarks.speech_load import (
@@ -49,7 +50,6 @@ from pipelines.engine.state import SamplingParams
 from pipelines.request import SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.dummy import dummy_codecs
 from pipelines.spark_tts.pipeline import SparkPipeline
 from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice

@@ -26,8 +26,8 @@ from benchmarks.process_use import Process
 from benchmarks.qwen3_load import Load, Mark, Tally, rates
 from benchmarks.qwen3_tts import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_bits import differing
+from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 
 H200 = roofline.DEVICES[0]
 

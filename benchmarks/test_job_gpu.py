@@ -25,7 +25,7 @@ def test_every_item_of_a_job_with_faults_is_done_once_with_the_bytes_of_the_job_
 ) -> None:
     """An engine is killed, and a GPU is gone as far as a CPU can tell. Commits are small, so that both happen while items are left."""
     for name, value in (("RESTART_SECONDS", "0.5"), ("COMMIT_ITEMS", "4"), ("COMMIT_SECONDS", "0.1")):
-        monkeypatch.setenv(f"SPEECH_WORKER__{name}", value)
+        monkeypatch.setenv(f"NIGHTJAR_TIMES__{name}", value)
     path = tmp_path / "job.json"
     asked = ["--device", "cpu", "--tiny", "--items", "150", "--paths", "--gpus", "2", "--faults", "--fault-noticed", "--skip-engine"]
     assert job_gpu.main([*asked, "--folder", str(tmp_path), "--json", str(path)]) == 0

@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import residual_products
+from benchmarks.random_models.frames import Maker
 from benchmarks.residual_products import Product, table
-from kernels.dummy import Maker
 from kernels.layers import rms_norm
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import wide_products
+from benchmarks.random_models.frames import Maker, Shape
 from benchmarks.wide_products import Product
 from kernels import lm_products
-from kernels.dummy import Maker, Shape
 from kernels.layers import rms_norm, swiglu
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
+from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
 from kernels import layers, lm_products
-from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 from kernels.lm_products import fills, processors
 from kernels.lm_triton import add_norm, swiglu

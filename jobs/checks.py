@@ -1,6 +1,6 @@
 """The registry of quality checks: one row a score. Whatever else knows a score reads it here.
 
-To add a check, add a row to `CHECKS` and the file `worker/quality/<meter>.py` that measures it. The presets of `--qa`, the checks of a
+To add a check, add a row to `CHECKS` and the class that measures it to `worker/quality/meters.py`. The presets of `--qa`, the checks of a
 job's spec, the verdict, error codes, the report, provenance, `nightjar doctor`, the table of docs/quality.md and the worker follow
 from the row. This module loads no meter: meters run beside a worker.
 """
@@ -49,7 +49,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class MeterCard(NamedTuple):
     """What is known of a built-in meter without opening it."""
 
-    #: Also the name of its module in `worker/quality`.
+    #: Also its name in `worker.quality.meters.BUILT_IN`.
     name: str
     #: The libraries it imports, by their names in Python.
     libraries: tuple[str, ...]
@@ -217,7 +217,7 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     import sys
 
     # Meters belong to the worker, and are slow to import.
-    command = [sys.executable, "-P", "-m", "worker.quality.weights"]
+    command = [sys.executable, "-P", "-m", "worker.quality.meters"]
     asked = msgspec.json.encode({"fetch": fetch, "meters": wanted})
     answer = subprocess.run(command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     facts = msgspec.json.decode(answer.stdout, type=dict[str, str])

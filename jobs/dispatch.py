@@ -190,7 +190,7 @@ class Dispatcher:
 
     def __init__(self, ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> None:
         self._ledger = ledger
-        self._window_factor = settings.dispatch.window_factor
+        self._window_factor = settings.times.window_factor
         self._publisher = publisher or Publisher(settings)
 
     def run_once(self) -> int:

@@ -280,18 +280,13 @@ def look() -> Machine:
     return Machine(devices, _driver(), torch, cuda, names, _installed("triton"), _cuda_kernels(), toolchain.c_compiler())
 
 
-#: Of `engine`: what the engine native refuses without a GPU.
-_NEEDS_GPU = {"executor": ("graph", "megakernel"), "prefill": ("packed",)}
-
-
 def judge_settings(settings: Settings, machine: Machine) -> Verdict:
     """Whether models can be opened here with the settings of the engine."""
-    chosen = {name: getattr(settings.engine, name) for name in _NEEDS_GPU}
-    refused = [f"{PREFIX}ENGINE__{name.upper()}={value}" for name, value in chosen.items() if value in _NEEDS_GPU[name]]
-    if machine.devices or not refused:
+    executor = settings.engine.executor
+    if machine.devices or executor not in ("graph", "megakernel"):
         return "all settings can be used", ""
-    said = f"There is no GPU here: with {' and '.join(refused)} no model of the engine native can be opened."
-    return said, f"Unset {'them' if len(refused) > 1 else 'it'} on this machine."
+    said = f"There is no GPU here: with {PREFIX}ENGINE__EXECUTOR={executor} no model of the engine native can be opened."
+    return said, "Unset it on this machine."
 
 
 def judge_gpu(machine: Machine) -> Verdict:

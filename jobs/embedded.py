@@ -32,6 +32,7 @@ from jobs.ledger.location import embedded_workers
 from jobs.own_files import full_disk_explained, open_own, own_path, read_own
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
+from jobs.times import PREFIX as TIMES
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
@@ -42,18 +43,12 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 #: A socket's path has at most 107 bytes.
 _LONGEST_FOLDER = 90
 
-#: Settings of the embedded worker where the user set none: one host has no network to be patient with.
-_QUICK = {
-    "worker.lease_seconds": "15",
-    "worker.heartbeat_seconds": "3",
-    "worker.drain_seconds": str(DRAIN_SECONDS),
-    "dispatch.interval_seconds": "1",
-    "dispatch.reconcile_seconds": "2",
-}
+#: Times of the embedded worker: one host has no network to be patient with.
+_QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "1", "reconcile_seconds": "2"}
 
 
 def embedded_overrides(settings: Settings) -> dict[str, object]:
-    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the home, a quick worker.
+    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the home, a short drain.
 
     Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this run's shards by its
     ledger but never by its broker, while its worker would take on their jobs.
@@ -65,14 +60,8 @@ def embedded_overrides(settings: Settings) -> dict[str, object]:
             f"This command keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
-    parts: dict[str, object] = {"database_url": sqlite_url(own), "store_url": settings.effective_store_url}
-    for key, value in _QUICK.items():
-        if settings.origin(key) == "default":
-            group, _, name = key.partition(".")
-            nested = parts.setdefault(group, {})
-            assert isinstance(nested, dict)
-            nested[name] = value
-    return parts
+    drain: dict[str, object] = {"worker": {"drain_seconds": DRAIN_SECONDS}} if settings.origin("worker.drain_seconds") == "default" else {}
+    return {"database_url": sqlite_url(own), "store_url": settings.effective_store_url, **drain}
 
 
 def embedded_settings(chosen: Settings) -> Settings:
@@ -174,7 +163,7 @@ class EmbeddedHome:
             lambda plan, up: self._start_worker(plan, up, model),
             first_pause_seconds=FIRST_PAUSE_SECONDS,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
-            quarantine_seconds=self.settings.worker.quarantine_seconds,
+            quarantine_seconds=self.settings.times.quarantine_seconds,
             # Several workers write into one log: the last line may be another one's.
             words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
             on_end=lambda process: self._on_worker_lost(socket.gethostname(), process.pid),
@@ -283,16 +272,14 @@ class EmbeddedHome:
 
     def _environment(self) -> dict[str, str]:
         """Variables that give the worker this home, over whatever the environment or a file says."""
-        variables = {
+        return {
+            **{f"{TIMES}{name.upper()}": value for name, value in _QUICK.items() if f"{TIMES}{name.upper()}" not in os.environ},
             "SPEECH_HOME": str(self.home),
             "SPEECH_DATABASE_URL": self.settings.ledger_url,
             "SPEECH_STORE_URL": self.settings.effective_store_url,
             "SPEECH_BROKER_URL": self.broker_url,
+            "SPEECH_WORKER__DRAIN_SECONDS": str(self.settings.worker.drain_seconds),
         }
-        for key in _QUICK:
-            group, _, name = key.partition(".")
-            variables[f"SPEECH_{group}__{name}".upper()] = str(getattr(getattr(self.settings, group), name))
-        return variables
 
     def _no_worker(self, workers: WorkerGroup) -> NightjarError:
         refusals = [member.refusal for member in workers.members if member.refusal is not None]

@@ -103,7 +103,7 @@ def submit(
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
+        key = options.idempotency_key or _idempotency_key(opened.sha256, sha, ledger.store_address(store.url), resolved.input_format)
         identity = _identity_of(ledger, store)
         store.check()
         job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, identity, options))
@@ -115,7 +115,7 @@ def submit(
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         uploader = ReferenceUploader(reader, store, job.id)
         measured_rtf = ledger.measured_rtf(resolved.spec.model)
-        size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items, measured_rtf)
+        size = ShardSize.of(resolved.card, settings.times.shard_seconds, settings.times.shard_items, measured_rtf)
         try:
             resolved.voices.put(store, job.id)
             records = records_of(opened, resolved)
@@ -302,15 +302,6 @@ def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     # Another line may be there, as of a store that was copied over this one.
     store.confirm(known)
     return known
-
-
-def _key_of(ledger: Ledger, store_url: str, input_sha256: str, sha: str, input_format: str) -> str:
-    """The key of this input, spec and store: the one that their job has, which may have been recorded under the full address of a
-    folder that was moved since, or that of a new one."""
-    for job, key, address in ledger.keys_of_input(input_sha256, sha):
-        if job.store_url == store_url and key == _idempotency_key(input_sha256, sha, address, input_format):
-            return key
-    return _idempotency_key(input_sha256, sha, ledger.store_address(store_url), input_format)
 
 
 def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:

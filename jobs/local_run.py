@@ -170,7 +170,7 @@ def _explain(job: Job, where: str, *, created: bool, events: RunEvents) -> None:
 
 def _say_begun_elsewhere(ledger: Ledger, job: Job, events: RunEvents) -> None:
     """Names a job of the same input and options with another store that has not ended: it may be what was to go on."""
-    for other, _, _ in ledger.keys_of_input(job.input_sha256, job.spec_sha):
+    for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha):
         if other.store_url != job.store_url and not other.state.final:
             store = redact(other.store_url)
             begun = f"Job {other.id} of the same input and options was begun in the store {store}."

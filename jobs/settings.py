@@ -1,8 +1,8 @@
 """One frozen `Settings`, built once and passed down: command line over environment over `.env` over TOML over defaults.
 
-Environment names are `SPEECH_` and the key, nested keys joined by two underscores (`SPEECH_WORKER__LEASE_SECONDS`). The file is
+Environment names are `SPEECH_` and the key, nested keys joined by two underscores (`SPEECH_WORKER__THREADS`). The file is
 `nightjar.toml` in the working directory, or what `SPEECH_CONFIG` names. An unknown key or a wrong value is a `ConfigError` that
-names the key and where it was set.
+names the key and where it was set. A field's description is its line in `nightjar config list`.
 """
 
 from __future__ import annotations
@@ -10,54 +10,218 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from jobs.formatting import is_address
+from jobs.input_format import InputFormat
 from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
-from jobs.settings_groups import (
-    CUT_ADDRESS,
-    DispatchSettings,
-    EngineSettings,
-    FlowerSettings,
-    LedgerSettings,
-    NotifySettings,
-    S3Settings,
-    Schedule,
-    ServeSettings,
-    SettingsGroup,
-    ShardSettings,
-    VllmSettings,
-    WorkerSettings,
-    has_port,
-)
+from jobs.times import Times, read_times
+from pipelines.audio_format import AudioFormat
+from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode, nearest
 from pipelines.registry import ModelCard, has_option
 
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
-#: Settings that have another name now.
-RENAMED = {
-    "worker.waiting_room": "engine.waiting_room",
-    "vllm.slots": "engine.slots",
-    "vllm.memory_share": "engine.memory_share",
-    "vllm.max_context": "engine.max_context",
-    "vllm.dtype": "engine.dtype",
-    "vllm.eager": "engine.executor",
-}
 #: Variables with the prefix that are no settings: where the file is, and whether a bug shows its traceback.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
-
-
+CUT_ADDRESS = "its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
+#: Origins whose keys are written as variables.
+_VARIABLES = ("environment", ".env")
 #: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by another name.
-_QWEN3_ONLY = {"voice_cache", "voice_cache_mib", "codec_rows"}
-_NATIVE_ONLY = {"executor", "prefill", *_QWEN3_ONLY}
+_QWEN3_ONLY = {"voice_cache", "codec_rows"}
+_NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
+
+
+def _words(value: object) -> object:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _paths(value: object) -> object:
+    return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+
+def _command(value: object) -> object:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+Positive = Annotated[float, Field(gt=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+
+
+class SettingsGroup(BaseModel):
+    """A frozen group of settings, which refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class S3Settings(SettingsGroup):
+    """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance role)."""
+
+    endpoint_url: str | None = Field(default=None, description="Address of an S3-compatible server; unset: AWS.")
+    region: str | None = Field(default=None, description="Region of the bucket.")
+    access_key_id: str | None = Field(default=None, description="Access key.")
+    secret_access_key: SecretStr | None = Field(default=None, description="Secret key.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Where the bucket name stands in the URL: in the path or in the host name."
+    )
+
+
+class WorkerSettings(SettingsGroup):
+    """One worker process."""
+
+    drain_seconds: Positive = Field(default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM.")
+    item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
+    metrics_port: Port | None = Field(
+        default=None, description="Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next ones."
+    )
+    metrics_address: str = Field(default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network.")
+    threads: PositiveInt | None = Field(default=None, description="Threads of the engine. Unset: the fastest measured number.")
+    meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
+
+
+class EngineSettings(SettingsGroup):
+    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the device and the model."""
+
+    kind: EngineKind = Field(default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: `native`.")
+    slots: PositiveInt | None = Field(
+        default=None, description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."
+    )
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`: by the model.",
+    )
+    reproducible: bool | None = Field(
+        default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
+    )
+    max_context: PositiveInt | None = Field(default=None, description="Maximum positions of an utterance: prompt and speech.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."
+    )
+    executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
+        default="auto",
+        description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
+        "`megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS utterances at a time: on an H200 a frame of one at 0.6B "
+        "takes 1.5 instead of 2.0 ms; not for `reproducible`. `auto` has them on GPUs of compute capability 9.0 with at least 128 "
+        "multiprocessors, such as the H200, but not for streams, whose first chunk comes later with them.",
+    )
+    voice_cache: Path | None = Field(
+        default=None, description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory."
+    )
+    codec_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. "
+        "0: batches of similar lengths. On an H200 256 rows take less than half as much of a core, and with `reproducible` they are 1.8 "
+        "times as fast. They need 7.6 GiB of the GPU.",
+    )
+
+
+class VllmSettings(SettingsGroup):
+    """What only the engine `vllm` has."""
+
+    tensor_parallel: PositiveInt = Field(default=1, description="GPUs that share one LM.")
+
+
+class NotifySettings(SettingsGroup):
+    """The hook of the operator that is told of every job's end; it is never a job's."""
+
+    command: Annotated[tuple[str, ...], BeforeValidator(_command)] = Field(
+        default=(),
+        description="Command that runs at each end of a job, without a shell: words as a shell splits them, or a list in a file. The "
+        "status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are variables.",
+    )
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = Field(default=30.0, description="Maximum seconds for the command.")
+
+
+class FlowerSettings(SettingsGroup):
+    """The dashboard of the queues."""
+
+    basic_auth: SecretStr | None = Field(default=None, description="`user:password` for Flower. Flower does not start without it.")
+    address: str = Field(default="127.0.0.1", description="Address the dashboard listens at; `0.0.0.0` opens it to the network.")
+    port: Port = Field(default=5555, description="Port of the dashboard.")
+
+
+class ServeSettings(SettingsGroup):
+    """The server of `nightjar serve`."""
+
+    address: str = Field(default="127.0.0.1", description="Address of the server. `0.0.0.0` opens it to every network and needs a key.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
+    api_key: SecretStr | None = Field(default=None, description="Key that clients must send.")
+    api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
+    allowed_hosts: Words = Field(
+        default=(),
+        description="Host names, separated by `,`, under which a server without a key answers, besides `localhost` and loopback addresses.",
+    )
+    slots: PositiveInt | None = Field(
+        default=None, description="Maximum requests that are handed to the engine. Unset: as many as run and wait there."
+    )
+    streams: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS; SparkTTS and "
+        "Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU.",
+    )
+    waiting_room: Annotated[int, Field(ge=0)] = Field(
+        default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."
+    )
+    request_seconds: Positive = Field(default=600.0, description="Maximum seconds for a request, from its slot to its last byte.")
+    drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
+    text_in: bool | None = Field(
+        default=None,
+        description="Speak the text of a context while it is being written. Unset: with the voices for which the model always reads "
+        "its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`: all voices of Qwen3-TTS, named ones on all "
+        "routes. `false`: sentence by sentence.",
+    )
+    voices_folder: Path | None = Field(default=None, description="Folder of stored voices. Unset: `voices` in `home`.")
+    strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
+
+
+class Schedule(SettingsGroup):
+    """A job that is submitted every night; its key in `schedules` is its name."""
+
+    input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
+    input_format: InputFormat = Field(default="dialogues", description="Format of the file.")
+    model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
+    speak: Literal["auto", "user", "assistant", "all"] | None = Field(default=None, description="Whose texts become speech; as `--speak`.")
+    voice: str | None = Field(default=None, description="Voice for lines without a voice.")
+    voice_of: dict[Literal["user", "assistant"], str] = Field(default={}, description="Voice for each role.")
+    language: str | None = Field(default=None, description="Language for lines without a language.")
+    instruct: str | None = Field(default=None, description="Style instruction for lines without one.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
+    format: AudioFormat = Field(default="wav", description="Audio format: wav, flac, mp3 or opus.")
+    sample_rate: Annotated[int, Field(ge=8_000, le=48_000)] | None = Field(
+        default=None, description="Sample rate of the audio in Hz, 8000 to 48000. Unset: the model's own."
+    )
+    pack: bool = Field(default=False, description="Store the audio of many items in one object, a pack; as `--pack`.")
+    qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Quality checks.")
+    qa_config: Path | None = Field(default=None, description="TOML file with changes to the checks.")
+    priority: int = Field(default=0, description="Jobs with a higher priority run first.")
+    weight: PositiveInt = Field(default=1, description="Share of the workers among jobs of the same priority.")
+    store_url: str | None = Field(default=None, description="Store of this schedule. Unset: `store_url`.")
+    on_error: Literal["skip", "abort"] = Field(default="skip", description="`skip`: leave bad lines out. `abort`: refuse the whole file.")
+    exports: Words = Field(
+        default=(), description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible."
+    )
+    export_to: str | None = Field(
+        default=None,
+        description="Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path ends in one of them, "
+        "a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}` in `home`.",
+    )
+    splits: str | None = Field(default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01.")
 
 
 class Settings(SettingsGroup):
@@ -72,48 +236,37 @@ class Settings(SettingsGroup):
         description="Broker: `redis://…`; unset: the embedded broker of `home` while it runs, else `redis://127.0.0.1:6379/0`.",
     )
     store_url: str | None = Field(default=None, description="Store: a folder or `s3://bucket/prefix`; unset: `home`.")
-    audio_roots: tuple[Path, ...] = Field(
+    audio_roots: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = Field(
         default=(), description="Folders from which reference audio may be read, separated by `:`. Unset: only the input file's folder."
     )
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Price per GPU hour, for the cost in `nightjar status`."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Minimum level of log messages.")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
+        default="info", description="Minimum level of log messages."
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="Format of logs. `auto`: console on a terminal, else JSON."
     )
-    s3: S3Settings = Field(default=S3Settings(), description="The S3 store.")
-    worker: WorkerSettings = Field(default=WorkerSettings(), description="Worker processes.")
-    engine: EngineSettings = Field(default=EngineSettings(), description="The engine of a model.")
-    vllm: VllmSettings = Field(default=VllmSettings(), description="What only vLLM has.")
-    ledger: LedgerSettings = Field(default=LedgerSettings(), description="Waiting on the ledger.")
-    dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
-    shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
-    notify: NotifySettings = Field(default=NotifySettings(), description="The hook at a job's end.")
-    flower: FlowerSettings = Field(default=FlowerSettings(), description="The dashboard.")
-    serve: ServeSettings = Field(default=ServeSettings(), description="The server.")
+    s3: S3Settings = S3Settings()
+    worker: WorkerSettings = WorkerSettings()
+    engine: EngineSettings = EngineSettings()
+    vllm: VllmSettings = VllmSettings()
+    notify: NotifySettings = NotifySettings()
+    flower: FlowerSettings = FlowerSettings()
+    serve: ServeSettings = ServeSettings()
     schedules: dict[str, Schedule] = Field(default={}, description="Nightly jobs by name.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @field_validator("audio_roots", mode="before")
-    @classmethod
-    def _split_roots(cls, value: object) -> object:
-        return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
-
-    @field_validator("home", "store_url", mode="before")
-    @classmethod
-    def _refuse_no_folder(cls, value: object) -> object:
-        # An empty path would be the working directory, which nobody named.
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("it is empty")
-        return value
+    _times: Times = PrivateAttr(default_factory=read_times)
 
     @field_validator("home", "store_url", mode="before")
     @classmethod
     def _refuse_other_places(cls, value: object, info: ValidationInfo) -> object:
-        # As a path it would be a folder of this name in the working directory.
-        text = str(value)
+        # An empty path would be the working directory, which nobody named; an address would be a folder of this name there.
+        text = "" if value is None else str(value)
+        if isinstance(value, str) and not text.strip():
+            raise ValueError("it is empty")
         if info.field_name == "home" and is_address(text):
             raise ValueError(f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket")
         if info.field_name == "store_url" and is_address(text) and "://" not in text:
@@ -128,10 +281,10 @@ class Settings(SettingsGroup):
             _check_urls(value.get_secret_value(), most_ats=1 if info.field_name == "database_url" else None)
         return value
 
-    @field_validator("log_level", mode="before")
-    @classmethod
-    def _lower_level(cls, value: object) -> object:
-        return value.lower() if isinstance(value, str) else value
+    @property
+    def times(self) -> Times:
+        """The times and sizes of the protocol, which are no settings."""
+        return self._times
 
     @property
     def state_folder(self) -> Path:
@@ -174,29 +327,24 @@ class Settings(SettingsGroup):
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
         """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as `chosen_engine`."""
         engine = self.chosen_engine(card)
-        options: dict[str, Any]
         if engine == "cpu":
-            options = {"threads": self.worker.threads, "waiting_room": self.engine.waiting_room}
-        elif engine == "native":
-            left_out = {"kind"} if has_option(card, "voice_cache") else {"kind", *_QWEN3_ONLY}
-            options = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=left_out)
-        else:
-            options = self.engine.model_dump(exclude_defaults=True, exclude={"kind", *_NATIVE_ONLY})
+            return {} if self.worker.threads is None else {"threads": self.worker.threads}
+        options: dict[str, Any] = self.engine.model_dump(exclude_defaults=True, mode="json", exclude={"kind"})
+        if engine == "vllm":
             options |= self.vllm.model_dump(exclude_defaults=True)
-            options["eager"] = {"auto": None, "eager": True}.get(self.engine.executor, False)
-        if card.engines:
-            options["engine"] = engine
-        return {name: value for name, value in options.items() if value is not None}
+            options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
+        unknown = _NATIVE_ONLY if engine == "vllm" else set() if has_option(card, "voice_cache") else _QWEN3_ONLY
+        options = {name: value for name, value in options.items() if name not in unknown}
+        return options | ({"engine": engine} if card.engines else {})
 
     def unused(self, card: ModelCard) -> str | None:
         """A sentence about settings of the engine vllm where a model runs on the engine native; None: there are none.
 
         Raises as `chosen_engine`.
         """
-        names = [f"{PREFIX}VLLM__{name.upper()}" for name in self.vllm.model_dump(exclude_defaults=True)]
-        if not names or self.chosen_engine(card) != "native":
+        if self.vllm == VllmSettings() or self.chosen_engine(card) != "native":
             return None
-        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not used: {card.name} runs on the engine native."
+        return f"{PREFIX}VLLM__TENSOR_PARALLEL is not used: {card.name} runs on the engine native."
 
     def origin(self, key: str) -> str:
         """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""
@@ -223,10 +371,12 @@ def _check_urls(urls: str, most_ats: int | None) -> None:
     for url in urls.split(";"):
         try:
             parts = urlsplit(url)
+            # A rest of a password is no number.
+            whole = parts.port != 0
         except ValueError:
             raise ValueError(CUT_ADDRESS) from None
         cut = bool(parts.netloc) and "@" in parts.path + parts.fragment
-        if cut or not has_port(parts) or (most_ats is not None and parts.netloc.count("@") > most_ats):
+        if cut or not whole or (most_ats is not None and parts.netloc.count("@") > most_ats):
             raise ValueError(CUT_ADDRESS)
 
 
@@ -236,12 +386,13 @@ def load_settings(**overrides: Any) -> Settings:
     Raises `ConfigError` with `config.invalid`.
     """
     file_name = os.environ.get("SPEECH_CONFIG")
-    layers = [
-        (Path(file_name or CONFIG_FILE).name, _read_toml(Path(file_name or CONFIG_FILE), required=file_name is not None)),
+    file = Path(file_name or CONFIG_FILE)
+    layers = (
+        (file.name, _read_toml(file, required=file_name is not None)),
         (".env", _read_variables(_dotenv(), ".env")),
         ("environment", _read_variables(os.environ, "environment")),
         ("command line", {key: value for key, value in overrides.items() if value is not None}),
-    ]
+    )
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, values in layers:
@@ -255,12 +406,12 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
+    if not required and not path.exists():
+        return {}
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        if not required:
-            return {}
         raise _invalid(f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it.") from None
     except OSError as error:
         raise _invalid(f"The configuration file {path} cannot be read: {error.strerror}.", "Make it a readable TOML file.") from None
@@ -282,12 +433,14 @@ def _dotenv() -> Mapping[str, str]:
 
 def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
     """`SPEECH_A__B=x` as `{"a": {"b": "x"}}`; a value that is a JSON object is read as such."""
-    _check_prefix(variables, origin)
     tree: dict[str, Any] = {}
     for name, value in sorted(variables.items()):
-        if not name.upper().startswith(PREFIX) or name.upper() in NOT_SETTINGS:
+        variable = name.upper()
+        if variable.startswith("NIGHTJAR_"):
+            _refuse_other_prefix(variable, origin)
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS:
             continue
-        *parents, leaf = name[len(PREFIX) :].lower().split("__")
+        *parents, leaf = variable.removeprefix(PREFIX).lower().split("__")
         node = tree
         for part in parents:
             child = node.setdefault(part, {})
@@ -299,10 +452,8 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
 
 
 def _object_or_text(value: str) -> Any:
-    if not value.startswith("{"):
-        return value
     try:
-        return json.loads(value)
+        return json.loads(value) if value.startswith("{") else value
     except ValueError:
         return value
 
@@ -312,8 +463,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], origin: str, origins
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             child = into.get(key)
-            nested: dict[str, Any] = cast("dict[str, Any]", child) if isinstance(child, dict) else {}
-            into[key] = nested
+            into[key] = nested = cast("dict[str, Any]", child) if isinstance(child, dict) else {}
             _merge(nested, cast("Mapping[str, Any]", value), origin, origins, f"{name}.")
         else:
             into[key] = value
@@ -325,40 +475,34 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     # What is written wrongly explains what is missing.
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     key = ".".join(str(part) for part in first["loc"])
-    origin = next((where for name, where in origins.items() if key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")), "")
-    if origin in {"environment", ".env"}:
-        origin = f"{origin} {_variable(key)}"
-    set_in = f" ({origin})" if origin else ""
-    if key in RENAMED:
-        name = RENAMED[key]
-        advice = f"Write {_variable(name)}, or `{name}` in a file; `nightjar config list` says what it takes."
-        return _invalid(f"The setting {key}{set_in} is now {name}.", advice)
+    # A group that does not exist is named with the key that was given in it.
+    inside = next((name for name in origins if name == key or name.startswith(f"{key}.")), None)
+    given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
     if first["type"] == "extra_forbidden":
-        # A group that does not exist is named with the key that was given in it.
-        given = next((name for name in origins if name == key or name.startswith(f"{key}.")), key)
-        return _no_setting(given, origins.get(given, ""))
+        return _no_setting(given or key, origins.get(given, ""))
     reason = first["msg"].removeprefix("Value error, ")
-    return _invalid(f"The setting {key}{set_in} cannot be used: {reason}.", "Correct it; `nightjar config list` lists all settings.")
+    where = _set_in(key, origins.get(given, ""))
+    return _invalid(f"The setting {key}{where} cannot be used: {reason}.", "Correct it; `nightjar config list` lists all settings.")
 
 
 def _no_setting(key: str, origin: str) -> ConfigError:
     """The error of a key that is none, with the nearest that there is, as it is written where this one was set."""
     schedule = key.split(".")[1] if key.startswith("schedules.") else "NAME"
-    variables = origin in {"environment", ".env"}
-    near = nearest(key, _keys(Settings, schedule), _variable if variables else str)
-    set_in = f" ({origin}{f' {_variable(key)}' if variables else ''})" if origin else ""
-    return _invalid(f"There is no setting {key}{set_in}.", f"{near}`nightjar config list` lists all settings.")
+    near = nearest(key, _keys(Settings, schedule), _variable if origin in _VARIABLES else str)
+    return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}`nightjar config list` lists all settings.")
 
 
-def _check_prefix(variables: Mapping[str, str], origin: str) -> None:
+def _set_in(key: str, origin: str) -> str:
+    """Where a key was set, for a sentence; nothing where it was not."""
+    return f" ({origin}{f' {_variable(key)}' if origin in _VARIABLES else ''})" if origin else ""
+
+
+def _refuse_other_prefix(variable: str, origin: str) -> None:
     """Raises `config.invalid` for a variable that is a setting but for its prefix, which would have no effect."""
-    for name in variables:
-        prefix, _, rest = name.upper().partition("_")
-        if prefix != "NIGHTJAR":
-            continue
-        key = rest.lower().replace("__", ".")
-        if PREFIX + rest in NOT_SETTINGS or key in _keys(Settings, key.split(".")[1] if "." in key else ""):
-            raise _invalid(f"There is no setting {name} ({origin}).", f"Did you mean {PREFIX}{rest}? All settings begin so.")
+    rest = variable.removeprefix("NIGHTJAR_")
+    key = rest.lower().replace("__", ".")
+    if PREFIX + rest in NOT_SETTINGS or key in _keys(Settings, key.split(".")[1] if "." in key else ""):
+        raise _invalid(f"There is no setting {variable} ({origin}).", f"Did you mean {PREFIX}{rest}? All settings begin so.")
 
 
 def _variable(key: str) -> str:

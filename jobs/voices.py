@@ -128,8 +128,7 @@ class JobVoices:
 
 def voice_folder(settings: Settings) -> VoiceFolder:
     """The folder of stored voices that the settings name, which the server and the command line use too."""
-    folder = settings.serve.voices_folder or settings.home / "voices"
-    return VoiceFolder(folder, settings.serve.stored_voices, settings.serve.voice_bytes)
+    return VoiceFolder(settings.serve.voices_folder or settings.home / "voices")
 
 
 def names_of(generation: Generation) -> list[str]:

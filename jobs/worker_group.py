@@ -67,9 +67,8 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
     """One worker for each device, or one as it is. Raises `config.invalid` where the ports of metrics end."""
     if devices is None:
         return [WorkerPlan()]
-    worker = settings.worker
-    shares = share_cores([device.bus_id for device in devices]) if worker.pin_cores else [None] * len(devices)
-    first = worker.metrics_port
+    shares = share_cores([device.bus_id for device in devices])
+    first = settings.worker.metrics_port
     if first is not None and first + len(devices) - 1 > LAST_PORT:
         message = (
             f"{len(devices)} workers need the ports of metrics {first} to {first + len(devices) - 1}, and {LAST_PORT} is the last one."

@@ -20,8 +20,8 @@ from pipelines.validation import OPENAI_VOICES
 
 #: Of a name. No path, and the same on every file system.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
-#: Of the text of a recording.
-MAX_TEXT_CHARACTERS = 5000
+#: Voices of a folder, bytes of a recording, and characters of its text.
+MAX_VOICES, MAX_RECORDING_BYTES, MAX_TEXT_CHARACTERS = 256, 8 << 20, 5000
 #: What clients send that must name a voice, to a model that has none to choose from.
 DEFAULT_VOICE = "default"
 #: Names that mean something else to a server.
@@ -50,7 +50,7 @@ class VoiceExistsError(Exception):
 class VoiceFolder:
     """The voices of a folder. Several processes may use it at once; each file is whole or not there."""
 
-    def __init__(self, folder: Path, max_voices: int, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES) -> None:
         """A maximum of `max_voices` voices, with recordings of up to `max_bytes`."""
         self._folder = folder
         self._max_voices = max_voices

@@ -24,8 +24,8 @@ from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.interpreter import collect_seldom
+from worker.admission import MAX_SHARDS
 from worker.consumer import ShardTask
-from worker.demand import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
 
 log = structlog.get_logger(__name__)
@@ -148,7 +148,7 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
     _configured = (settings, options)
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
-        concurrency=settings.worker.shards_in_flight or MAX_SHARDS,
+        concurrency=settings.times.shards_in_flight or MAX_SHARDS,
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
         quiet=True,

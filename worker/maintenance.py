@@ -15,7 +15,7 @@ from jobs.ledger.records import WorkerInfo
 from jobs.notification import report_ends
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
-from worker.demand import Demand
+from worker.admission import Demand
 from worker.leases import Clock, LeaseBook
 from worker.metrics import Metrics
 
@@ -119,9 +119,9 @@ class Maintenance:
         self._registered = False
         self._reconciled_at = float("-inf")
         self._depth_at = float("-inf")
-        self._heartbeats = PeriodicTask("heartbeats", settings.worker.heartbeat_seconds, self.beat)
-        self._dispatch = PeriodicTask("dispatch", settings.dispatch.interval_seconds, self.dispatch)
-        self._reports = None if report_ends is None else PeriodicTask("reports", settings.dispatch.reconcile_seconds, report_ends)
+        self._heartbeats = PeriodicTask("heartbeats", settings.times.heartbeat_seconds, self.beat)
+        self._dispatch = PeriodicTask("dispatch", settings.times.dispatch_seconds, self.dispatch)
+        self._reports = None if report_ends is None else PeriodicTask("reports", settings.times.reconcile_seconds, report_ends)
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
@@ -171,7 +171,7 @@ class Maintenance:
         sent_at = self._clock.monotonic()
         tickets = self._leases.tickets()
         if tickets:
-            lost = self._ledger.heartbeat(self._worker.id, tickets, self._settings.worker.lease_seconds)
+            lost = self._ledger.heartbeat(self._worker.id, tickets, self._settings.times.lease_seconds)
             self._leases.renewed(tickets, lost, sent_at)
         self._report(self._demand.shards)
 
@@ -180,7 +180,7 @@ class Maintenance:
         if self._state != UP:
             return
         now = self._clock.monotonic()
-        if now - self._reconciled_at >= self._settings.dispatch.reconcile_seconds:
+        if now - self._reconciled_at >= self._settings.times.reconcile_seconds:
             self._reconciled_at = now
             self._reconcile()
         shards = self._demand.shards
@@ -189,7 +189,7 @@ class Maintenance:
             self._report(shards)
         dispatched = self._dispatcher.run_once()
         self._metrics.dispatched.inc(dispatched)
-        if now - self._depth_at >= self._settings.dispatch.interval_seconds:
+        if now - self._depth_at >= self._settings.times.dispatch_seconds:
             self._depth_at = now
             self._metrics.queue_depth.set(self._publisher.queue_depth())
 
@@ -203,7 +203,7 @@ class Maintenance:
         self._worker = worker
 
     def _reconcile(self) -> None:
-        report = self._ledger.reconcile(self._settings.dispatch.queued_timeout_seconds)
+        report = self._ledger.reconcile(self._settings.times.queued_timeout_seconds)
         if report.changed:
             log.info("reconciled", **report.counts)
             for name, count in report.counts.items():

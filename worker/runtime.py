@@ -35,8 +35,7 @@ from pipelines.errors import (
 )
 from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
-from worker.demand import SHARDS_AT_START, Demand
-from worker.exclusive import ExclusiveLock
+from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
@@ -44,7 +43,7 @@ from worker.model_opening import Preload, open_model
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd, ShardRunner
+from worker.shard_run import ShardEnd, ShardRunner
 from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class Runtime:
         self._hurry = threading.Event()
         self._stopped = threading.Event()
         self.metrics = Metrics()
-        self.leases = LeaseBook(settings.worker.lease_seconds, self._clock)
+        self.leases = LeaseBook(settings.times.lease_seconds, self._clock, self.metrics.waited_for)
         self.pipelines = PipelineCache(self._open)
         self.worker = WorkerInfo(
             id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
@@ -122,7 +121,7 @@ class Runtime:
             gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             model=self.options.model or "",
             version=installed_version(),
-            slots=settings.worker.shards_in_flight or SHARDS_AT_START,
+            slots=settings.times.shards_in_flight or SHARDS_AT_START,
         )
         #: Why this worker ended by itself.
         self.failure: NightjarError | None = None
@@ -130,11 +129,11 @@ class Runtime:
         self._said_unused = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
-        self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
-        processes = settings.worker.writer_processes
+        self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
+        processes = settings.times.writer_processes
         self._writer_processes = WriterProcesses(default_processes() if processes is None else processes, settings.s3)
         self._exclusive = ExclusiveLock()
-        self.demand = Demand(settings.worker.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock)
+        self.demand = Demand(settings.times.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock)
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
@@ -147,6 +146,7 @@ class Runtime:
             provenance=ProvenanceBook(),
             demand=self.demand,
             alone=self.options.private,
+            on_claimed=lambda: self.maintenance.claimed(),
         )
         self.manifests = Manifests(self.ledger, self.store_for, self._clock)
         self.maintenance = Maintenance(
@@ -160,7 +160,7 @@ class Runtime:
             self._end_job,
             self.demand,
             # `nightjar run` reports its jobs itself, when their manifest and report are written.
-            None if self.options.private or not settings.notify.enabled else lambda: report_ended_jobs(self.ledger, settings),
+            None if self.options.private or not settings.notify.command else lambda: report_ended_jobs(self.ledger, settings),
         )
 
     @property
@@ -299,11 +299,10 @@ class Runtime:
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""
-        lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.worker.lease_seconds))
+        lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds))
         if lease is None:
             return False
-        with bound_contextvars(epoch=lease.epoch), self.demand.hold(lease.ticket, len(lease.open_items)):
-            self.maintenance.claimed()
+        with bound_contextvars(epoch=lease.epoch):
             end = self.runner.run(lease)
         if end is ShardEnd.REFUSED:
             self._refused_at[ticket.job_id] = self._clock.monotonic()
@@ -338,7 +337,7 @@ class Runtime:
 
     def _leaves(self, job_id: str) -> bool:
         refused_at = self._refused_at.get(job_id)
-        if refused_at is None or self._clock.monotonic() - refused_at >= self.settings.worker.quarantine_seconds:
+        if refused_at is None or self._clock.monotonic() - refused_at >= self.settings.times.quarantine_seconds:
             return False
         return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
 

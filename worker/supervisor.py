@@ -79,5 +79,4 @@ def supervise(arguments: Sequence[str], plans: Sequence[WorkerPlan], settings: S
     spec = sys.modules["__main__"].__spec__
     program = "worker" if spec is None else spec.name.removesuffix(".__main__")
     command = [sys.executable, *flags, "-m", program, "run", *arguments]
-    worker = settings.worker
-    return Supervisor(command, plans, worker.restart_seconds, worker.quarantine_seconds, settings).run()
+    return Supervisor(command, plans, settings.times.restart_seconds, settings.times.quarantine_seconds, settings).run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 from click.shell_completion import get_completion_class
@@ -163,11 +162,9 @@ def markdown_rows() -> list[str]:
 
 
 def shown(value: Any) -> Any:
-    """A setting as it may be seen: no secret, no password of a URL, and of the address of a hook its host only."""
+    """A setting as it may be seen: no secret, no password of a URL."""
     if isinstance(value, SecretStr):
         secret = value.get_secret_value()
-        if secret.startswith(("http://", "https://")):
-            return f"{secret.partition(':')[0]}://{urlsplit(secret).hostname}/{MASK}"
         return redact(secret) if "://" in secret else MASK
     if isinstance(value, str):
         return redact(value)

@@ -106,8 +106,7 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
     limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
-    limits["voices_folder"] = voice_folder(settings).path
-    return ServeOptions(names=names, keys=read_keys(settings), **limits)
+    return ServeOptions(names=names, keys=read_keys(settings), **{**limits, "voices_folder": voice_folder(settings).path})
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:

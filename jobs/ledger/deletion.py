@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from jobs.ledger import schema
 from jobs.ledger.database import place
 from jobs.ledger.lifecycle import update_job
-from jobs.ledger.location import located, recorded
+from jobs.ledger.location import located
 from jobs.ledger.mapping import insert, lock_known_job, number_of
 from jobs.ledger.records import JobState
 from jobs.ledger.schema import db_now
@@ -54,22 +54,18 @@ def begin_delete(connection: sa.Connection, job_id: str) -> None:
     """Fences a job that has ended; again where that was done before. Raises `ServiceError` with `ledger.state`."""
     job = lock_known_job(connection, job_id)
     check_deletable(job_id, JobState(job["state"]))
-    folder = place(connection)
-    # Where the store is must be known also when nothing of the job is there any more.
-    store_url = recorded(located(job["store_url"], folder, job_id), folder)
     ended = job["finished_at"]
     update_job(
         connection,
         job_id,
         state=JobState.CANCELLED.value,
         state_reason=BEING_DELETED,
-        store_url=store_url,
         idempotency_key=f"deleted/{job_id}",
         manifest_finished_at=ended,
         notified_finished_at=ended,
     )
     tombstone = insert(connection, schema.deleted_jobs).values(
-        id=job_id, store_url=store_url, store_identity=job["store_identity"], deleted_at=db_now()
+        id=job_id, store_url=job["store_url"], store_identity=job["store_identity"], deleted_at=db_now()
     )
     connection.execute(tombstone.on_conflict_do_nothing(index_elements=["id"]))
 
@@ -99,7 +95,7 @@ def deleted_jobs(connection: sa.Connection) -> list[DeletedJob]:
     columns, folder = schema.deleted_jobs.c, place(connection)
     query = sa.select(columns.id, columns.store_url, columns.store_identity, columns.deleted_at)
     rows = connection.execute(query.order_by(columns.deleted_at, columns.id))
-    return [DeletedJob(job_id, located(store_url, folder, job_id), *others) for job_id, store_url, *others in rows]
+    return [DeletedJob(job_id, located(store_url, folder), *others) for job_id, store_url, *others in rows]
 
 
 def forget_deleted(connection: sa.Connection, job_id: str) -> None:

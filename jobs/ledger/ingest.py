@@ -117,14 +117,7 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
         created_at=db_now(),
     )
     connection.execute(statement.on_conflict_do_nothing(index_elements=["idempotency_key"]))
-    jobs = schema.jobs.c
-    same = jobs.idempotency_key == clean(new.idempotency_key)
-    # A job of before stores had an identity.
-    unknown = sa.update(schema.jobs).where(
-        same, jobs.store_identity.is_(None), jobs.store_url == recorded(new.store_url, place(connection))
-    )
-    connection.execute(unknown.values(store_identity=new.store_identity))
-    by_key = sa.select(schema.jobs).where(same)
+    by_key = sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == clean(new.idempotency_key))
     return job_of(connection, connection.execute(by_key).mappings().one())
 
 

@@ -98,8 +98,7 @@ class Ledger:
     @classmethod
     def of(cls, settings: Settings) -> Ledger:
         """The ledger of an installation, as `open` does."""
-        limits = LedgerLimits(**{name: getattr(settings.ledger, name) for name in LedgerLimits.__dataclass_fields__})
-        return cls.open(settings.ledger_url, settings.dispatch.backoff_seconds, limits)
+        return cls.open(settings.ledger_url, settings.times.backoff_seconds)
 
     @property
     def url(self) -> str:
@@ -249,7 +248,7 @@ class Ledger:
     measured_rtf = _reads(queries.measured_rtf)
     job_of_key = _reads(queries.job_of_key)
     jobs_of_keys = _reads(queries.jobs_of_keys)
-    keys_of_input = _reads(queries.keys_of_input)
+    jobs_of_input = _reads(queries.jobs_of_input)
     find_job = _reads_plainly(job_status.find_job)
     jobs = _reads_plainly(job_status.newest_jobs)
     statuses = _reads_plainly(job_status.newest_statuses)

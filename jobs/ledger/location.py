@@ -44,11 +44,10 @@ def embedded_broker_url(state_folder: Path) -> str | None:
 
 
 def embedded_workers(state_folder: Path) -> list[tuple[str, int]]:
-    """Hosts and processes of the last workers of a home; none where there is no record. Versions with one worker wrote `pid`."""
+    """Hosts and processes of the last workers of a home; none where there is no record."""
     try:
         record = json.loads(read_own(state_folder / "worker.json"))
-        pids = record["pids"] if "pids" in record else [record["pid"]]
-        return [(str(record["host"]), int(pid)) for pid in pids]
+        return [(str(record["host"]), int(pid)) for pid in record["pids"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -77,24 +76,11 @@ def recorded(store_url: str, place: Path | None) -> str:
     return _RELATIVE + ("" if relative == "." else quote(relative))
 
 
-def located(address: str, place: Path | None, job_id: str) -> str:
-    """The URL of the store that is recorded as `address`.
-
-    Earlier versions recorded full addresses only. If the job's inputs are in `place`, or in a folder of it with the name of the end of
-    such an address, the job was moved together with its ledger.
-    """
-    if place is None:
+def located(address: str, place: Path | None) -> str:
+    """The URL of the store that is recorded as `address`."""
+    if place is None or not address.startswith(_RELATIVE):
         return address
-    if address.startswith(_RELATIVE):
-        return (place / unquote(address[len(_RELATIVE) :])).as_uri()
-    folder = _folder(address)
-    if folder is None or folder == place:
-        return address
-    parts = folder.parts[1:]
-    for names in (parts[at:] for at in range(len(parts), -1, -1)):
-        if place.joinpath(*names, "jobs", job_id, "input").is_dir():
-            return place.joinpath(*names).as_uri()
-    return address
+    return (place / unquote(address[len(_RELATIVE) :])).as_uri()
 
 
 def _folder(url: str) -> Path | None:

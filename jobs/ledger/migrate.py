@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MIGRATION_LOCK = 0x6E69676874
 
 
-def upgrade(database: Database, revision: str = "head") -> None:
-    """Upgrades to `revision`; safe while other processes do the same.
+def upgrade(database: Database) -> None:
+    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do the same.
 
     Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program, `ledger.unreachable` otherwise;
     `StoreError` (`store.forbidden`) for a link in a home.
@@ -37,18 +37,12 @@ def upgrade(database: Database, revision: str = "head") -> None:
         if current is None and database.path is not None and database.read(_has_tables):
             message = f"The file {database.path} is the database of another program."
             raise ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Find out whose it is, and move it away or name another file.")
-        if current not in (None, SCHEMA_REVISION) and current not in _known_revisions():
+        if current is not None and current > SCHEMA_REVISION:
             raise _too_new(database, current)
         if database.path is not None:
             database.use_write_ahead_log()
-        if current != SCHEMA_REVISION or revision != "head":
-            database.write(_run, "upgrade", revision)
-
-
-def downgrade(database: Database, revision: str) -> None:
-    """Goes back to an older `revision`, or to `base` (no tables)."""
-    with _one_process(database):
-        database.write(_run, "downgrade", revision)
+        if current != SCHEMA_REVISION:
+            database.write(_upgrade)
 
 
 def check(database: Database) -> None:
@@ -107,24 +101,21 @@ def _one_process(database: Database) -> Iterator[None]:
         yield
 
 
-def _run(connection: sa.Connection, direction: str, revision: str) -> None:
+def _upgrade(connection: sa.Connection) -> None:
     from alembic import command
 
     if connection.dialect.name == "postgresql":
         # A migration may rewrite a large table, or wait for a process that does so.
         connection.execute(set_limits(NO_LIMITS, local=True))
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
-        if direction == "upgrade" and revision == "head" and _revision(connection) == SCHEMA_REVISION:
-            return
     config = _config()
     config.attributes["connection"] = connection
-    {"upgrade": command.upgrade, "downgrade": command.downgrade}[direction](config, revision)
-
-
-def _known_revisions() -> set[str]:
-    from alembic.script import ScriptDirectory
-
-    return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    current = _revision(connection)
+    if current is None:
+        schema.metadata.create_all(connection)
+        command.stamp(config, SCHEMA_REVISION)
+    elif current != SCHEMA_REVISION:
+        command.upgrade(config, SCHEMA_REVISION)
 
 
 def _config() -> Config:

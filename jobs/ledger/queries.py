@@ -112,12 +112,11 @@ def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]
     return [(row["idempotency_key"], job_of(connection, row)) for row in rows]
 
 
-def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
-    """(job, its idempotency key, the address of its store as it is recorded) of the jobs of one input and spec."""
+def jobs_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[Job]:
+    """The jobs of one input and spec, the oldest first."""
     columns = schema.jobs.c
     query = sa.select(schema.jobs).where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha).order_by(columns.no)
-    rows = connection.execute(query).mappings()
-    return [(job_of(connection, row), row["idempotency_key"], row["store_url"]) for row in rows]
+    return [job_of(connection, row) for row in connection.execute(query).mappings()]
 
 
 class Wanted(NamedTuple):

@@ -35,7 +35,7 @@ from jobs.ledger.states import (
     Verdict,
 )
 from jobs.ledger.workers import HEARD, stale_workers
-from jobs.settings_groups import LONGEST_LEASE_SECONDS
+from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode
 
 _SHARDS, _WORKERS = schema.shards.c, schema.workers.c

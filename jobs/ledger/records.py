@@ -18,7 +18,7 @@ INPUT_FORMAT = "input_format"
 #: Lines of a job that became no item, of which the ledger knows more than their number.
 KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0010"
+SCHEMA_REVISION = "0001"
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -174,7 +174,7 @@ class Job:
     created_at: float
     started_at: float | None
     finished_at: float | None
-    #: By which the store is known (`ObjectStore.establish`); None in jobs of before stores had an identity.
+    #: By which the store is known (`ObjectStore.establish`).
     store_identity: str | None = None
 
     @property

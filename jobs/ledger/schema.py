@@ -126,7 +126,7 @@ jobs = sa.Table(
     sa.Column("notified_finished_at", sa.Double),
     sa.Column("notify_attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
     sa.Column("notify_due_at", sa.Double),
-    # What the store says of itself; NULL: the job is of before stores had an identity.
+    # What the store says of itself.
     sa.Column("store_identity", sa.Text),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("idempotency_key"),

@@ -252,7 +252,7 @@ def _job(reader: Reader, row: Sequence[Any]) -> Job:
 def job_from(row: Mapping[str, Any], place: Path | None) -> Job:
     """The job with the values of its fields as `jobs` holds them, in a ledger that records stores relative to `place`."""
     values = dict(row)
-    values["store_url"] = located(row["store_url"], place, row["id"])
+    values["store_url"] = located(row["store_url"], place)
     values["state"] = JobState(row["state"])
     values["spec"] = msgspec.convert(row["spec"], JobSpec)
     return Job(**values)

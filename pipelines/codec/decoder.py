@@ -15,10 +15,10 @@ from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
+from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces, stream_bytes, utterance_bytes
+from pipelines.codec.stage import Decoder
 from pipelines.codec.states import CodecShape, CodecState, Written
-from pipelines.codec.stream_graphs import StreamGraphs, graph_bytes, pieces
-from pipelines.codec.transfer import Samples, SamplesOnTheWay, pinned, recorded, sent
-from pipelines.codec.utterance_graphs import STEP_FRAMES, UtteranceGraphs, utterance_bytes
+from pipelines.codec.transfer import Samples, SamplesOnTheWay, pinned, recorded
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.
@@ -27,7 +27,7 @@ _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16,
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
 
 
-class CausalDecoder:
+class CausalDecoder(Decoder[CodecState]):
     """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
 
     On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
@@ -61,8 +61,6 @@ class CausalDecoder:
         self._alone = self.device.type == "cpu"
         self._fixed = reproducible and not self._alone
         self._graphs: StreamGraphs | None = None
-        #: Where whole utterances are a continuous batch: what decodes their steps.
-        self.utterances: UtteranceGraphs | None = None
 
     @property
     def shape(self) -> CodecShape:
@@ -81,13 +79,11 @@ class CausalDecoder:
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            graphs = StreamGraphs(self._run, self.shape, rows, self._fixed)
-            graphs.prepare()
-        self._graphs = graphs
+            self._graphs = StreamGraphs(self._run, self.shape, rows, self._fixed).prepare()
 
     def stream_bytes(self, rows: int) -> int:
         """Bytes of device memory that `prepare_streams(rows)` takes."""
-        return 0 if self.device.type == "cpu" or rows < 1 else graph_bytes(self.shape, rows)
+        return 0 if self.device.type == "cpu" or rows < 1 else stream_bytes(self.shape, rows)
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: a stage that is opened afterwards decodes whole utterances as a continuous batch, in steps of so many rows and
@@ -98,17 +94,14 @@ class CausalDecoder:
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            steps = UtteranceGraphs(self._run, self.shape, rows, frames, self._fixed, self._check)
-            steps.prepare()
-        self.utterances = steps
+            self.utterances = UtteranceGraphs(self._run, self.shape, rows, frames, self._fixed, self._check).prepare()
 
     def utterance_bytes(self, rows: int, frames: int = STEP_FRAMES) -> int:
         """Bytes of device memory that `prepare_utterances(rows, frames)` takes."""
         return 0 if self.device.type == "cpu" or rows < 1 else utterance_bytes(self.shape, rows, frames)
 
     def company(self, frames: int, last: bool) -> tuple[int, int | None]:
-        """What chunks of streams must have in common to be started together, and how many of them may be; None: any number."""
-        return (0, None) if self._graphs is None else self._graphs.company(frames, last)
+        return super().company(frames, last) if self._graphs is None else self._graphs.company(frames, last)
 
     @torch.inference_mode()
     def start_chunks(self, states: Sequence[CodecState], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
@@ -118,17 +111,13 @@ class CausalDecoder:
         """
         graphs = self._graphs
         if graphs is None:
-            return sent(self.decode_chunk(states, codes))
+            return super().start_chunks(states, codes, last)
         self._check(codes)
         with graphs.on_stream():
-            entered = [state.enter(graphs.arena) for state in states]
-            inside = [index for index, there in enumerate(entered) if there]
-            found, buffers = graphs.replay([states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside])
-            parts: list[list[Samples]] = [[] for _ in codes]
-            for index, heard in zip(inside, found):
-                parts[index] = heard
-            for index in (index for index, there in enumerate(entered) if not there):
-                parts[index] = self._launched(states[index], codes[index], last[index])
+            inside = [index for index, state in enumerate(states) if state.enter(graphs.arena)]
+            heard, buffers = graphs.replay([states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside])
+            found = dict(zip(inside, heard))
+            parts = [found[i] if i in found else self._launched(states[i], codes[i], last[i]) for i in range(len(codes))]
             event = recorded() if self.device.type == "cuda" else None
         for state, final in zip(states, last):
             if final:

@@ -106,12 +106,8 @@ class CodecState:
         """[size], to be read on the current CUDA stream. Raises ValueError for a state in an arena."""
         if self.row is not None:
             raise ValueError("a state in an arena is read by the arena's graphs only")
-        values, written = self.values, self.written
-        if values is None:
-            return torch.zeros(like.state_size, dtype=like.dtype, device=like.device)
-        if written is not None:
-            written.reach(values)
-        return values
+        values = self._reached()
+        return torch.zeros(like.state_size, dtype=like.dtype, device=like.device) if values is None else values
 
     def enter(self, arena: Arena) -> bool:
         """Gives a state without one a row, with its values in it, on the current CUDA stream; whether there was one."""
@@ -120,15 +116,18 @@ class CodecState:
         row = arena.take()
         if row is None:
             return False
-        values, written = self.values, self.written
-        if values is not None:
-            if written is not None:
-                written.reach(values)
+        if (values := self._reached()) is not None:
             arena.values[row.number].copy_(values)
         self.row, self.values, self.written = row, None, None
         if self.closed:  # meanwhile, on another thread, which saw no row
             row.release()
         return True
+
+    def _reached(self) -> Tensor | None:
+        """The values, to be read on the current CUDA stream."""
+        if self.values is not None and self.written is not None:
+            self.written.reach(self.values)
+        return self.values
 
     def close(self) -> None:
         """Says that the stream is over, and gives back what it holds. May be called on any thread and more than once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,58 +14,37 @@ Samples = NDArray[np.float32]
 _STAGED_STEP = 1 << 22
 
 
-class Event(Protocol):
-    """A `torch.cuda.Event`."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
 class SamplesOnTheWay:
     """The samples of each utterance or chunk of a batch, as parts that follow each other; they are there once `event` is over.
 
     Parts on a device's way lie in pinned memory, which goes back with `release`; others belong to who asks for them.
     """
 
-    def __init__(self, parts: list[list[Samples]], event: Event | None = None, release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, parts: list[list[Samples]], event: torch.cuda.Event | None = None, release: Callable[[], None] | None = None
+    ) -> None:
         self._parts = parts
         self.event = event
         self._release = release
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody needs to wait for the samples; a fault of the device shows when they are waited for."""
-        try:
-            return self.event is None or self.event.query()
-        except RuntimeError:
-            return True
 
     def wait(self) -> None:
         """Returns when the samples are there. Raises what the device says of a fault."""
         if self.event is not None:
             self.event.synchronize()
 
-    def of(self, at: int) -> Samples:
-        """The samples of one of the batch, once they are there, in memory of the caller's own."""
-        parts = self._parts[at]
-        if not parts:
-            return np.zeros(0, np.float32)
-        if len(parts) == 1:
-            return parts[0].copy() if self._pinned else parts[0]
-        return np.concatenate(parts)
+    def of(self, at: int, place: Samples | None = None) -> Samples:
+        """The samples of one of the batch, once they are there, in memory of the caller's own: `place`, where there is one.
 
-    def write(self, at: int, place: Samples) -> None:
-        """Writes the samples of one of the batch to `place`, once they are there. Raises ValueError where it has another length."""
-        np.concatenate(self._parts[at], out=place)
+        Raises ValueError where that has another length.
+        """
+        parts = self._parts[at] or [np.zeros(0, np.float32)]
+        own = self.event is None and self._release is None
+        return parts[0] if own and place is None and len(parts) == 1 else np.concatenate(parts, out=place)
 
     def release(self) -> None:
         """Gives the pinned memory back, so that it can be written again."""
         if self._release is not None:
             self._release()
-
-    @property
-    def _pinned(self) -> bool:
-        return self.event is not None or self._release is not None
 
 
 def sent(waves: Sequence[Tensor]) -> SamplesOnTheWay:

@@ -164,10 +164,10 @@ def check_executor(
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
     if prefill == "packed" and reproducible and on_gpu:
-        advice = "Unset SPEECH_ENGINE__PREFILL, or unset SPEECH_ENGINE__REPRODUCIBLE."
+        advice = "Leave the option `prefill` out, or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
     if prefill == "packed" and (kind == "eager" or not on_gpu):
-        advice = "Unset SPEECH_ENGINE__PREFILL; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
+        advice = "Leave the option `prefill` out; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill needs the graph executor and a CUDA device.", advice)
     if kind == "megakernel" and reproducible and on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
@@ -182,7 +182,7 @@ def check_executor(
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
     if on_gpu and _needs_graphs(kind, reproducible, prefill):
         if (fault := _unknown_heads(stacks)) is not None:
-            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE and SPEECH_ENGINE__PREFILL."
+            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE."
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run this model. {fault}", advice)
         if (fault := triton_fault()) is not None:
             raise _no_graphs(fault)

@@ -18,16 +18,14 @@ from starlette.types import ASGIApp
 from pipelines.serving import errors
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.cartesia import EventsRequest, SpeechFields
-from pipelines.serving.chat import ChatRoute
-from pipelines.serving.chat_body import ChatBody
+from pipelines.serving.chat import ChatBody, ChatRoute
 from pipelines.serving.context import Serving
 from pipelines.serving.docs_page import docs_page
-from pipelines.serving.errors import ApiError
-from pipelines.serving.json_body import JsonRoute
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody, SpeechRoute
 from pipelines.serving.speech_bytes import BytesRoute
 from pipelines.serving.streaming import Reply
@@ -45,8 +43,8 @@ def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, 
     app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     errors.install(app)
-    _add_info_routes(app, model, options, gate, metrics)
     voices = Voices(model, options)
+    _add_info_routes(app, model, options, gate, metrics, voices)
     _add_synthesis_routes(app, model, options, metrics, voices)
     _add_voice_routes(app, voices)
     _add_agent_routes(app, Serving(model, options, gate, metrics), voices)
@@ -84,7 +82,9 @@ def _lifespan(model: ServedModel, failed: Callable[[], None]) -> Any:
     return lifespan
 
 
-def _add_info_routes(app: FastAPI, model: ServedModel, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics) -> None:
+def _add_info_routes(
+    app: FastAPI, model: ServedModel, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics, voices: Voices
+) -> None:
     """Routes that cost nothing."""
     started_at = int(time.time())
 
@@ -112,7 +112,7 @@ def _add_info_routes(app: FastAPI, model: ServedModel, options: ServeOptions, ga
     @app.get("/v1/models/{name:path}")
     def one(name: str) -> dict[str, Any]:
         """One of them."""
-        _check_model(name, options)
+        voices.check_model(name)
         return next(card for card in cards() if card["id"] == name)
 
 
@@ -180,7 +180,7 @@ def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOption
     @app.post("/v1/audio/speech")
     async def speech(body: SpeechBody, request: Request) -> Response:
         """Speech of a text, in OpenAI's words."""
-        _check_model(body.model, options)
+        voices.check_model(body.model)
         streams = speaking.streams(body)
         speaking.check(body)
         permit = await request.scope[ADMIT](streams)
@@ -189,12 +189,6 @@ def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOption
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers to dialogues of models that write text and audio, in OpenAI's words."""
-        _check_model(body.model, options)
+        voices.check_model(body.model)
         permit = await request.scope[ADMIT](body.stream)
         return Reply(chatting.answer(body, permit, request.scope[REQUEST_ID]), options.request_seconds)
-
-
-def _check_model(name: str, options: ServeOptions) -> None:
-    if name not in options.names:
-        message = f"The model {name[:100]!r} is not served here. Served is: {', '.join(options.names)}."
-        raise ApiError(404, message, "model_not_found", "model")

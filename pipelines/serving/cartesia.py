@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 
 from pipelines.errors import ErrorCode, NightjarError
+from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, unknown_field
-from pipelines.serving.raw_audio import MAX_RATE, MIN_RATE, Encoding
 
 #: Cartesia's own: how long text waits for the end of its sentence where a client does not say.
 DEFAULT_BUFFER_MS = 3_000

@@ -1,4 +1,5 @@
-"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio."""
+"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio. Its body has OpenAI's fields, as far as they mean
+something here, and `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Discriminator, Field, Tag
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.chat_body import AudioUrlPart, ChatBody, ChatMessage, TextPart, Xargs
 from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
 from pipelines.serving.errors import as_api_error, bad_request, named_field
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event, whole
 
 ROUTE = "/v1/chat/completions"
@@ -30,6 +32,114 @@ _END_OF_TURN = 3
 #: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
 _AUDIO_LIFE_SECONDS = 3600
 _FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm"}
+MAX_MESSAGES = 1000
+
+
+class TextPart(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class InputAudio(Body):
+    """A file as base64 or a data URL, and its format."""
+
+    data: str
+    format: str
+
+
+class AudioPart(Body):
+    """Audio, as OpenAI has it."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class AudioUrl(Body):
+    """A data URL."""
+
+    url: str
+
+
+class AudioUrlPart(Body):
+    """Audio, as vLLM has it."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+def _part_tag(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return f"of:{kind}" if kind in ("text", "input_audio", "audio_url") else None
+
+
+def _content_tag(content: Any) -> str:
+    return "of:parts" if isinstance(content, list) else "of:string"
+
+
+#: Tags begin with `of:`, so that an error's path shows only what the client wrote.
+Part = Annotated[
+    Annotated[TextPart, Tag("of:text")] | Annotated[AudioPart, Tag("of:input_audio")] | Annotated[AudioUrlPart, Tag("of:audio_url")],
+    Discriminator(_part_tag, custom_error_type="part_type", custom_error_message="A part has the type text, input_audio or audio_url"),
+]
+Content = Annotated[
+    Annotated[str, Tag("of:string")] | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MAX_MESSAGES)],
+    Discriminator(_content_tag),
+]
+
+
+class ChatMessage(Body):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class Xargs(Body):
+    """The settings of a model that writes text and audio, in the spelling of its published server."""
+
+    mode: Mode | None = None
+    #: Where a request begins; the only beginning there is.
+    phase: Literal["text"] | None = None
+    text_temperature: float | None = None
+    audio_temperature: float | None = None
+    #: 0 or less: among all codes.
+    audio_topk: int | None = None
+    cfg: float | None = None
+
+
+class AudioOut(Body):
+    """How the audio of an answer comes."""
+
+    format: Literal["wav", "flac", "pcm16"] = "wav"
+    voice: str | None = None
+
+
+class StreamOptions(Body):
+    """OpenAI's."""
+
+    include_usage: bool = False
+
+
+class ChatBody(SpokenBody):
+    """The whole request."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    vllm_xargs: Xargs = Xargs()
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: AudioOut = AudioOut()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop_token_ids: list[int] = Field(default_factory=list[int])
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Literal[1] = 1
+    #: Kept nowhere.
+    user: str | None = None
+
+
 #: The field that says each setting of `Generation`.
 _FIELDS = {
     **{name: name for name in ChatBody.model_fields},
@@ -84,11 +194,7 @@ class ChatRoute:
         xargs = body.vllm_xargs
         generation = Generation(
             voice=self._model.voice(body.audio.voice),
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            repetition_penalty=body.repetition_penalty,
-            max_seconds=body.max_seconds,
+            **body.settings(),
             max_tokens=_either(body.max_tokens, body.max_completion_tokens),
             mode=mode,
             text_temperature=xargs.text_temperature,
@@ -96,8 +202,7 @@ class ChatRoute:
             audio_top_k=None if xargs.audio_topk is None else max(xargs.audio_topk, 0),
             cfg=xargs.cfg,
         )
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        request = SynthesisRequest(request_id, messages, generation, seed)
+        request = SynthesisRequest(request_id, messages, generation, body.seed_or_new())
         audio_format = _FORMATS[body.audio.format]
         return Asked(request, self._options.names[0], mode, audio_format, body.stream_options.include_usage, int(time.time()))
 

@@ -16,12 +16,12 @@ from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.encoding import Resampler, encoded
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.long_text import chunks_of, unit_request
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.raw_audio import Resampler, encoded
 from pipelines.serving.text_units import TextPassages, TextUnits, has_words
 from pipelines.streams import TextStream
 

@@ -7,7 +7,8 @@ import binascii
 import io
 import re
 import struct
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
 import soundfile
@@ -26,6 +27,13 @@ MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
 #: Formats that take time to write.
 COMPRESSED: frozenset[SpeechFormat] = frozenset({"flac", "mp3", "opus"})
 _HEADER_BYTES = 44
+#: Bare samples, as voice agents and telephony have them.
+Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
+MIN_RATE, MAX_RATE = 8_000, 48_000
+_LAWS: dict[Encoding, str] = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
+#: Of a WAV header: its format tag, and bytes a sample.
+_TAGS: dict[Encoding, tuple[int, int]] = {"pcm_s16le": (1, 2), "pcm_f32le": (3, 4), "pcm_mulaw": (7, 1), "pcm_alaw": (6, 1)}
+_WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF
 #: Of an MP3 stream: 80 kbit/s at 24 kHz.
@@ -50,39 +58,57 @@ def pcm(samples: NDArray[np.float32], sample_rate: int) -> bytes:
     return encode(samples, sample_rate, "wav")[_HEADER_BYTES:]
 
 
-class StreamEncoder(Protocol):
-    """Makes the bytes of a stream, piece by piece."""
+class Resampler:
+    """Chunks of one utterance at another rate; joined they are the whole utterance resampled at once."""
 
-    def add(self, samples: NDArray[np.float32]) -> bytes: ...
+    def __init__(self, sample_rate: int, wanted: int) -> None:
+        self._stream = None if sample_rate == wanted else soxr.ResampleStream(sample_rate, wanted, 1, dtype="float32", quality="HQ")
 
-    def end(self) -> bytes: ...
-
-
-def stream_encoder(sample_rate: int, kind: SpeechFormat) -> StreamEncoder:
-    """An encoder for chunks [samples] of one stream."""
-    if kind in ("wav", "pcm"):
-        return _PcmStream(sample_rate, with_header=kind == "wav")
-    return _FileStream(sample_rate, kind)
+    def add(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+        """The samples that are ready with these [samples]; with the `last` ones all the rest."""
+        return samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
 
 
-class _PcmStream:
+def encoded(samples: NDArray[np.float32], encoding: Encoding) -> bytes:
+    """Mono samples [samples] in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
+    linear = pcm(samples, MAX_RATE)
+    if encoding == "pcm_s16le":
+        return linear
+    if encoding == "pcm_f32le":
+        return np.clip(samples, np.float32(-1), np.float32(1)).astype("<f4").tobytes()
+    return _law(encoding)[np.frombuffer(linear, "<u2")].tobytes()
+
+
+@lru_cache(maxsize=2)
+def _law(encoding: Encoding) -> NDArray[np.uint8]:
+    """The companded byte of each 16-bit sample, by its bits without a sign [65536]."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.arange(1 << 16, dtype=np.uint16).view(np.int16), MAX_RATE, format="RAW", subtype=_LAWS[encoding])
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def stream_header(sample_rate: int, encoding: Encoding = "pcm_s16le") -> bytes:
+    """The header of a WAV stream of unknown length."""
+    tag, width = _TAGS[encoding]
+    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
+    return _WAV_HEADER.pack(b"RIFF", _UNKNOWN, b"WAVE", b"fmt ", *facts, b"data", _UNKNOWN)
+
+
+class PcmStream:
+    """The bytes of a stream of bare PCM, or of a WAV."""
+
     def __init__(self, sample_rate: int, *, with_header: bool) -> None:
         self._rate = sample_rate
-        self._header = wav_stream_header(sample_rate) if with_header else b""
+        self._header = stream_header(sample_rate) if with_header else b""
 
     def add(self, samples: NDArray[np.float32]) -> bytes:
+        """The bytes that are ready with a chunk [samples]."""
         head, self._header = self._header, b""
         return head + pcm(samples, self._rate)
 
     def end(self) -> bytes:
+        """The bytes behind the last chunk."""
         return b""
-
-
-def wav_stream_header(sample_rate: int) -> bytes:
-    """The header of a WAV stream of unknown length."""
-    header = bytearray(encode(np.zeros(0, np.float32), sample_rate, "wav"))
-    header[4:8] = header[40:44] = struct.pack("<I", _UNKNOWN)
-    return bytes(header)
 
 
 class _Pipe(io.RawIOBase):
@@ -127,29 +153,36 @@ class _WithoutTag(_Pipe):
         return self._end
 
 
-class _FileStream:
+class FileStream:
+    """As `PcmStream`, of a compressed file."""
+
     def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
         self._pipe = _WithoutTag() if kind == "mp3" else _Pipe()
         container, subtype = CONTAINERS[kind]
         self._rate = _file_rate(sample_rate, kind)
-        self._resampler = soxr.ResampleStream(sample_rate, self._rate, 1, dtype="float32") if self._rate != sample_rate else None
+        self._resampler = Resampler(sample_rate, self._rate)
         # Readers without the table take the length from the bit rate, so that has to be constant.
         steady: dict[str, Any] = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
         self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype, **steady)
 
-    def add(self, samples: NDArray[np.float32]) -> bytes:
-        return self._add(samples, last=False)
+    def add(self, samples: NDArray[np.float32], *, last: bool = False) -> bytes:
+        """The bytes that are ready with a chunk [samples]."""
+        if len(ready := self._resampler.add(samples, last=last)):
+            self._file.write(np.frombuffer(pcm(ready, self._rate), "<i2"))
+        return self._pipe.take() if not last else b""
 
     def end(self) -> bytes:
-        self._add(np.zeros(0, np.float32), last=True)
+        """The bytes behind the last chunk."""
+        self.add(np.zeros(0, np.float32), last=True)
         self._file.close()
         return self._pipe.take()
 
-    def _add(self, samples: NDArray[np.float32], *, last: bool) -> bytes:
-        ready = samples if self._resampler is None else self._resampler.resample_chunk(samples, last=last)
-        if len(ready):
-            self._file.write(np.frombuffer(pcm(ready, self._rate), "<i2"))
-        return self._pipe.take() if not last else b""
+
+def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStream:
+    """An encoder for chunks [samples] of one stream."""
+    if kind in ("wav", "pcm"):
+        return PcmStream(sample_rate, with_header=kind == "wav")
+    return FileStream(sample_rate, kind)
 
 
 #: What each name may be, in libsndfile's words.

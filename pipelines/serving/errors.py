@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -156,14 +155,3 @@ def _path(place: list[Any]) -> str | None:
 async def _unexpected(_request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
     return JSONResponse(error_view(500, "Something broke that should not; the server's log says what.", "internal_error"), 500)
-
-
-class Body(BaseModel):
-    """An object of a request: fields that nobody knows are refused, and null is a field that was left out, as with OpenAI."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given

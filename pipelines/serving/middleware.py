@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.serving.admission import AdmissionQueue, Permit
-from pipelines.serving.body_limit import BodyMemory, LimitedBody, too_large
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
 from pipelines.serving.options import ServeOptions, is_loopback
+from pipelines.serving.request_body import BodyMemory, LimitedBody, too_large
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipelines.stored_voices import MAX_RECORDING_BYTES, MAX_VOICES
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -52,8 +54,8 @@ class ServeOptions:
     strict: bool = False
     #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.
     voices_folder: Path | None = None
-    stored_voices: int = 256
-    voice_bytes: int = 8 << 20
+    stored_voices: int = MAX_VOICES
+    voice_bytes: int = MAX_RECORDING_BYTES
 
 
 def is_loopback(host: str) -> bool:

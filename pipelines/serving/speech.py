@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -18,11 +17,12 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import COMPRESSED, MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
-from pipelines.serving.errors import Body, as_api_error, bad_request, check_text, named_field, unknown_field
+from pipelines.serving.errors import as_api_error, bad_request, check_text, named_field, unknown_field
 from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import SpokenBody
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
 from pipelines.serving.text_units import units_of
 from pipelines.serving.voices import Voices
@@ -51,7 +51,6 @@ _ADVICE = {
 }
 
 References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 #: Of the name of a field that nobody knows, in a header and in the log.
 _NAME_CHARACTERS = 64
@@ -70,7 +69,7 @@ def _known_format(given: object) -> object:
     return given
 
 
-class SpeechBody(Body):
+class SpeechBody(SpokenBody):
     """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
 
     Further fields are ignored, and the header `x-ignored-fields` names them; a strict server refuses them.
@@ -91,13 +90,7 @@ class SpeechBody(Body):
     #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file, or a list of them for models that clone several voices.
     reference_audio: Annotated[References | None, Field(validation_alias=AliasChoices("reference_audio", "ref_audio"))] = None
     reference_text: Annotated[str | None, Field(validation_alias=AliasChoices("reference_text", "ref_text"))] = None
-    seed: Seed | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
     cfg: float | None = None
-    max_seconds: float | None = None
 
 
 _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "instructions"}
@@ -179,16 +172,11 @@ class SpeechRoute:
             language=body.language,
             instruct=body.instructions or None,
             reference_text=body.reference_text,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            repetition_penalty=body.repetition_penalty,
             cfg=body.cfg,
-            max_seconds=body.max_seconds,
+            **body.settings(),
         )
         messages, generation = self._voices.spoken_by(body.voice, generation, messages, body.input)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        return SynthesisRequest(request_id, tuple(messages), generation, seed)
+        return SynthesisRequest(request_id, tuple(messages), generation, body.seed_or_new())
 
     async def _file(self, request: SynthesisRequest, kind: SpeechFormat, permit: Permit) -> Parts:
         speech = await self._model.speech(request, permit)

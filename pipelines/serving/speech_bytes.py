@@ -15,9 +15,9 @@ from pipelines.request import SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import Permit
 from pipelines.serving.context import Serving
+from pipelines.serving.encoding import Resampler, encoded, stream_header
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.long_text import unit_chunks
-from pipelines.serving.raw_audio import Resampler, encoded, stream_header
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
 from pipelines.serving.text_units import units_of
 from pipelines.serving.voices import Voices

@@ -14,9 +14,10 @@ from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.cartesia import GenerationConfig, SpeechFields
 from pipelines.serving.encoding import read_audio
-from pipelines.serving.errors import ApiError, Body, bad_request
+from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import Body
 from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceExistsError, VoiceFolder, in_voice_of
 from pipelines.validation import check_generation, own_voice
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import NightjarError
-from pipelines.serving import cartesia, json_body
+from pipelines.serving import cartesia, request_body
 from pipelines.serving.context import ROUTE, Context, Serving
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.voices import Voices
@@ -109,7 +109,7 @@ class _Connection:
             text = message.get("text")
             if text is None:
                 raise bad_request("The message is binary. Send JSON as text.", "invalid_value")
-            given = cartesia.as_object(await json_body.read(text))
+            given = cartesia.as_object(await request_body.read(text))
             named = given.get("context_id")
             context_id = named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
             await self._act(cartesia.typed(given, cartesia.ContextMessage, strict=self._options.strict))

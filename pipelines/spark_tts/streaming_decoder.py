@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.batches import longest_first
+from pipelines.codec.stage import Decoder
 from pipelines.spark_tts.bicodec import BiCodec
 
 #: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.
@@ -34,8 +35,8 @@ class Voice:
     tail: Tensor | None = None
 
 
-class BiCodecDecoder:
-    """A `pipelines.codec.stage.Decoder` whose states are voices. Codes are semantic tokens, int64 [steps, 1].
+class BiCodecDecoder(Decoder[Voice]):
+    """Its states are voices. Codes are semantic tokens, int64 [steps, 1].
 
     Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the rounding of a batch differs, and on a
     CPU it is no faster.

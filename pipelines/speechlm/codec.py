@@ -13,7 +13,9 @@ from transformers.models.xcodec.configuration_xcodec import XcodecConfig
 from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
 from pipelines.codec.batches import longest_first
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
+from pipelines.codec.stage import Decoder
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.config_keys import read_table
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.weights import CODEC
 
@@ -90,15 +92,15 @@ def _sizes(folder: Path, tag: str) -> Any:
     place = folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()
-    table = read_json(place)
+    table = read_table(place)
     try:
         return XcodecConfig(**{key: value for key, value in table.items() if key != "model_type"})
     except (TypeError, ValueError) as error:
         raise bad_checkpoint(f"{place} is not a codec's: {error}.") from error
 
 
-class XcodecDecoder:
-    """A `pipelines.codec.stage.Decoder` of whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
+class XcodecDecoder(Decoder[None]):
+    """Decodes whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
 
     def __init__(self, codec: Xcodec) -> None:
         self.codec = codec
@@ -121,6 +123,3 @@ class XcodecDecoder:
         padded = nn.utils.rnn.pad_sequence(list(codes), batch_first=True).to(self.codec.device)
         waves = self.codec(padded, torch.tensor(lengths, device=padded.device)).float()
         return [wave[: length * self.codec.samples_per_frame] for wave, length in zip(waves, lengths)]
-
-    def decode_chunk(self, states: Sequence[None], codes: Sequence[Tensor]) -> list[Tensor]:
-        raise NotImplementedError("audio of this family is decoded whole")

@@ -41,7 +41,7 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
     """
     wanted = backbone_names(config.backbone.layers) | {STREAMS, f"{ADAPTOR}weight", f"{ADAPTOR}bias"}
     known = (TOWER, *(CODEC + part for part in (*CODEC_DECODER, *CODEC_UNUSED)))
-    require_names(checkpoint.folder, {name for name in checkpoint.names() if not name.startswith(known)}, wanted)
+    require_names(checkpoint.place, {name for name in checkpoint.names() if not name.startswith(known)}, wanted)
 
 
 #: Weights of the training's loss; no model has them.

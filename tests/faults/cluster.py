@@ -42,18 +42,18 @@ REPOSITORY = Path(__file__).parents[2]
 
 #: Leases are short enough that a killed worker's shards are taken over within seconds.
 TIMING = {
-    "SPEECH_WORKER__LEASE_SECONDS": "6",
-    "SPEECH_WORKER__HEARTBEAT_SECONDS": "1.5",
-    "SPEECH_WORKER__SHARDS_IN_FLIGHT": "2",
+    "NIGHTJAR_TIMES__LEASE_SECONDS": "6",
+    "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "1.5",
+    "NIGHTJAR_TIMES__SHARDS_IN_FLIGHT": "2",
     "SPEECH_WORKER__DRAIN_SECONDS": "20",
-    "SPEECH_DISPATCH__INTERVAL_SECONDS": "0.5",
-    "SPEECH_DISPATCH__RECONCILE_SECONDS": "1",
-    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "6",
-    "SPEECH_SHARD__MAX_ITEMS": "64",
+    "NIGHTJAR_TIMES__DISPATCH_SECONDS": "0.5",
+    "NIGHTJAR_TIMES__RECONCILE_SECONDS": "1",
+    "NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS": "6",
+    "NIGHTJAR_TIMES__SHARD_ITEMS": "64",
 }
 
 #: Leases and drains that no machine outlasts by standing still for a while.
-PATIENCE = {"SPEECH_WORKER__LEASE_SECONDS": "600", "SPEECH_WORKER__DRAIN_SECONDS": "600"}
+PATIENCE = {"NIGHTJAR_TIMES__LEASE_SECONDS": "600", "SPEECH_WORKER__DRAIN_SECONDS": "600"}
 
 #: A request takes as long as a real engine's short sentence on a busy GPU.
 ENGINE = {"seconds": 0.05, "slots": 16}

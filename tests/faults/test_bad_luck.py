@@ -99,7 +99,7 @@ def test_an_item_longer_than_its_lease_runs_once(patient: Cluster) -> None:
     texts = {**sentences(20), "slow": patient.held("A long sentence.")}
     job = patient.submit(texts)
     patient.wait_for_done(job, 20)
-    lease_seconds = int(patient.timing["SPEECH_WORKER__LEASE_SECONDS"])
+    lease_seconds = int(patient.timing["NIGHTJAR_TIMES__LEASE_SECONDS"])
     for _ in range(3):
         outlast(patient, job, lease_seconds * 2 / 3)
     patient.let_go()
@@ -131,10 +131,10 @@ def test_wrong_clocks_of_workers_change_nothing(patient: Cluster) -> None:
 
 
 # No shard comes out of its turn because its message waits for long.
-@pytest.mark.parametrize("patient", [{"SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "600"}], indirect=True)
+@pytest.mark.parametrize("patient", [{"NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS": "600"}], indirect=True)
 def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cluster) -> None:
     patient.end_worker(1)
-    shard_items = int(patient.timing["SPEECH_SHARD__MAX_ITEMS"])
+    shard_items = int(patient.timing["NIGHTJAR_TIMES__SHARD_ITEMS"])
     texts = sentences(10 * shard_items)
     for number in (0, shard_items):
         texts[f"item-{number}"] = patient.held("A sentence that lasts.")
@@ -173,7 +173,7 @@ def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Clus
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("patient", [{"SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}], indirect=True)
+@pytest.mark.parametrize("patient", [{"NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}], indirect=True)
 def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(patient: Cluster) -> None:
     texts = {**sentences(100), "poison": "[[crash]]"}
     job = patient.submit(texts)

@@ -58,7 +58,7 @@ def test_a_run_whose_disk_fills_ends_and_goes_on_once_there_is_room(slow: Shell,
     write_input(slow.folder / "in.jsonl", ITEMS)
     slow.hold(f"line-{ITEMS - 1}")
     home = disk / "home"
-    run = slow.start(*SLOW, "--out", str(home), SPEECH_WORKER__COMMIT_ITEMS="2")
+    run = slow.start(*SLOW, "--out", str(home), NIGHTJAR_TIMES__COMMIT_ITEMS="2")
     until(lambda: slow.done(str(home)) >= 2, "no item was made")
     fill(disk, left)
     _, said = run.communicate(timeout=240)

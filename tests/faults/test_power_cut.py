@@ -57,7 +57,7 @@ def test_what_the_ledger_calls_done_is_there_after_a_power_cut(slow: Shell, imag
     left = tmp_path / "left.img"
     with mounted(image, tmp_path / "disk") as disk:
         home = disk / "home"
-        run = slow.start(*SLOW, "--out", str(home), SPEECH_WORKER__COMMIT_ITEMS="5")
+        run = slow.start(*SLOW, "--out", str(home), NIGHTJAR_TIMES__COMMIT_ITEMS="5")
         until(lambda: slow.done(str(home)) >= ITEMS - 10, "no item was made")
         # What the file system has not written is not in its file.
         shutil.copyfile(image, left)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

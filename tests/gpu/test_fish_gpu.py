@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.fish_speech.dummy import dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
+from benchmarks.random_models.fish_speech import dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN

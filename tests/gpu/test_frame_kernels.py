@@ -13,8 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmarks.random_models.frames import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
+from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels import layers, lm_frame, lm_products, lm_sampler
-from kernels.dummy import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
@@ -23,7 +24,6 @@ from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
-from pipelines.qwen3_tts.dummy import dummy_model
 from tests.support import lm_checks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.random_models.qwen3_tts import dummy_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
 from tests.support.gpu_taps import tapped

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder, dummy_model
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.buckets import ASKS, Prefill
 from pipelines.engine.core import EngineCore, EngineOptions
@@ -22,7 +23,6 @@ from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.conformance.qwen3_tts import forced_frames

@@ -12,10 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmarks.random_models.frames import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
+from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels import lm_products, prefill_triton
 from kernels.cuda_driver import available, processors
 from kernels.cuda_graphs import GraphPool
-from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
 from kernels.varlen_attention import PackedPrompts, attend_packed
@@ -25,7 +26,6 @@ from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.graph import PrefillGraphs, Sharing
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
-from pipelines.qwen3_tts.dummy import dummy_model
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

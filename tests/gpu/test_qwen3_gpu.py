@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels.attention import paged_decode_attention
 from kernels.sampler import draw, frame_noise, token_weights
-from pipelines.qwen3_tts.dummy import dummy_model
 from tests.conformance.__main__ import main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"

@@ -14,13 +14,13 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.random_models.qwen3_tts import dummy_model
 from pipelines.engine.buckets import PACKED_SIZES, SHAPES, SMALL_SHAPES, Prefill
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.graph import GraphExecutor, PrefillGraphs
 from pipelines.engine.opening import graph_executor, open_executor
 from pipelines.engine.packed_prefill import PackedPrefills
 from pipelines.engine.scheduler import GenerationRequest
-from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.pipeline import open_pipeline
 from tests.gpu.test_graph_executor import Heard, requests

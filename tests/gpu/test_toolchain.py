@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from benchmarks.random_models.frames import Maker
 from kernels import binaries, lm_cuda, toolchain
 from kernels.cuda_driver import Source
-from kernels.dummy import Maker
 from tests.support import lm_checks
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ read = binaries._read
 binaries._read = lambda path: None if path.parent == binaries.SOURCES else read(path)  # a wheel may have brought code
 if sys.argv[1] == "no nvrtc":
     toolchain.nvrtc = lambda: None
-from pipelines.qwen3_tts.dummy import dummy_model
+from benchmarks.random_models.qwen3_tts import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.codec.fused import codec_kernels
 from pipelines.engine.opening import open_executor

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels.reference import FrameOutput
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults
-from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.pipeline import sampling_params
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Generation

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.random_models.frames import SMALL, Maker, Shape
 from kernels import lm_persistent
-from kernels.dummy import SMALL, Maker, Shape
 from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Talker, Trial, kernel_name, talker_cut
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import Emulated

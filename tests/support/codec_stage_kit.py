@@ -30,9 +30,6 @@ class OnTheWay:
     def __init__(self) -> None:
         self.done = threading.Event()
 
-    def query(self) -> bool:
-        return self.done.is_set()
-
     def synchronize(self) -> None:
         self.done.wait()
 

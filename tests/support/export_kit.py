@@ -19,9 +19,10 @@ from jobs.layout import audio_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, Draw, Failed, JobSpec, Lease, Score, WorkerInfo
 from jobs.packs import PackBuilder
-from jobs.settings import Settings, ShardSettings
+from jobs.settings import Settings
 from jobs.store import ObjectStore
 from pipelines.errors import ErrorCode
+from tests.support.times import with_times
 
 SAMPLE_RATE = 24_000
 Line = Mapping[str, Any]
@@ -144,6 +145,6 @@ def finished_job(
     ledger.migrate()
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    settings = Settings(shard=ShardSettings(max_items=2))
+    settings = with_times(Settings(), shard_items=2)
     job_id = submit(settings, ledger, store, str(source), spec or JobSpec("hibari"), options=SubmitOptions(name="A night")).job.id
     return Finished(folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.random_models.frames import SMALL, Maker, Shape
 from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
-from kernels.dummy import SMALL, Maker, Shape
 from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateTensors
 from kernels.layers import qk_norm_rope_append, rms_norm, rope, rope_table
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.random_models.frames import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, reference, toolchain
 from kernels.cuda_driver import Kernel, Module, Source
-from kernels.dummy import TINY, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
 from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.random_models.frames import Maker, Shape
 from kernels import reference
 from kernels.attention import gather_pages
-from kernels.dummy import Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, TalkerRun
 from kernels.reference import backbone_step

@@ -20,7 +20,7 @@ import numpy as np
 from jobs.checks import Option
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,11 +14,11 @@ from jobs.ingest import submit
 from jobs.ledger.records import Job, JobSpec
 from jobs.quality import Quality
 from jobs.report import ReportOptions, ReportResult, write_report
-from jobs.settings import ShardSettings
 from jobs.store import open_store
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 
 HOSTILE = '</script></td></table><script>window.hit=1</script><img src=x onerror="window.hit=2">&lt;\x07\u202e{{ 7*7 }}'
@@ -30,7 +30,7 @@ class Desk:
 
     def __init__(self, folder: Path, items_a_shard: int = 4) -> None:
         self.rig = Rig(folder, commit_seconds=600.0)
-        self.rig.settings = self.rig.settings.model_copy(update={"shard": ShardSettings(max_items=items_a_shard)})
+        self.rig.settings = with_times(self.rig.settings, shard_items=items_a_shard)
         self.rig.store = open_store(str(folder))  # pyright: ignore[reportAttributeAccessIssue]
 
     def job(self, texts: Sequence[str], *, run: bool = True, bad_lines: int = 0, quality: Quality | None = None, **line: Any) -> Job:

@@ -31,13 +31,13 @@ Started = subprocess.Popen[bytes] | Forked
 
 #: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine that stands still.
 QUICK = {
-    "SPEECH_WORKER__LEASE_SECONDS": "600",
-    "SPEECH_WORKER__HEARTBEAT_SECONDS": "0.5",
-    "SPEECH_WORKER__COMMIT_SECONDS": "0.2",
-    "SPEECH_DISPATCH__INTERVAL_SECONDS": "0.3",
-    "SPEECH_DISPATCH__RECONCILE_SECONDS": "0.5",
-    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "3",
-    "SPEECH_SHARD__MAX_ITEMS": "16",
+    "NIGHTJAR_TIMES__LEASE_SECONDS": "600",
+    "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "0.5",
+    "NIGHTJAR_TIMES__COMMIT_SECONDS": "0.2",
+    "NIGHTJAR_TIMES__DISPATCH_SECONDS": "0.3",
+    "NIGHTJAR_TIMES__RECONCILE_SECONDS": "0.5",
+    "NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS": "3",
+    "NIGHTJAR_TIMES__SHARD_ITEMS": "16",
     "SPEECH_LOG_FORMAT": "json",
 }
 

@@ -12,14 +12,16 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, Lease, Outcome, Ticket, WorkerInfo
 from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, WorkerSettings
+from jobs.times import Times
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
+from tests.support.times import with_times
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd, ShardRunner
+from worker.shard_run import ShardEnd, ShardRunner
 
 WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
 
@@ -29,7 +31,9 @@ class Rig:
 
     def __init__(self, folder: Path, pipeline: FakePipeline | None = None, clock: Clock | None = None, **worker: float) -> None:
         self.folder = folder
-        self.settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
+        times = {name: worker.pop(name) for name in Times.__struct_fields__ if name in worker}
+        settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
+        self.settings = with_times(settings, **times)
         self.ledger = Ledger.open(self.settings.ledger_url)
         self.ledger.migrate()
         self.ledger.register_worker(WORKER)
@@ -37,10 +41,10 @@ class Rig:
         self.pipeline = pipeline or FakePipeline()
         self.opened: list[str] = []
         self.clock = clock or SystemClock()
-        self.leases = LeaseBook(self.settings.worker.lease_seconds, self.clock)
         self.metrics = Metrics()
+        self.leases = LeaseBook(self.settings.times.lease_seconds, self.clock, self.metrics.waited_for)
         self.pipelines = PipelineCache(self._open)
-        self.writer = ResultWriter(self.metrics.waited_for)
+        self.writer = ResultWriter()
         self.runner = self.runner_on(self.ledger)
 
     def runner_on(self, ledger: Ledger) -> ShardRunner:
@@ -67,7 +71,7 @@ class Rig:
 
     def claim_next(self) -> Lease:
         ticket = self.take_ticket()
-        lease = self.ledger.claim(ticket, WORKER.id, self.settings.worker.lease_seconds)
+        lease = self.ledger.claim(ticket, WORKER.id, self.settings.times.lease_seconds)
         assert lease is not None
         return lease
 

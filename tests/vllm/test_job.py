@@ -29,9 +29,9 @@ WAVS = ("ref_a.wav", "ref_quiet.wav")
 #: Settings of a worker whose engine takes half a minute to start.
 PATIENT = {
     "SPEECH_ENGINE__KIND": "vllm",
-    "SPEECH_WORKER__LEASE_SECONDS": "20",
-    "SPEECH_SHARD__MAX_ITEMS": "20",
-    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "120",
+    "NIGHTJAR_TIMES__LEASE_SECONDS": "20",
+    "NIGHTJAR_TIMES__SHARD_ITEMS": "20",
+    "NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS": "120",
 }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from jobs.checks import Option
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
 
 if TYPE_CHECKING:

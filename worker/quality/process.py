@@ -20,7 +20,7 @@ import numpy as np
 from jobs.checks import METERS, Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.ipc import Channel, read_shared, share
-from worker.quality.metrics import Meter, Reading, Readings, Utterance, open_meter
+from worker.quality.meters import Meter, Reading, Readings, Utterance, open_meter
 
 _KILL_SECONDS = 5.0
 #: Time limit for opening the meters, which may fetch their weights.
@@ -175,7 +175,7 @@ def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_An
         for meter in opened:
             for name, found in meter.measure(utterance).items():
                 # A number of any kind, such as NumPy's, travels as a plain one.
-                reading = Reading.of(found)
+                reading = Reading(*found)
                 readings[name] = float(reading.value), str(reading.detail), bool(reading.judged)
         yield _Answer(readings)
     except ModelError as error:

@@ -1,33 +1,38 @@
-"""Draws of one item: what the checks say of each, and which is the best of those that did not pass."""
+"""The verdict on a draw: the checks that need no model, what meters read, and which draw is the best of those that did not pass."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from jobs.checks import Bound, Option, code_of
 from jobs.ledger.records import Draw, Score
 from jobs.quality import Quality
+from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
-from pipelines.vad import trim_silence
-from worker.quality.checks import cheap_scores, check_speech, judged
-from worker.quality.metrics import Readings
+from pipelines.vad import FRAME_SECONDS, activity, frame_powers, trim_silence
+from worker.quality.meters import Reading, Readings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from numpy.typing import NDArray
 
 #: Failures of the engine that another seed may mend; other failures are the attempt's, not the draw's.
 REDRAWN = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT})
-
 #: Of these a model that samples may be rid with the next seed, however often they came.
 _BY_CHANCE = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
-
 #: Comes after every draw that at least holds speech.
 _NO_SPEECH = 1000
+#: -60 dBFS: below this peak a recording of speech holds none.
+SILENT_PEAK = 1e-3
+#: Samples this near to the peak may be clipped ones.
+_NEAR_PEAK = np.float32(0.98)
+_NO_LEVEL = -120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +75,29 @@ class History:
         best = draw if self.best is None or draw.rank < self.best.rank else self.best
         return History((*self.draws, draw.record), best, self.engine_ms + engine_ms, draw.message)
 
+    def draws_with(self, kept: int) -> tuple[Draw, ...]:
+        """The draws, of which the one of this number is the item's audio."""
+        return tuple([msgspec.structs.replace(draw, kept=True) if draw.draw == kept else draw for draw in self.draws])
 
-def meters_of(quality: Quality) -> Mapping[str, Mapping[str, Option]]:
-    """The meters that a draw which passed the cheap checks goes to."""
-    return {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
 
-
-def trimmed(speech: Speech, quality: Quality) -> Speech:
-    """The speech as it is stored."""
-    if not quality.trim:
-        return speech
-    return replace(speech, samples=trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms))
+def check_speech(speech: Speech) -> None:
+    """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity, `synth.silent` for silence."""
+    samples = speech.samples
+    if len(samples) == 0:
+        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
+    peak = max(float(samples.max()), -float(samples.min()))
+    if not math.isfinite(peak):
+        raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio holds values that are not numbers.")
+    if peak < SILENT_PEAK:
+        raise SynthesisError(ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale.")
 
 
 def check_draw(number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation) -> CheckedDraw:
-    """What the cheap checks say. `speech` is as it would be stored; `text` is what it should say."""
+    """What the checks that need no model say. `speech` is as it would be stored; `text` is what it should say."""
     try:
         check_speech(speech)
     except SynthesisError as error:
-        whole = None if error.code is not ErrorCode.SYNTH_SILENT else speech
-        return failed_draw(number, seed, error, whole)
+        return failed_draw(number, seed, error, speech if error.code is ErrorCode.SYNTH_SILENT else None)
     return _with_scores(number, seed, speech, quality, cheap_scores(speech, quality, text, generation))
 
 
@@ -103,24 +111,88 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
 def with_readings(draw: CheckedDraw, readings: Readings, quality: Quality) -> CheckedDraw:
     """The draw with what meters read; a reading takes the place of the cheap check's of the same name."""
     assert draw.speech is not None
-    scores = {**draw.record.scores, **judged(readings, quality)}
+    scores = {**draw.record.scores, **_judged(readings, quality)}
     return _with_scores(draw.record.draw, draw.record.seed, draw.speech, quality, scores)
 
 
-def kept(draws: Iterable[Draw], number: int) -> tuple[Draw, ...]:
-    """The draws, of which this one's audio is the item's."""
-    return tuple([msgspec.structs.replace(draw, kept=True) if draw.draw == number else draw for draw in draws])
+def meters_of(quality: Quality) -> Mapping[str, Mapping[str, Option]]:
+    """The meters that a draw which passed the cheap checks goes to."""
+    return {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
+
+
+def trimmed(speech: Speech, quality: Quality) -> Speech:
+    """The speech as it is stored."""
+    if not quality.trim:
+        return speech
+    return replace(speech, samples=trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms))
+
+
+def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
+    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned; `passed` by the bounds.
+
+    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language. Each call
+    of numpy may hand the interpreter to another thread, so there are few.
+    """
+    samples, rate = speech.samples, speech.sample_rate
+    powers = frame_powers(samples, rate)
+    sounding, pause, power = activity(powers)
+    # A model that was stopped at its limit did not end by itself.
+    stopped = "length" in (speech.meta.get("finish"), speech.meta.get("finish_reason"))
+    values: Readings = {
+        "ended": (0.0 if stopped else 1.0, ""),
+        "clipped": (clipped_share(samples), ""),
+        "silence": (1.0 - sounding / len(powers), "energy"),
+        "pause": (pause * FRAME_SECONDS, "energy"),
+        "loudness": _loudness(speech, power),
+    }
+    scores = _judged(values, quality)
+    pace = pace_of(quality.paces, generation.voice, generation.language)
+    if pace is not None and text:
+        seconds, expected = len(samples) / rate, pace.expected_seconds(text)
+        ratio, bound = seconds / expected, quality.bounds.get("duration")
+        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
+        scores["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
+    return scores
+
+
+def clipped_share(samples: NDArray[np.float32]) -> float:
+    """Share of samples [samples] in the middle of a flat top: three equal values in a row near the peak.
+
+    A flat top betrays clipping at any later gain; of a pure tone no three samples in a row are equal.
+    """
+    magnitude = np.abs(samples)
+    peak = magnitude.max()
+    if np.count_nonzero(magnitude == peak) < 3:
+        return 0.0
+    near = np.flatnonzero(magnitude >= peak * _NEAR_PEAK)
+    row = (near[2:] - near[:-2] == 2) & (samples[near[2:]] == samples[near[:-2]]) & (samples[near[1:-1]] == samples[near[:-2]])
+    return float(np.count_nonzero(row)) / len(samples)
+
+
+def _loudness(speech: Speech, power: float) -> tuple[float, str]:
+    """LUFS where the pipeline measured it, else the level in dBFS of the frames with sound, of this mean power."""
+    lufs = speech.meta.get("loudness_lufs")
+    if isinstance(lufs, float | int) and math.isfinite(lufs):
+        return float(lufs), "lufs"
+    return (10 * math.log10(power) if power else _NO_LEVEL), "rms"
+
+
+def _judged(readings: Readings, quality: Quality) -> dict[str, Score]:
+    """Readings as scores, each passed or not where the spec has a bound for it and there was enough to judge by."""
+    scores: dict[str, Score] = {}
+    for name, reading in readings.items():
+        value, detail, judging = Reading(*reading)
+        bound = quality.bounds.get(name) if judging else None
+        scores[name] = Score(round(value, 4), None if bound is None else bound.allows(value), detail)
+    return scores
 
 
 def _with_scores(number: int, seed: int, speech: Speech, quality: Quality, scores: dict[str, Score]) -> CheckedDraw:
-    failed = [name for name, score in scores.items() if score.passed is False]
-    code = code_of(failed[0]) if failed else None
+    failed = [(name, score, quality.bounds[name]) for name, score in scores.items() if score.passed is False]
+    code = code_of(failed[0][0]) if failed else None
     record = Draw(number, seed, code, kept=not failed, duration_ms=speech.duration_ms, scores=scores)
-    if not failed:
-        return CheckedDraw(record, speech)
-    message = "; ".join(_explained(name, scores[name], quality.bounds[name]) for name in failed)
-    rank = (len(failed), sum(_excess(name, scores[name], quality.bounds[name]) for name in failed))
-    return CheckedDraw(record, speech, message, rank)
+    rank = (len(failed), sum(_excess(*one) for one in failed))
+    return CheckedDraw(record, speech, "; ".join(_explained(*one) for one in failed), rank)
 
 
 def _excess(name: str, score: Score, bound: Bound) -> float:

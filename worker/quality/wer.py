@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
 UNSPACED = frozenset({"zh", "chinese", "yue", "cantonese", "ja", "japanese", "th", "thai", "lo", "lao", "km", "khmer", "my", "burmese"})
@@ -33,14 +34,8 @@ _ENGLISH_SIGNS = tuple(
 _BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 
 
-class Normalizer(Protocol):
-    """Text in, normal form out."""
-
-    def __call__(self, text: str, /) -> str: ...
-
-
 @lru_cache(maxsize=8)
-def normalizer_of(language: str) -> Normalizer:
+def normalizer_of(language: str) -> Callable[[str], str]:
     """Whisper's English rules (numbers, spellings, contractions), or its basic ones for other languages (Radford et al., 2022, C)."""
     if language.casefold() in ("", "en", "english"):
         from whisper_normalizer.english import EnglishTextNormalizer

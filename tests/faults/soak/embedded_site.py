@@ -30,7 +30,9 @@ from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, 
 from tests.faults.soak.voice import NAME, installed, paced
 from tests.support.cli_kit import run_command
 
-TIMES = {name: TIMING[name] for name in ("SPEECH_WORKER__LEASE_SECONDS", "SPEECH_WORKER__HEARTBEAT_SECONDS", "SPEECH_SHARD__MAX_ITEMS")}
+TIMES = {
+    name: TIMING[name] for name in ("NIGHTJAR_TIMES__LEASE_SECONDS", "NIGHTJAR_TIMES__HEARTBEAT_SECONDS", "NIGHTJAR_TIMES__SHARD_ITEMS")
+}
 #: For a run to end whose folder was renamed.
 STOP_SECONDS = 60.0
 

@@ -15,13 +15,14 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, JobSpec
 from jobs.quality import Quality
-from jobs.settings import Settings, ShardSettings
+from jobs.settings import Settings
 from jobs.store import FolderStore
 from jobs.where import FilteredOut, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
 from tests.support.cli_kit import call
 from tests.support.export_kit import SAMPLE_RATE, Finished, run_all, wav
+from tests.support.times import with_times
 
 #: By example id: u0 to u9 have a WER of 0.0 to 0.9, and every second one has no DistillMOS.
 SCORES = {f"u{no}": {"wer": no / 10, **({"distillmos": 3.0 + no / 10} if no % 2 else {})} for no in range(10)}
@@ -35,7 +36,7 @@ def begun(folder: Path, lines: list[dict[str, Any]], spec: JobSpec = SPEC) -> Fi
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger, store = Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"), FolderStore(folder / "out")
     ledger.migrate()
-    settings = Settings(shard=ShardSettings(max_items=2))
+    settings = with_times(Settings(), shard_items=2)
     job = submit(settings, ledger, store, str(folder / "in.jsonl"), spec, options=SubmitOptions()).job
     return Finished(folder, ledger, store, job.id, {})
 

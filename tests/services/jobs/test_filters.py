@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.ledger import Ledger, migrate, queries
+from jobs.ledger import Ledger, queries
 from jobs.ledger.records import Failed, ItemState, Job, JobSpec, NewShard, Ticket
 from jobs.quality import Quality
 from jobs.where import Comparison, Condition, parse_where
-from pipelines.errors import ConfigError, ErrorCode, ServiceError
+from pipelines.errors import ConfigError, ErrorCode
 from tests.support.ledger_kit import done, failed, lease_next, measured, new_job, rows, submit
 
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
@@ -168,18 +168,3 @@ def test_a_score_that_no_item_has_is_refused_with_those_that_exist(ledger: Ledge
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     assert caught.value.advice == "Compare one of: my-score, pause, seconds, draw, attempts."
     assert [item.index for item in ledger.items(job.id, where=parse_where("'my-score' == 3"))] == [0]
-
-
-def test_a_ledger_from_before_gets_the_scores_of_its_draws(ledger: Ledger) -> None:
-    job, known = made_by(ledger)
-    before = rows(ledger, "SELECT * FROM scores ORDER BY idx")
-    migrate.downgrade(ledger.database, "0008")
-    with pytest.raises(ServiceError, match="older") as caught:
-        ledger.check_schema()
-    assert caught.value.code is ErrorCode.LEDGER_SCHEMA
-    ledger.migrate()
-    assert len(before) == sum("wer" in facts or "never" in facts for facts in known.values())
-    assert sorted(map(repr, rows(ledger, "SELECT * FROM scores"))) == sorted(map(repr, before))
-    where = parse_where("'my-score' > 0.6 and wer < 2")
-    wanted = [index for index, facts in known.items() if verdict(where.condition, facts) is True]
-    assert [item.index for item in ledger.items(job.id, where=where)] == wanted

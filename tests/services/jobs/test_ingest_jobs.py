@@ -20,13 +20,14 @@ from jobs import estimate, ingest
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
-from jobs.settings import Settings, ShardSettings
+from jobs.settings import Settings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store import FolderStore
 from jobs.store.base import IDENTITY_KEY
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NotFoundError, ServiceError, StoreError
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Capabilities, Generation, Message
+from tests.support.times import with_times
 
 SPEC = JobSpec("cloner")
 
@@ -69,7 +70,7 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
     url = f"sqlite:///{tmp_path}/ledger.sqlite" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
     ledger = Ledger.open(url)
     ledger.migrate()
-    settings = Settings(shard=ShardSettings(max_items=4))
+    settings = with_times(Settings(), shard_items=4)
     yield Place(tmp_path, ledger, FolderStore(tmp_path / "store"), settings)
     ledger.close()
 

@@ -1,4 +1,4 @@
-"""Migrations up, down and up again, on both databases; the tables are those of the schema."""
+"""New ledgers and migrations on both databases; the tables are those of the schema."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.util import CommandError
 
 from jobs.ledger import Ledger, migrate
 from jobs.ledger.database import Database
+from jobs.ledger.records import SCHEMA_REVISION
 from jobs.ledger.schema import metadata
 from pipelines.errors import ErrorCode, ServiceError
-from tests.support.ledger_kit import submit
+from tests.support.ledger_kit import execute, submit
 
 
 def differences(database: Database) -> list[object]:
@@ -21,23 +23,27 @@ def differences(database: Database) -> list[object]:
         return list(compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata))
 
 
-def tables(database: Database) -> set[str]:
-    return set(sa.inspect(database.engine).get_table_names())
-
-
-def test_up_down_and_up_again(ledger_url: str) -> None:
+def test_a_new_ledger_has_the_tables_of_the_schema(ledger_url: str) -> None:
     database = Database(ledger_url)
-    migrate.upgrade(database)
-    assert differences(database) == []
-    migrate.downgrade(database, "base")
-    assert tables(database) == {"alembic_version"}
     with pytest.raises(ServiceError) as caught:
         migrate.check(database)
     assert caught.value.code is ErrorCode.LEDGER_SCHEMA
     migrate.upgrade(database)
     migrate.check(database)
     assert differences(database) == []
+    assert set(sa.inspect(database.engine).get_table_names()) == {*metadata.tables, "alembic_version"}
     database.close()
+
+
+def test_an_older_ledger_is_changed_by_the_migrations(ledger: Ledger) -> None:
+    job = submit(ledger)
+    execute(ledger, "UPDATE alembic_version SET version_num = '0000'")
+    with pytest.raises(ServiceError, match="older"):
+        ledger.check_schema()
+    with pytest.raises(CommandError, match="0000"):
+        ledger.migrate()
+    execute(ledger, f"UPDATE alembic_version SET version_num = '{SCHEMA_REVISION}'")
+    assert ledger.job(job.id) == job
 
 
 def test_constraints_and_indexes_have_the_names_and_conditions_of_the_schema(ledger: Ledger) -> None:

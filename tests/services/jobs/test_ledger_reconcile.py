@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs.ledger import Ledger, migrate
+from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobState, ShardState
 from pipelines.errors import ErrorCode
 from tests.support.ledger_kit import (
@@ -230,14 +230,11 @@ class TestManifests:
         ledger.note_manifest(job)
         assert ledger.reconcile().without_manifest == (job.id,)
 
-    def test_jobs_that_run_are_not_named_and_those_of_before_the_upgrade_are_taken_to_have_theirs(self, ledger: Ledger) -> None:
+    def test_jobs_that_run_are_not_named(self, ledger: Ledger) -> None:
         job = self.ended(ledger)
         submit(ledger)
         pass_time(ledger, "jobs", 61, "finished_at", "created_at")
-        migrate.downgrade(ledger.database, "0005")
-        ledger.migrate()
-        assert ledger.reconcile().without_manifest == ()
-        assert ledger.job(job.id).state is JobState.COMPLETED
+        assert ledger.reconcile().without_manifest == (job.id,)
 
     def test_an_end_of_tomorrow_counts_too(self, ledger: Ledger) -> None:
         job = self.ended(ledger)

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from jobs.ledger import Ledger, migrate
 from jobs.ledger.database import LedgerLimits
-from jobs.settings import LedgerSettings, Settings
+from jobs.settings import Settings
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import assert_exact, done, lease_next, submit
 from tests.support.services import Postgres
@@ -135,10 +135,10 @@ def session(ledger: Ledger) -> dict[str, str]:
     return ledger.database.read(lambda connection: {name: str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names})
 
 
-def test_the_settings_reach_every_session(postgres_url: str) -> None:
-    limits = LedgerSettings(idle_transaction_seconds=1.5, lock_seconds=7, statement_seconds=60)
-    for settings, waits in ((Settings(), ("10s", "30s", "1h")), (Settings(ledger=limits), ("1500ms", "7s", "1min"))):
-        ledger = Ledger.of(settings.model_copy(update={"database_url": SecretStr(postgres_url)}))
+def test_the_limits_reach_every_session(postgres_url: str) -> None:
+    limits = LedgerLimits(idle_transaction_seconds=1.5, lock_seconds=7, statement_seconds=60)
+    of_settings = Ledger.of(Settings(database_url=SecretStr(postgres_url)))
+    for ledger, waits in ((of_settings, ("10s", "30s", "1h")), (Ledger.open(postgres_url, limits=limits), ("1500ms", "7s", "1min"))):
         assert tuple(session(ledger).values()) == (*waits, "30", "10", "3", "30000")
         ledger.close()
 
@@ -148,12 +148,12 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
 
     seen: list[list[str]] = []
 
-    def upgrade(config: object, revision: str) -> None:
+    def stamp(config: object, revision: str) -> None:
         connection = config.attributes["connection"]  # type: ignore[attr-defined]
         names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
         seen.append([str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names])
 
-    monkeypatch.setattr(command, "upgrade", upgrade)
+    monkeypatch.setattr(command, "stamp", stamp)
     ledger = Ledger.open(postgres_url)
     migrate.upgrade(ledger.database)
     assert seen == [["0", "0", "0"]]

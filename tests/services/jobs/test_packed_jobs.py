@@ -15,19 +15,18 @@ import pytest
 from jobs.export import export, format_names, parse_splits
 from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
-from jobs.ledger import Ledger, migrate
 from jobs.ledger.records import JobSpec, JobState
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.packs import PackBuilder, read_artifact
 from jobs.repair import Mended, mend
 from jobs.report import ReportOptions, write_report
 from jobs.store import FolderStore, ObjectStore, open_store
 from jobs.verify import Expected, Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
-from pipelines.errors import ConfigError, ErrorCode, ServiceError, StoreError
+from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.registry import describe, open_pipeline
 from tests.services.jobs.test_s3_store import Access
 from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.ledger_kit import execute
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import S3
 
 IDS = ["b", "a", "a b", "fails", "Ünder", "../x\n", "a" * 300, "last"]
@@ -239,26 +238,6 @@ def test_a_retry_makes_new_packs(packed: Finished) -> None:
     assert len(after) == 5
     assert faults(packed) == []
     assert {row.index for row in packed.ledger.items(packed.job_id) if row.artifact} == set(range(8))
-
-
-def test_an_older_version_cannot_have_a_ledger_with_packs(packed: Finished) -> None:
-    database = packed.ledger.database
-    with pytest.raises(ServiceError, match="packs") as refused:
-        migrate.downgrade(database, "0006")
-    assert refused.value.code is ErrorCode.LEDGER_SCHEMA
-    migrate.check(database)
-    execute(packed.ledger, "UPDATE artifacts SET pack = NULL, pack_offset = NULL")
-    migrate.downgrade(database, "0006")
-    migrate.upgrade(database)
-    migrate.check(database)
-
-
-def test_a_ledger_of_before_is_brought_to_packs(ledger_url: str) -> None:
-    ledger = Ledger.open(ledger_url)
-    migrate.upgrade(ledger.database, "0006")
-    migrate.upgrade(ledger.database)
-    ledger.check_schema()
-    ledger.close()
 
 
 def test_texts_are_read_from_packs_too(packed: Finished) -> None:

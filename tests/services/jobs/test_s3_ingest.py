@@ -11,11 +11,12 @@ import pytest
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
-from jobs.settings import S3Settings, Settings, ShardSettings
+from jobs.settings import S3Settings, Settings
 from jobs.shard_file import read_shard
 from jobs.store import open_store
 from pipelines.errors import ErrorCode, InputError
 from tests.support.services import S3
+from tests.support.times import with_times
 
 
 def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bucket: str) -> None:
@@ -27,8 +28,8 @@ def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bu
             secret_access_key=s3.secret_key,
             addressing_style="path",
         ),
-        shard=ShardSettings(max_items=7),
     )
+    settings = with_times(settings, shard_items=7)
     lines = [json.dumps({"example_id": str(n), "messages": [["user", "text", "hello"]]}).encode() + b"\n" for n in range(100)]
     s3.client().put_object(Bucket=bucket, Key="in/.odd name//x.jsonl.gz", Body=gzip.compress(b"".join(lines)))
     ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")

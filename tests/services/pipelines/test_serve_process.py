@@ -28,7 +28,7 @@ from tests.support.serving_kit import PATIENCE_SECONDS, heard, scraped
 #: Text of about half a minute of speech, which takes the voice a while.
 LONG = "The birch canoe slid on the smooth planks. " * 12
 #: None of the server's own times ends what these tests hold.
-PATIENT = {"SPEECH_SERVE__BODY_SECONDS": "3000", "SPEECH_SERVE__DRAIN_SECONDS": "3000"}
+PATIENT = {"SPEECH_SERVE__DRAIN_SECONDS": "3000"}
 
 
 @contextmanager
@@ -164,12 +164,12 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_model_is_opened_as_a_worker_opens_it_but_keeps_what_reached_its_limit() -> None:
-    settings = load_settings(worker={"threads": 3}, engine={"slots": 5, "waiting_room": 9, "executor": "eager"})
+    settings = load_settings(worker={"threads": 3}, engine={"slots": 5, "executor": "eager"})
     voice = describe("hibari")
-    assert engine_options(settings, voice) == {"threads": 3, "waiting_room": 9}
+    assert engine_options(settings, voice) == {"threads": 3}
     talker = replace(voice, engine="vllm", capabilities=replace(voice.capabilities, text_out=True))
-    assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "waiting_room": 9, "eager": True}
-    assert engine_options(settings, replace(voice, engine="native")) == {"slots": 5, "waiting_room": 9, "executor": "eager"}
+    assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "eager": True}
+    assert engine_options(settings, replace(voice, engine="native")) == {"slots": 5, "executor": "eager"}
 
 
 def test_a_model_that_can_is_prepared_for_streams() -> None:

@@ -13,12 +13,12 @@ from jobs.cli import cli
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec
-from jobs.manifest import newest_job_manifest, read_manifest
-from jobs.settings import ShardSettings
 from jobs.store import open_store
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.manifests import newest_job_manifest, read_manifest
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 
 
@@ -26,7 +26,7 @@ from tests.support.worker_rig import Rig
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rig = Rig(tmp_path)
-    rig.settings = rig.settings.model_copy(update={"shard": ShardSettings(max_items=2)})
+    rig.settings = with_times(rig.settings, shard_items=2)
     rig.store = open_store(str(tmp_path))  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield rig

@@ -35,7 +35,7 @@ SEED = int(os.environ.get("NIGHTJAR_ENGINE_SEED", "18"))
 def site(tmp_path: Path, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     plugin = installed(tmp_path / "plugin")
     monkeypatch.syspath_prepend(tmp_path / "plugin")
-    quick = {"SPEECH_DISPATCH__BACKOFF_SECONDS": "0.05", "SPEECH_WORKER__RESTART_SECONDS": "0.5"}
+    quick = {"NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.05", "NIGHTJAR_TIMES__RESTART_SECONDS": "0.5"}
     with Site(tmp_path, valkey_url, **quick, **plugin) as site:
         yield site
         # The workers end with the site; here the engines must have ended with their workers.

@@ -24,7 +24,7 @@ from tests.support.worker_process import Site, stop
 from worker.garbage import sweep
 
 #: Small packs, which the few and short items of a test fill.
-SMALL = {"SPEECH_WORKER__PACK_BYTES": "20000", "SPEECH_WORKER__PACK_SECONDS": "0.5"}
+SMALL = {"NIGHTJAR_TIMES__PACK_BYTES": "20000", "NIGHTJAR_TIMES__PACK_SECONDS": "0.5"}
 
 
 @pytest.fixture

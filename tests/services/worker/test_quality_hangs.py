@@ -18,7 +18,7 @@ from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import wake
 from tests.support.quality_kit import TextMeter
 from tests.support.worker_rig import Rig
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool
 from worker.quality.process import MeterHangError
 from worker.result_writer import ResultWriter
@@ -38,7 +38,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     """A worker whose meters hang."""
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rig = Rig(tmp_path)
-    rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(open_host=Hanging))
+    rig.writer = ResultWriter(meters=MeterPool(open_host=Hanging))
     rig.runner = rig.runner_on(rig.ledger)
     yield rig
     rig.close()

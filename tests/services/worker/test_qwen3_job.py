@@ -21,7 +21,7 @@ LINES = 60
 def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """`nightjar run` over the folder's input.jsonl."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "20", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment |= {"OMP_NUM_THREADS": "1", "NIGHTJAR_TIMES__SHARD_ITEMS": "20", "PYTHONPATH": str(Path(__file__).parents[3])}
     return run_command(folder, ["run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options], environment)
 
 

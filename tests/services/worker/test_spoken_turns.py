@@ -18,10 +18,8 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.manifest import read_manifest
 from jobs.repair import mend, restore_inputs
 from jobs.report import write_report
-from jobs.settings import ShardSettings
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
 from jobs.spec import item_seed
@@ -34,6 +32,8 @@ from tests.support.cli_kit import call
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, spoken_text
 from tests.support.ledger_kit import new_job
+from tests.support.manifests import read_manifest
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 
 HELLO = Path(__file__).parents[3] / "examples" / "hello.jsonl"
@@ -84,7 +84,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def submitted(rig: Rig, *lines: dict[str, Any], max_items: int = 256, **spec: Any) -> Job:
     path = rig.folder / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = rig.settings.model_copy(update={"shard": ShardSettings(max_items=max_items)})
+    settings = with_times(rig.settings, shard_items=max_items)
     return submit(settings, rig.ledger, rig.store, str(path), JobSpec("fake", **{"generation": VOICES, "speak": "all", **spec})).job
 
 

@@ -26,7 +26,7 @@ from worker.consumer import SteadyConsumer
 @pytest.fixture
 def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
     # No message counts as lost because it waits for a worker that can use it.
-    with Site(tmp_path, valkey_url, SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600") as site:
+    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS="600") as site:
         yield site
 
 
@@ -41,7 +41,7 @@ def in_flight(site: Site, job: Job) -> int:
 
 @pytest.mark.parametrize(("items", "shard"), [(300, 3), (10_100, 5000)])
 def test_an_engine_of_many_slots_stays_full(tmp_path: Path, valkey_url: str, items: int, shard: int) -> None:
-    with Site(tmp_path, valkey_url, SPEECH_SHARD__MAX_ITEMS=str(shard), SPEECH_SHARD__TARGET_SECONDS="1000000") as site:
+    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS=str(shard), NIGHTJAR_TIMES__SHARD_SECONDS="1000000") as site:
         job = site.submit([f"text {n}" for n in range(items)])
         # Until the tail, this engine ends no item while a slot is empty.
         worker = site.worker(engine={"seconds": 0.001, "slots": 64, "patient_until": items})
@@ -72,7 +72,7 @@ def test_a_full_worker_leaves_shards_and_messages_to_others(site: Site, valkey_u
 
 
 def test_a_job_of_a_higher_priority_has_the_next_shard(tmp_path: Path, valkey_url: str) -> None:
-    with Site(tmp_path, valkey_url, SPEECH_SHARD__MAX_ITEMS="100", SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600") as site:
+    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="100", NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS="600") as site:
         low = site.submit([site.held(f"text {n}") for n in range(500)])
         # With a model of its own the engine is open before the first claim.
         site.worker("--model", "fake", engine={"slots": 16})
@@ -102,7 +102,7 @@ CROWDED: dict[str, float] = {"slots": 20, "waiting_room": 1}
 @pytest.fixture
 def pairs(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
     """Shards of two items, and a worker that drains at once."""
-    with Site(tmp_path, valkey_url, SPEECH_SHARD__MAX_ITEMS="2", SPEECH_WORKER__DRAIN_SECONDS="0.5") as site:
+    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_WORKER__DRAIN_SECONDS="0.5") as site:
         yield site
 
 

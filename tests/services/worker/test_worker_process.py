@@ -21,13 +21,13 @@ from jobs.dispatch import Publisher
 from jobs.gpus import LEAST_CORES
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.worker_group import CRASHES_BESIDE_OTHERS, core_text
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.ledger_kit import execute, expire_leases_of_the_dead
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
 
@@ -80,7 +80,7 @@ def test_a_killed_worker_loses_nothing(site: Site) -> None:
 def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
     job = site.submit([site.held("lasts") if n in (0, 16) else f"text {n}" for n in range(200)])
     # No shard comes out of its turn because its message waits for long.
-    worker = site.worker(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600", SPEECH_WORKER__SHARDS_IN_FLIGHT="2")
+    worker = site.worker(NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS="600", NIGHTJAR_TIMES__SHARDS_IN_FLIGHT="2")
     # All that its two shards have beside what is held: it takes no third one.
     site.wait_for(lambda: site.status(job).items.done == 30)
     worker.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
 
 def test_a_worker_whose_ledger_is_upgraded_finishes_its_shard_and_ends_with_a_sentence(site: Site) -> None:
     job = site.submit([site.held("lasts") if n == 0 else f"text {n}" for n in range(200)])
-    worker = site.worker(SPEECH_WORKER__SHARDS_IN_FLIGHT="1")
+    worker = site.worker(NIGHTJAR_TIMES__SHARDS_IN_FLIGHT="1")
     site.wait_for(lambda: site.status(job).items.done == 15)
     execute(site.ledger, "UPDATE alembic_version SET version_num = '9999'")
     site.let_go()
@@ -150,7 +150,7 @@ def test_an_emptied_broker_costs_only_time(site: Site, valkey_url: str) -> None:
 
 
 def test_an_item_that_kills_its_workers_dies_alone(tmp_path: Path, valkey_url: str) -> None:
-    quick = {"SPEECH_WORKER__RESTART_SECONDS": "0.5", "SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
+    quick = {"NIGHTJAR_TIMES__RESTART_SECONDS": "0.5", "NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}
     with Site(tmp_path, valkey_url, **quick) as site:
         texts = [f"text {n}" for n in range(6)]
         texts[3] = "[[crash]]"
@@ -270,7 +270,7 @@ def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valke
 
 
 def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path, valkey_url: str) -> None:
-    quick = {"SPEECH_WORKER__RESTART_SECONDS": "0.5", "SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
+    quick = {"NIGHTJAR_TIMES__RESTART_SECONDS": "0.5", "NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}
     with Site(tmp_path, valkey_url, **quick, **install_nvidia_smi(tmp_path / "bin", 4)) as site:
         job = site.submit([f"text {n}" for n in range(200)], options=SubmitOptions(max_attempts=50))
         supervisor = site.worker("--gpu", "all", "--model", "fake", engine={"seconds": 0.1, "slots": 2}, NIGHTJAR_BAD_GPU="2")

@@ -21,7 +21,7 @@ LINES = 6
 
 @pytest.fixture
 def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
-    with Site(tmp_path, valkey_url, SPEECH_SHARD__MAX_ITEMS="2", SPEECH_ENGINE__MAX_CONTEXT="256") as site:
+    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_ENGINE__MAX_CONTEXT="256") as site:
         yield site
 
 
@@ -31,7 +31,7 @@ def submitted(site: Site) -> Job:
 
 def misfit(site: Site) -> Started:
     """A worker whose settings ask for a GPU that its host lacks."""
-    return site.worker(SPEECH_ENGINE__EXECUTOR="graph", SPEECH_WORKER__SHARDS_IN_FLIGHT="1", CUDA_VISIBLE_DEVICES="")
+    return site.worker(SPEECH_ENGINE__EXECUTOR="graph", NIGHTJAR_TIMES__SHARDS_IN_FLIGHT="1", CUDA_VISIBLE_DEVICES="")
 
 
 def until_up(site: Site, workers: int) -> None:

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from jobs.settings_groups import ServeSettings, WorkerSettings
+from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import middleware, model
 from tests.support.deploy_kit import DEPLOY, ROOT, check_command, unknown_settings
 from worker.runtime import LAST_SECONDS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings_groups import WorkerSettings
+from jobs.settings import WorkerSettings
 from tests.support.deploy_kit import DEPLOY
 from worker.runtime import LAST_SECONDS
 

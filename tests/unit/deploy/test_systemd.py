@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs.console import INVALID_INPUT
-from jobs.settings_groups import ServeSettings, WorkerSettings
+from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import model
 from tests.support.deploy_kit import DEPLOY, check_command, unknown_settings
 from worker.runtime import LAST_SECONDS

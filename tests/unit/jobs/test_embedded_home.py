@@ -215,12 +215,6 @@ def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: P
     ledger.close()
 
 
-def test_the_record_of_a_version_with_one_worker_is_read(state: Path) -> None:
-    (state / "worker.json").write_text(json.dumps({"host": "here", "pid": 41}))
-    with EmbeddedHome(Settings(home=state.parent)) as home:
-        assert home.lost_workers == [("here", 41)]
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x", "pids": 3}', '{"host": "x"'])
 def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None:
     (state / "worker.json").write_text(text)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.ingest import _idempotency_key, submit
+from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
@@ -37,12 +37,6 @@ def submitted(home: Path, store: Path | None = None) -> tuple[Ledger, Job, bool]
     return ledger, result.job, result.created
 
 
-def recorded_as_before(ledger: Ledger, job: Job, url: str) -> None:
-    """Writes the job's store and key as versions did that knew full addresses only."""
-    key = _idempotency_key(job.input_sha256, job.spec_sha, url, "dialogues")
-    execute(ledger, "UPDATE jobs SET store_url = :url, idempotency_key = :key", url=url, key=key)
-
-
 def check_in(home: Path, job: Job, store: Path) -> None:
     """The job is whole in `home`, its store is `store`, and the same submit finds it."""
     ledger, again, created = submitted(home, store)
@@ -56,15 +50,12 @@ def check_in(home: Path, job: Job, store: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "the store"])
-@pytest.mark.parametrize("before", [False, True], ids=["now", "full address"])
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree], ids=["moved", "copied"])
-def test_a_home_takes_its_jobs_along(tmp_path: Path, below: str, before: bool, how: object) -> None:
+def test_a_home_takes_its_jobs_along(tmp_path: Path, below: str, how: object) -> None:
     home, there = tmp_path / "home", tmp_path / "other" / "home 2"
     home.mkdir()
     there.parent.mkdir()
     ledger, job, _ = submitted(home, home / below)
-    if before:
-        recorded_as_before(ledger, job, FolderStore(home / below).url)
     ledger.close()
     check_in(home, job, home / below)
     how(home, there)  # type: ignore[operator]
@@ -88,9 +79,9 @@ def test_a_store_elsewhere_stays_where_it_is(tmp_path: Path) -> None:
 
 def test_addresses_without_a_place_are_full(tmp_path: Path) -> None:
     url = (tmp_path / "x").as_uri()
-    assert recorded(url, None) == located(url, None, "job") == url
+    assert recorded(url, None) == located(url, None) == url
     for address in ("s3://bucket/prefix", "file:///elsewhere"):
-        assert recorded(address, tmp_path) == located(address, tmp_path, "job") == address
+        assert recorded(address, tmp_path) == located(address, tmp_path) == address
     assert recorded(url, tmp_path / "xy") == url
 
 
@@ -135,7 +126,7 @@ def test_an_older_ledger_of_a_moved_home_is_named_by_its_path(tmp_path: Path) ->
     home, there = tmp_path / "home", tmp_path / "a home"
     home.mkdir()
     ledger, _, _ = submitted(home)
-    execute(ledger, "UPDATE alembic_version SET version_num = '0001'")
+    execute(ledger, "UPDATE alembic_version SET version_num = '0000'")
     ledger.close()
     home.rename(there)
     with pytest.raises(ServiceError) as caught:
@@ -173,7 +164,7 @@ def test_list_and_status_know_the_same_jobs(tmp_path: Path, monkeypatch: pytest.
     table = CliRunner().invoke(cli, ["list"]).stdout
     assert all(str(home) in line for home, line in zip(("out", homes[1], homes[0]), table.splitlines()[1:]))
     ledger = Ledger.open(Settings(home=homes[1]).ledger_url)
-    execute(ledger, "UPDATE alembic_version SET version_num = '0001'")
+    execute(ledger, "UPDATE alembic_version SET version_num = '0000'")
     ledger.close()
     assert listed() == [jobs[2], jobs[0]]
     assert f"The jobs of {homes[1]} cannot be listed" in CliRunner().invoke(cli, ["list"]).stderr

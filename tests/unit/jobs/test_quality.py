@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -25,9 +24,8 @@ from pipelines.request import Generation, Speech
 from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
-from worker.quality.checks import cheap_scores, clipped_share, longest_pause
-from worker.quality.metrics import Utterance, open_meter
-from worker.quality.verdict import History, check_draw, failed_draw, meters_of, with_readings
+from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
+from worker.quality.verdict import History, cheap_scores, check_draw, clipped_share, failed_draw, meters_of, with_readings
 
 BASIC = quality_of("basic")
 assert BASIC is not None
@@ -285,15 +283,14 @@ class TestConfig:
             for name, check in CHECKS.items()
         ]
 
-    def test_a_row_and_a_file_are_a_new_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_row_and_a_class_are_a_new_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         meter = MeterCard("peak", ("numpy",), "pip install numpy", ("numpy",))
         monkeypatch.setitem(
             CHECKS, "peak", Check("peak", ErrorCode.QA_CLIPPED, "highest sample", "high", strict=Bound(high=0.5), meter=meter)
         )
         monkeypatch.setitem(METERS, "peak", meter)
-        file = ModuleType("worker.quality.peak")
-        file.open_meter = lambda: SimpleNamespace(measure=lambda sample: {"peak": (float(sample.samples.max()), "")})  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, file.__name__, file)
+        peak = SimpleNamespace(measure=lambda sample: {"peak": (float(sample.samples.max()), "")})
+        monkeypatch.setitem(BUILT_IN, "peak", lambda: peak)
         with pytest.raises(ConfigError, match=r"which nothing measures.*meters\.peak"):
             quality_of("basic", None, ["bounds.peak.high=0.5"])
         quality = quality_of("basic", None, ["bounds.peak.high=0.5", "meters.peak={}"])

@@ -13,7 +13,6 @@ import pytest
 
 from jobs.export import export
 from jobs.ledger.records import Job
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
 from jobs.store import FolderStore
 from jobs.verify import Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
@@ -23,8 +22,10 @@ from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine
 from tests.support.ledger_kit import rows
+from tests.support.manifests import newest_job_manifest, read_manifest
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"[[says:Answer {number}]] number {number}" for number in range(5)]
 
@@ -161,7 +162,7 @@ def test_an_export_names_a_few_of_many(rig: Rig) -> None:
 
 @pytest.mark.parametrize("left", [None, b""])
 def test_inputs_are_written_again_from_their_file(rig: Rig, left: bytes | None) -> None:
-    rig.settings = rig.settings.model_copy(update={"shard": rig.settings.shard.model_copy(update={"max_items": 2})})
+    rig.settings = with_times(rig.settings, shard_items=2)
     job = rig.submit(["one", "two", "three", "four", "five"])
     before = dict(rig.store.objects)
     inputs = rig.ledger.shard_inputs(job.id)

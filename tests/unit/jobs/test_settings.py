@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from jobs.settings import RENAMED, Settings, load_settings
+from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import PUBLISHED, describe
 
@@ -33,15 +33,15 @@ def test_command_line_over_environment_over_dotenv_over_file_over_defaults(tmp_p
     monkeypatch.setenv("SPEECH_HOME", "environment")
     settings = load_settings(home=None)
     assert (settings.home, settings.store_url, settings.log_level) == (Path("environment"), "dotenv", "error")
-    assert [settings.origin(key) for key in ("home", "store_url", "worker.threads", "worker.commit_items")] == [
+    assert [settings.origin(key) for key in ("home", "store_url", "worker.threads", "worker.item_timeout_seconds")] == [
         "environment",
         ".env",
         "nightjar.toml",
         "default",
     ]
-    settings = load_settings(home="line", worker={"commit_items": 7})
+    settings = load_settings(home="line", worker={"meter_processes": 7})
     assert (str(settings.home), settings.origin("home")) == ("line", "command line")
-    assert (settings.worker.threads, settings.worker.commit_items) == (1, 7)
+    assert (settings.worker.threads, settings.worker.meter_processes) == (1, 7)
 
 
 def test_file_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +62,10 @@ def test_examples_hold_no_settings_that_act(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nested_variables_and_json_groups_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECH_WORKER", '{"threads": 3}')
-    monkeypatch.setenv("SPEECH_WORKER__COMMIT_ITEMS", "9")
+    monkeypatch.setenv("SPEECH_WORKER__METER_PROCESSES", "9")
     monkeypatch.setenv("SPEECH_SCHEDULES__NEWS__INPUT", "x.jsonl")
     settings = load_settings()
-    assert (settings.worker.threads, settings.worker.commit_items) == (3, 9)
+    assert (settings.worker.threads, settings.worker.meter_processes) == (3, 9)
     assert settings.schedules["news"].input == "x.jsonl"
 
 
@@ -78,7 +78,7 @@ def test_audio_roots_are_split_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
     ("name", "value", "key"),
     [
         ("SPEECH_WORKER__THREADS", "many", "worker.threads"),
-        ("SPEECH_WORKER__LEASE_SECONDS", "-1", "worker.lease_seconds"),
+        ("SPEECH_WORKER__DRAIN_SECONDS", "-1", "worker.drain_seconds"),
         ("SPEECH_LOG_LEVEL", "loud", "log_level"),
         ("SPEECH_FLOWER__PORT", "70000", "flower.port"),
         ("SPEECH_WORKR__THREADS", "1", "workr"),
@@ -136,16 +136,6 @@ def test_a_key_of_a_file_that_is_no_setting_is_answered_with_the_nearest(content
     assert caught.value.advice.startswith(f"Did you mean {near}? ")
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, _, name = new.partition(".")
-    assert name in type(getattr(load_settings(), group)).model_fields
-    monkeypatch.setenv(f"SPEECH_{old.replace('.', '__').upper()}", "4")
-    with pytest.raises(ConfigError, match=rf"The setting {old} \(environment SPEECH_[A-Z_]+\) is now {new}\.") as caught:
-        load_settings()
-    assert f"SPEECH_{new.replace('.', '__').upper()}" in caught.value.advice
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -169,24 +159,24 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
     cards = voice, qwen, spoken = describe("hibari"), PUBLISHED["qwen3-tts-0.6b-base"][1].card, replace(describe("hibari"), engine="vllm")
     assert [nothing.engine_options(card) for card in cards] == [{}, {}, {}]
     settings = load_settings(
-        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "waiting_room": 7, "voice_cache": "/voices"},
-        vllm={"step_tokens": 64},
+        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "voice_cache": "/voices"},
+        vllm={"tensor_parallel": 2},
         worker={"threads": 3},
     )
-    assert settings.engine_options(voice) == {"threads": 3, "waiting_room": 7}
-    common = {"slots": 5, "memory_share": 0.5, "reproducible": False, "waiting_room": 7}
+    assert settings.engine_options(voice) == {"threads": 3}
+    common = {"slots": 5, "memory_share": 0.5, "reproducible": False}
     assert settings.engine_options(qwen) == common | {"executor": "graph", "voice_cache": "/voices"}
-    assert settings.engine_options(spoken) == common | {"eager": False, "step_tokens": 64}
+    assert settings.engine_options(spoken) == common | {"eager": False, "tensor_parallel": 2}
 
 
 def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
     spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, family="spark_tts", engines=("native", "vllm"))
-    asked = {"engine": {"slots": 5, "voice_cache": "/voices", "prefill": "packed"}, "vllm": {"step_tokens": 64}}
+    asked = {"engine": {"slots": 5, "voice_cache": "/voices", "executor": "graph"}, "vllm": {"tensor_parallel": 2}}
     automatic = load_settings(**asked)
-    packed = {"slots": 5, "prefill": "packed"}
-    assert automatic.engine_options(spark) == {"engine": "native", **packed}, "it keeps no voices"
-    assert automatic.engine_options(replace(spark, engine="vllm")) == {"engine": "vllm", "slots": 5, "step_tokens": 64}
-    for kind, options in (("native", packed), ("vllm", {"slots": 5, "step_tokens": 64})):
+    native, vllm = {"slots": 5, "executor": "graph"}, {"slots": 5, "tensor_parallel": 2, "eager": False}
+    assert automatic.engine_options(spark) == {"engine": "native", **native}, "it keeps no voices"
+    assert automatic.engine_options(replace(spark, engine="vllm")) == {"engine": "vllm", **vllm}
+    for kind, options in (("native", native), ("vllm", vllm)):
         chosen = load_settings(**asked | {"engine": asked["engine"] | {"kind": kind}})
         assert chosen.engine_options(spark) == {"engine": kind, **options}
         assert chosen.engine_options(replace(spark, engine="vllm")) == {"engine": kind, **options}
@@ -195,15 +185,22 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
 
 def test_settings_of_the_engine_that_does_not_run_a_model_are_named() -> None:
     spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, name="spark", engines=("native", "vllm"))
-    settings = load_settings(vllm={"step_tokens": 64, "tensor_parallel": 2})
-    assert (
-        settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL and SPEECH_VLLM__STEP_TOKENS are not used: spark runs on the engine native."
-    )
-    assert load_settings(vllm={"step_tokens": 64}).unused(spark) == "SPEECH_VLLM__STEP_TOKENS is not used: spark runs on the engine native."
-    assert load_settings(vllm={"step_tokens": 64}, engine={"kind": "vllm"}).unused(spark) is None
+    settings = load_settings(vllm={"tensor_parallel": 2})
+    assert settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL is not used: spark runs on the engine native."
+    assert load_settings(vllm={"tensor_parallel": 2}, engine={"kind": "vllm"}).unused(spark) is None
     assert settings.unused(replace(spark, engine="vllm")) is None
     assert settings.unused(describe("hibari")) is None, "nobody expects vLLM there"
     assert load_settings(vllm={"tensor_parallel": 1}).unused(spark) is None, "the default changes nothing"
+
+
+def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIGHTJAR_TIMES__LEASE_SECONDS", "6")
+    monkeypatch.setenv("NIGHTJAR_TIMES__SHARDS_IN_FLIGHT", "2")
+    times = load_settings().times
+    assert (times.lease_seconds, times.shards_in_flight, times.commit_items) == (6.0, 2, 256)
+    monkeypatch.setenv("SPEECH_WORKER__LEASE_SECONDS", "6")
+    with pytest.raises(ConfigError, match=r"There is no setting worker\.lease_seconds"):
+        load_settings()
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("vllm", "native"), ("native", "vllm")])

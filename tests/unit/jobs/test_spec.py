@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jobs.ledger.records import JobSpec
-from jobs.settings_groups import Schedule
+from jobs.settings import Schedule
 from jobs.spec import resolve, spec_sha
 from nightjar.runs import _job_options
 from pipelines.errors import ErrorCode, InputError

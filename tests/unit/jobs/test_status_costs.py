@@ -13,11 +13,11 @@ import pytest
 from jobs.cli.show import status_lines
 from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, read_with_driver, status_and_errors
-from jobs.settings import ShardSettings
 from jobs.status import FEWEST_SHARDS, cost, cost_at_end, eta_error_seconds, eta_seconds, status_view
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 
 
@@ -25,7 +25,7 @@ from tests.support.worker_rig import Rig
 def rig(tmp_path: Path) -> Iterator[Rig]:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rig = Rig(tmp_path)
-    rig.settings = rig.settings.model_copy(update={"shard": ShardSettings(max_items=2)})
+    rig.settings = with_times(rig.settings, shard_items=2)
     yield rig
     rig.close()
     forget()

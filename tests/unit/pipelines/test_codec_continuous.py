@@ -16,12 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec.chunk_graphs import Codes
-from pipelines.codec.continuous_lane import ContinuousLane
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.graphs import STEP_FRAMES, Codes, UtteranceGraphs, utterance_bytes
+from pipelines.codec.stage import CodecStage, ContinuousLane
 from pipelines.codec.states import Arena, CodecState
 from pipelines.codec.transfer import SamplesOnTheWay
-from pipelines.codec.utterance_graphs import STEP_FRAMES, UtteranceGraphs, utterance_bytes
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 from tests.support.codec_stage_kit import Heard

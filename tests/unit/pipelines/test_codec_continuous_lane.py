@@ -7,16 +7,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec import continuous_lane
-from pipelines.codec.chunk_graphs import Codes
-from pipelines.codec.continuous_lane import ContinuousLane
-from pipelines.codec.lane import FEW_UTTERANCES
+from pipelines.codec import stage as stage_module
+from pipelines.codec.graphs import Codes
+from pipelines.codec.stage import FEW_UTTERANCES, ContinuousLane, Gathering
 from pipelines.codec.transfer import SamplesOnTheWay
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
@@ -59,17 +59,21 @@ class Sums:
         event = OnTheWay() if self._holds else None
         if event is not None:
             self.events.put(event)
-        return SamplesOnTheWay(parts, event)
+        return SamplesOnTheWay(parts, event)  # pyright: ignore[reportArgumentType]
 
 
-def put(lane: ContinuousLane[Sum], heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:
-    lane.put(torch.tensor([[value] for value in values], dtype=torch.int64).view(-1, 1), heard.at(name), start)
+def opened(steps: Sums, seconds: float = 0.0, **gathering: Any) -> Any:
+    return ContinuousLane(steps, gathering=Gathering(seconds, **gathering))  # pyright: ignore[reportArgumentType]
+
+
+def put(lane: Any, heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:
+    lane.put(np.array(values, np.int64)[:, None], heard.at(name), start)
 
 
 def test_an_utterance_joins_a_row_that_another_left() -> None:
     steps, heard = Sums(), Heard()
     steps.gate.clear()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     put(lane, heard, "a", 1, 2, 3)  # alone in the step that the gate holds
     for name, value in zip("bcd", (10, 20, 30)):
         put(lane, heard, name, value, start=Sum(1000))
@@ -84,7 +88,7 @@ def test_an_utterance_joins_a_row_that_another_left() -> None:
 
 def test_what_is_no_number_ends_its_utterance_in_the_middle_and_frees_its_row() -> None:
     steps, heard = Sums(), Heard()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     put(lane, heard, "bad", 1, 99, *[1] * 50)
     put(lane, heard, "good", 1, 2)
     put(lane, heard, "next", 5, 5)
@@ -101,7 +105,7 @@ def test_what_is_no_number_ends_its_utterance_in_the_middle_and_frees_its_row() 
 @pytest.mark.parametrize(("alive", "most"), [(False, 2), (True, 1)])
 def test_a_second_step_is_started_while_the_device_has_the_first_but_no_third(alive: bool, most: int) -> None:
     steps, heard = Sums(holds=True), Heard()
-    lane = ContinuousLane(steps, streams_alive=lambda: alive)
+    lane = opened(steps, beside_streams=lambda: alive)
     put(lane, heard, "a", *range(5))
     events = [steps.events.get(timeout=240) for _ in range(most)]
     with pytest.raises(queue.Empty):
@@ -117,10 +121,10 @@ def test_a_second_step_is_started_while_the_device_has_the_first_but_no_third(al
 
 def test_where_many_come_a_step_waits_for_all_rows_or_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(continuous_lane, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stage_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     steps, heard = Sums(), Heard()
     steps.rows = 4
-    lane = ContinuousLane(steps, gather_seconds=10_000.0)
+    lane = opened(steps, 10_000.0)
     for index in range(FEW_UTTERANCES):
         put(lane, heard, "few", index)
     heard.take(FEW_UTTERANCES)
@@ -144,7 +148,7 @@ def test_where_many_come_a_step_waits_for_all_rows_or_its_time(monkeypatch: pyte
 def test_it_is_behind_while_much_waits_for_a_row() -> None:
     steps, heard = Sums(), Heard()
     steps.gate.clear()
-    lane = ContinuousLane(steps, gather_frames=6)
+    lane = opened(steps, frames=6)
     for _ in range(4):
         put(lane, heard, "x", 1, 1)
     put(lane, heard, "x", *[1] * 4)
@@ -157,9 +161,6 @@ def test_it_is_behind_while_much_waits_for_a_row() -> None:
 
 def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_goes_on() -> None:
     class Broken:
-        def query(self) -> bool:
-            return True
-
         def synchronize(self) -> None:
             raise RuntimeError("the device is lost")
 
@@ -167,12 +168,12 @@ def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_go
         def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> SamplesOnTheWay:
             samples = super().step(states, codes)
             if len(self.steps) == 1:
-                samples.event = Broken()
+                samples.event = Broken()  # pyright: ignore[reportAttributeAccessIssue]
             return samples
 
     steps, heard = Late(), Heard()
     steps.gate.clear()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     put(lane, heard, "a", *[1] * 9)
     steps.gate.set()
     ((_, error),) = heard.take(1)
@@ -187,14 +188,14 @@ def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_go
 
 def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> None:
     steps, heard = Sums(), Heard()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     current: list[bool] = []
 
     def fail(_: np.ndarray | NightjarError) -> None:
         current.append(lane.is_current)
         raise RuntimeError("a bad receiver")
 
-    lane.put(torch.ones(1, 1, dtype=torch.int64), fail)
+    lane.put(np.ones((1, 1), np.int64), fail)
     put(lane, heard, "next", 2)
     assert lists(heard.take(1)) == [("next", [2])]
     assert current == [True]
@@ -207,7 +208,7 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> Non
 
 
 def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_back() -> None:
-    class Turning(continuous_lane._Utterance[Sum]):
+    class Turning(stage_module._Job[Sum]):
         """Is told of a fault by another thread, right after it was looked at."""
 
         looks = 0
@@ -218,13 +219,13 @@ def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_ba
             return Turning.looks > 1
 
         @over.setter
-        def over(self, value: bool) -> None: ...
+        def over(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
     steps = Sums()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     codes = torch.ones(3, 1, dtype=torch.int64)
     state = steps.enter(codes, None)
-    lane._inside = [Turning(codes, codes.numpy(), None, lambda _: None, state=state)]
+    lane._inside = [Turning(codes.numpy(), lambda _: None, state, False, 0.0, 0.0)]
     lane._drop()
     assert (len(lane._inside), steps.inside) == (1, 1)
     lane._drop()
@@ -239,8 +240,8 @@ def test_codes_whose_audio_has_no_room_take_no_row_and_the_lane_goes_on(monkeypa
         return np.zeros(size, dtype)
 
     steps, heard = Sums(), Heard()
-    monkeypatch.setattr(continuous_lane.np, "empty", empty)
-    lane = ContinuousLane(steps)
+    monkeypatch.setattr(stage_module.np, "empty", empty)
+    lane = opened(steps)
     put(lane, heard, "a", 1, 2, 3)
     put(lane, heard, "b", 1, 2)
     found = dict(heard.take(2))
@@ -257,7 +258,7 @@ def test_where_the_lanes_thread_fails_all_are_told_and_it_closes() -> None:
 
     steps, heard = Broken(), Heard()
     steps.gate.clear()
-    lane = ContinuousLane(steps)
+    lane = opened(steps)
     for name in "abc":
         put(lane, heard, name, *[1] * (1 if name == "a" else 9))
     steps.gate.set()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.batches import FIXED_ROWS
+from pipelines.codec.graphs import FRAMES, GROUP_FRAMES, ROWS, StreamGraphs, pieces
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
-from pipelines.codec.stream_graphs import FRAMES, GROUP_FRAMES, ROWS, StreamGraphs, pieces
 from pipelines.codec.transfer import SamplesOnTheWay
 from pipelines.errors import SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec

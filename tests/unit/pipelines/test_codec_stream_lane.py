@@ -8,16 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
-from pipelines.codec.stream_lane import StreamLane
+from pipelines.codec.stage import Decoder, StreamLane
 from pipelines.codec.transfer import SamplesOnTheWay
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 
 
-class Starter:
+class Starter(Decoder[list[int]]):
     """A decoder that starts groups of chunks of one length, at most `most`, whose events the test holds.
 
     A state is a list of what was decoded from it. Codes of 13 are refused, codes of 66 break the device, codes of 99 come out as NaN.
@@ -31,12 +30,6 @@ class Starter:
 
     def new_state(self) -> list[int]:
         return []
-
-    def decode(self, codes: Sequence[Tensor], states: Sequence[list[int]] | None = None) -> list[Tensor]:
-        raise NotImplementedError
-
-    def decode_chunk(self, states: Sequence[list[int]], codes: Sequence[Tensor]) -> list[Tensor]:
-        raise NotImplementedError
 
     def company(self, frames: int, last: bool) -> tuple[int, int | None]:
         return frames, self.most
@@ -53,7 +46,7 @@ class Starter:
         event = OnTheWay()
         self.events.put(event)
         waves = [np.array([np.nan if value == 99 else value], np.float32) for value in values]
-        return SamplesOnTheWay([[wave] for wave in waves], event, self._release)
+        return SamplesOnTheWay([[wave] for wave in waves], event, self._release)  # pyright: ignore[reportArgumentType]
 
     def _release(self) -> None:
         self.released += 1
@@ -70,7 +63,7 @@ class Lane(StreamLane[list[int]]):
         self.held = [self.starter.events.get(timeout=60) for _ in range(2)]
 
     def chunk(self, value: int, state: list[int] | None = None, frames: int = 1, deadline: float = 0.0) -> None:
-        self.put(torch.full((frames, 1), value), self.heard.at(str(value)), [] if state is None else state, False, deadline)
+        self.put(np.full((frames, 1), value), self.heard.at(str(value)), [] if state is None else state, False, deadline)
 
     def rest(self, groups: int) -> list[tuple[str, np.ndarray | NightjarError]]:
         """Lets the device finish; what is heard of so many chunks, without the first two."""
@@ -117,7 +110,7 @@ def test_a_refused_chunk_is_no_fault_of_the_others_in_its_group() -> None:
         lane.chunk(value)
     for event in lane.held:
         event.done.set()
-    for _ in range(3):
+    for _ in range(2):
         lane.starter.events.get(timeout=60).done.set()
     found = dict(lane.heard.take(6))
     faults = {name: one.code for name, one in found.items() if isinstance(one, NightjarError)}

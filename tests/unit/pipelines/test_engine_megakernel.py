@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from benchmarks.random_models.frames import Maker
 from kernels import binaries, lm_persistent
-from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED
 from pipelines.engine import graph, megakernel

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.dummy import Shape
-from pipelines.codec.stream_graphs import graph_bytes
-from pipelines.codec.utterance_graphs import utterance_bytes
+from benchmarks.random_models.frames import Shape
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
+from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
@@ -24,7 +24,6 @@ from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
 from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, packed_needs, stream_needs, utterance_needs
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
@@ -235,7 +234,7 @@ def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
     graphs, state = stream_needs(TINY_CODEC, torch.float32)
-    assert graphs + 40 * state == graph_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
+    assert graphs + 40 * state == stream_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
     assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
 
 

@@ -332,14 +332,14 @@ def test_the_reproducible_mode_has_no_packed_prefill() -> None:
     assert {one for one, packed in chosen.items() if packed} == {("auto", False), ("packed", False), ("packed", True)}
     with pytest.raises(ConfigError, match="The packed prefill is not reproducible") as caught:
         check_executor(torch.device("cuda"), "auto", True, prefill="packed")
-    assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
+    assert "`prefill`" in caught.value.advice
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "auto"), ("cpu", "eager"), ("cuda", "eager")])
 def test_the_packed_prefill_is_refused_where_there_are_no_graphs(device: str, kind: ExecutorKind) -> None:
     with pytest.raises(ConfigError, match="The packed prefill needs the graph executor") as caught:
         check_executor(torch.device(device), kind, False, prefill="packed")
-    assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
+    assert "`prefill`" in caught.value.advice
 
 
 def test_the_packed_prefill_is_never_replaced_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder, published_config
 from kernels import lm_cuda, lm_persistent, toolchain
 from kernels.cuda_driver import Source, available
 from kernels.frame import Layer, StackTensors
@@ -25,7 +26,6 @@ from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts import pipeline
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
-from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder, published_config
 from pipelines.qwen3_tts.execution import packed_needs, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from tests.support.qwen3_golden import golden_model

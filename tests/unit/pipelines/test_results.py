@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import Keys
 from pipelines.nn.options import TokenModelOptions
@@ -31,7 +31,7 @@ from pipelines.validation import frames_within
 RATE = 100
 
 
-class Ramp:
+class Ramp(Decoder[list[int]]):
     """A decoder: each code is four samples of its value. Its states count frames; an empty chunk is answered by one sample."""
 
     def new_state(self) -> list[int]:

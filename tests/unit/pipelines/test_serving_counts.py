@@ -16,11 +16,11 @@ from pipelines.request import AudioChunk, EngineStats, Generation, Message, Synt
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import StreamCall, Unread
-from pipelines.serving.body_limit import BodyMemory, LimitedBody
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
 from tests.support.websocket_kit import talk

@@ -17,15 +17,14 @@ import soundfile
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
-from pipelines.serving import json_body
+from pipelines.serving import request_body
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.body_limit import BodyMemory, LimitedBody
 from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
-from pipelines.serving.json_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES
 from pipelines.serving.model import Progress
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
 from tests.support.fakes import FakeClock
 from tests.support.serving_kit import b64, heard, wav
 
@@ -286,20 +285,20 @@ def shaped(*, opened: int = 0, values: int = 0) -> bytes:
 def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
     # The object is one level and one value, the comma behind its text another value.
     for given in (shaped(opened=MAX_DEPTH - 1), shaped(opened=1, values=MAX_VALUES - 3)):
-        assert json_body.parse(given) == json.loads(given)
+        assert request_body.parse(given) == json.loads(given)
     for given in (shaped(opened=MAX_DEPTH), shaped(opened=1, values=MAX_VALUES - 2), b'"' * (MAX_MARKS + 1)):
         with pytest.raises(ApiError) as caught:
-            json_body.parse(given)
+            request_body.parse(given)
         assert (caught.value.code, "too many values" in str(caught.value.detail)) == ("input.bad_json", True)
 
 
 def test_only_short_json_is_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(json_body, "parse", lambda data: seen.append(threading.current_thread() is threading.main_thread()))
+    monkeypatch.setattr(request_body, "parse", lambda data: seen.append(threading.current_thread() is threading.main_thread()))
 
     async def play() -> None:
-        await json_body.read(b" " * json_body.INLINE_BYTES)
-        await json_body.read(" " * (json_body.INLINE_BYTES + 1))
+        await request_body.read(b" " * request_body.INLINE_BYTES)
+        await request_body.read(" " * (request_body.INLINE_BYTES + 1))
 
     asyncio.run(play())
     assert seen == [True, False]

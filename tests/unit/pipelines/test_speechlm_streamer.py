@@ -45,7 +45,7 @@ class _Started:
 
 @pytest.fixture
 def started() -> Iterator[_Started]:
-    decoder: Any = SimpleNamespace(new_state=lambda: None)
+    decoder: Any = SimpleNamespace(new_state=lambda: None, utterances=None)
     stage: CodecStage[Any] = CodecStage(decoder)
     yield _Started(stage)
     stage.close()

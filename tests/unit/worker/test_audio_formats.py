@@ -15,15 +15,15 @@ from jobs.encoded_audio import encoder
 from jobs.provenance import other_encoders, put_provenance, records
 from jobs.quality import quality_of
 from jobs.repair import Mended, mend
-from jobs.settings import ShardSettings
 from jobs.verify import CLOSE_DB, CLOSE_LOSSY_DB, Match, ObjectCheck, reproduce
 from pipelines.audio_format import CONTENT_TYPES
 from pipelines.errors import ErrorCode
 from pipelines.request import EngineInfo, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakePipeline
+from tests.support.times import with_times
 from tests.support.worker_rig import Build
 from worker import result_writer
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"Sentence number {number} of this job." for number in range(5)]
 
@@ -48,7 +48,7 @@ def test_a_job_has_the_format_and_the_rate_that_it_asks_for(build: Build, audio_
 @pytest.mark.parametrize("audio_format", ["mp3", "opus"])
 def test_bytes_do_not_depend_on_the_job_the_shard_or_the_order(build: Build, audio_format: str) -> None:
     rig = build()
-    rig.settings = rig.settings.model_copy(update={"shard": ShardSettings(max_items=2)})
+    rig.settings = with_times(rig.settings, shard_items=2)
     made: list[dict[str, str]] = []
     for order, pack in ((1, False), (-1, False), (1, True)):
         folder = rig.folder / f"{order}{pack}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.ledger.records import Job, Ticket
-from jobs.manifest import newest_job_manifest, read_manifest
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.worker_rig import WORKER, Rig
 from worker.maintenance import FIRST_PAUSE_SECONDS, Maintenance, Manifests
 
@@ -39,7 +39,7 @@ class Keeper:
     def reconcile(self) -> int:
         """One pass; how many jobs it ended or wrote the manifest of."""
         before = self.asked
-        self.clock.advance(self.rig.settings.dispatch.reconcile_seconds)
+        self.clock.advance(self.rig.settings.times.reconcile_seconds)
         self.maintenance.dispatch()
         return self.asked - before
 

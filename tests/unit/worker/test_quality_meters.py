@@ -21,11 +21,9 @@ from jobs.checks import ENTRY_POINT_GROUP, METERS, lacking, missing_libraries
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Message, Speech, SynthesisRequest
-from worker.quality.asr import AsrMeter
-from worker.quality.metrics import Reading, Utterance, open_meter
+from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
-from worker.quality.weights import missing
 
 RATE = 16_000
 
@@ -80,14 +78,14 @@ class TestMeters:
         assert not any(card.install.startswith("it ") for card in METERS.values())
 
     def test_weights_are_looked_for_without_being_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert missing({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
+        assert missing_weights({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        gone = missing({"asr": {"model": "owner/model"}}, fetch=False)
+        gone = missing_weights({"asr": {"model": "owner/model"}}, fetch=False)
         assert gone is not None
         assert gone.code is ErrorCode.MODEL_UNREACHABLE
         monkeypatch.setitem(sys.modules, "faster_whisper.utils", None)
-        broken = missing({"asr": {}}, fetch=False)
+        broken = missing_weights({"asr": {}}, fetch=False)
         assert broken is not None
         assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.CONFIG_MISSING_LIBRARY, True)
 
@@ -134,7 +132,7 @@ class TestMeters:
                 return [SimpleNamespace(text=heard)], SimpleNamespace(language=language or "zh")
 
         monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
-        monkeypatch.setattr("worker.quality.asr._folder_of", str)
+        monkeypatch.setattr("worker.quality.meters.asr_folder", str)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
         meter, german = AsrMeter(), AsrMeter(language="German")
         assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}

@@ -17,7 +17,7 @@ import pytest
 
 from jobs.checks import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Spool, SpooledSamples
 from worker.quality.process import MeterHangError
 
@@ -182,7 +182,7 @@ class TestPoolFaults:
 ENDS_EARLY = """
 import threading
 import numpy as np
-from worker.quality.metrics import Utterance
+from worker.quality.meters import Utterance
 from worker.quality.pool import MeterPool, MeterTask
 
 begun = threading.Event()

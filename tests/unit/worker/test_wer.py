@@ -7,7 +7,7 @@ import pytest
 from jobs.quality import quality_of
 from pipelines.request import Generation, Speech
 from tests.support.quality_kit import RATE, speechlike
-from worker.quality.metrics import Reading
+from worker.quality.meters import Reading
 from worker.quality.verdict import check_draw, with_readings
 from worker.quality.wer import error_rates
 

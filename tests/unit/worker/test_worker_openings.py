@@ -9,8 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from jobs.ledger.records import ItemState, ShardState, Ticket
-from jobs.settings import Settings
-from jobs.settings_groups import VllmSettings
+from jobs.settings import Settings, VllmSettings
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
@@ -110,14 +109,14 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
 def test_a_worker_says_once_which_settings_it_does_not_use(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch)
     monkeypatch.setattr(runtime_module, "describe", lambda _: replace(fake_card(), engine="native"))
-    settings = settings_of(build()).model_copy(update={"vllm": VllmSettings(step_tokens=64)})
+    settings = settings_of(build()).model_copy(update={"vllm": VllmSettings(tensor_parallel=2)})
     runtime = Runtime(settings)
     try:
         with capture_logs() as logs:
             for model in ("fake", "fake-two", "fake"):
                 with runtime.pipelines.use(model):
                     pass
-        noted = [one for one in logs if "SPEECH_VLLM__STEP_TOKENS is not used" in one["event"]]
+        noted = [one for one in logs if "SPEECH_VLLM__TENSOR_PARALLEL is not used" in one["event"]]
         assert [one["log_level"] for one in noted] == ["warning"]
         assert len([one for one in logs if one["event"].startswith("engine ready")]) == 3
     finally:
@@ -178,7 +177,7 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
         ticket = rig.take_ticket()
         assert [runtime.handle(ticket) for _ in range(3)] == [Handling.REFUSED] * 3
         assert opens() == 1, "it opens the model no more"
-        clock.advance(settings.worker.quarantine_seconds)
+        clock.advance(settings.times.quarantine_seconds)
         assert (runtime.handle(ticket), opens()) == (Handling.RAN, 2)
         assert [row.state for row in rig.items(job)] == [ItemState.PENDING]
         rig.ledger.retire_worker(other.id)

