@@ -49,14 +49,15 @@ class Plan:
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
+    if not known_to_cuda(weights) or not _on_gpu(k_cache):
+        return False
     shapes = {(stack.hidden, True, PLAIN) for stack in weights.stacks}
     for stack in weights.stacks:
         layer = stack.layers[0]
         shapes |= {(layer.o.shape[1], False, RESIDUAL), (stack.hidden, True, SWIGLU), (stack.inner, False, RESIDUAL)}
     if weights.depth is not None and weights.depth.project is not None:
         shapes.add((weights.depth.project[0].shape[1], False, BIAS))
-    known = known_to_cuda(weights) and all(lm_cuda.has_skinny(*shape) for shape in shapes)
-    return known and _on_gpu(k_cache) and available(index_of(k_cache.device.index), *lm_cuda.SOURCES)
+    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(index_of(k_cache.device.index), *lm_cuda.SOURCES)
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
@@ -72,12 +73,12 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 def runs_swiglu(weights: FrameTensors) -> bool:
     """Whether `lm_products.swiglu` knows gate and up of all layers, and their device."""
-    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks)
+    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether `lm_products.add_product` knows O and down of all layers, and their device."""
-    matrices = [matrix for stack in weights.stacks for matrix in (stack.layers[0].o, stack.layers[0].down)]
+    matrices = [matrix for stack in weights.stacks if stack.layers for matrix in (stack.layers[0].o, stack.layers[0].down)]
     known = _on_gpu(k_cache) and all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
     return known and available(index_of(k_cache.device.index), lm_products.RESIDUAL_PRODUCTS)
 
@@ -149,9 +150,20 @@ class FusedFrame:
         """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n]; updates the state."""
         n = rows.shape[0]
         self._step, self._order = 0, self._orders.setdefault(n, [])
-        backbone, depth, x = self.weights.backbone, self.weights.depth, self._x[0][:n]
+        backbone, x = self.weights.backbone, self._x[0][:n]
         self._backbone(rows, x)
-        logits = self._head(backbone, x, self.weights.head, self._hidden[:n])
+        self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
+
+    def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final norm."""
+        n, head = rows.shape[0], self.weights.head
+        self._step, self._order = 0, self._orders.setdefault(n, [])
+        kept = self._hidden[:n].copy_(hidden)
+        self._draws(torch.mm(kept, head.t(), out=_rows(self._logits, n, len(head))), rows, codes, flags)
+
+    def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """All codes of a frame, from the logits of code 0 and the state in `_hidden`."""
+        n, depth = rows.shape[0], self.weights.depth
         if depth is None:
             self._draw(ONLY, 0, logits, rows, codes, flags)
             return

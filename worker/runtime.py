@@ -39,8 +39,7 @@ from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
-from worker.model_opening import Preload, open_model
-from worker.pipeline_cache import PipelineCache
+from worker.models import PipelineCache, Preload, open_model
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner

@@ -26,8 +26,8 @@ from pipelines.request import Pipeline, Speech, engine_info
 from worker.admission import MAX_WRITING_ITEMS, Demand, FeedingOrder, ItemCounts
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import EngineTimer, Metrics
+from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
-from worker.pipeline_cache import PipelineCache
 from worker.quality.verdict import REDRAWN
 from worker.request_builder import ReferenceCache, RequestBuilder
 from worker.result_writer import Answer, ItemDraw, Redraw, ResultWriter, ShardOutput

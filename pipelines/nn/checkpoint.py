@@ -150,7 +150,7 @@ class PickledTensors(TensorTable):
 
     def __init__(self, place: Path, tensors: dict[str, Tensor]) -> None:
         super().__init__(place, tensors)
-        self._tensors = tensors
+        self.tensors = tensors
 
     @classmethod
     def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
@@ -169,7 +169,7 @@ class PickledTensors(TensorTable):
         return cls(path, {str(name): tensor for name, tensor in held.items() if isinstance(tensor, Tensor)})
 
     def _read(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self.tensors[name]
 
 
 class Checkpoint(TensorTable):

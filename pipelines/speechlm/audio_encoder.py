@@ -114,8 +114,7 @@ def load_tower(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
     """
-    table = {key: value for key, value in config.tower.items() if key not in ("model_type", "architectures")}
-    table |= {key: value for key, value in (("n_window", n_window), ("n_window_infer", window_infer)) if value is not None}
+    table = config.tower | {key: value for key, value in (("n_window", n_window), ("n_window_infer", window_infer)) if value is not None}
     try:
         sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
         with torch.device("meta"):

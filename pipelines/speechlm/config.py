@@ -60,7 +60,8 @@ class SpeechLmConfig:
     #: Text ids are `text_start` <= id < `text_end`.
     text_start: int
     text_end: int
-    #: `audio_config` as it stands: what `transformers` builds the tower from.
+    #: `text_config` and `audio_config` as they stand: what `transformers` builds the decoder and the tower from.
+    text: dict[str, Any]
     tower: dict[str, Any]
     tower_width: int
     xcodec: str
@@ -97,7 +98,8 @@ class SpeechLmConfig:
             codec_base=keys.size("codec_base_offset"),
             text_start=keys.size("text_token_offset"),
             text_end=keys.size("text_token_end"),
-            tower=keys.table("audio_config"),
+            text=_table(keys, "text_config"),
+            tower=_table(keys, "audio_config"),
             tower_width=keys.size("adaptor_input_dim"),
             xcodec=keys.text("xcodec_hf_model_tag"),
             sample_rate=keys.size("xcodec_sample_rate"),
@@ -119,6 +121,10 @@ class SpeechLmConfig:
             raise keys.error("codec_base_offset", f"leaves no room for {self.streams} streams of {self.layer_size} ids in the vocabulary")
         if self.layer_size < 2 or self.layer_size >= 1 << 15:
             raise keys.error("codec_layer_size", "must be 2 to 32767")
+
+
+def _table(keys: Keys, name: str) -> dict[str, Any]:
+    return {key: value for key, value in keys.table(name).items() if key not in ("model_type", "architectures")}
 
 
 def vars_of(specials: Specials) -> list[int]:

@@ -19,7 +19,7 @@ from tests.support.fakes import FakePipeline, MemoryStore
 from tests.support.times import with_times
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.metrics import Metrics
-from worker.pipeline_cache import PipelineCache
+from worker.models import PipelineCache
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
 

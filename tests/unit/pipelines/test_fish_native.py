@@ -30,8 +30,8 @@ from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.native import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline

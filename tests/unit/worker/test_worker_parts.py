@@ -21,7 +21,7 @@ from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import PeriodicTask
 from worker.metrics import EngineTimer, Metrics
-from worker.pipeline_cache import PipelineCache
+from worker.models import PipelineCache
 from worker.quality.verdict import check_speech
 from worker.request_builder import ReferenceCache, RequestBuilder
 
@@ -134,14 +134,14 @@ class TestEngineTimer:
 
 
 class TestPipelineCache:
-    def cache(self, most: int = 1) -> tuple[PipelineCache, dict[str, FakePipeline]]:
+    def cache(self) -> tuple[PipelineCache, dict[str, FakePipeline]]:
         opened: dict[str, FakePipeline] = {}
 
         def open_model(model: str) -> Pipeline:
             opened[model] = FakePipeline(model)
             return opened[model]
 
-        return PipelineCache(open_model, most), opened
+        return PipelineCache(open_model), opened
 
     def test_a_model_is_opened_once_and_shared(self) -> None:
         cache, opened = self.cache()
