@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
-from jobs.export.items import AudioItem, ItemMetadata, item_metadata
+from jobs.export.items import ItemMetadata, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
@@ -283,10 +283,7 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """What datasets say of an item beside its audio."""
-        job = self._ledger.job(self.id)
-        line = self._line(row)
-        artifact = cast("Artifact", row.artifact)
-        return item_metadata(job, AudioItem(row.example_id, row.id, artifact, line.dialogue, line.message_index, line.references))
+        return item_metadata(self._ledger.job(self.id), self._line(row))
 
     def sound_of(self, row: ItemRow, artifact: Artifact) -> Sound:
         """The audio of an item. Raises `StoreError`."""

@@ -14,7 +14,7 @@ from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
-from jobs.shard_file import ShardLines, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.voices import is_stored
@@ -94,18 +94,17 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     instruct: str | None
 
 
-def item_metadata(job: Job, item: AudioItem) -> ItemMetadata:
+def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     """The metadata of an item, from its line and the job's defaults."""
-    dialogue = _decode(item.dialogue)
-    index = item.message_index
-    generation = generation_of(job, dialogue, index)
+    dialogue, index = _decode(item.dialogue), item.message_index
+    generation = _generation_of(job, dialogue, index)
     role: SpokenRole = "assistant"
     if index is None:
         text, recordings = spoken_text(dialogue.typed_messages()), None
     else:
         role = cast("SpokenRole", dialogue.messages[index][0])
         text, recordings = dialogue.messages[index][2].strip(), reference_places(dialogue.messages, index)
-    speaker = _speaker(job, item, generation.voice, recordings)
+    speaker = _speaker(job, item.references, generation.voice, recordings)
     return ItemMetadata(text, role, index, speaker, generation.voice, generation.language, generation.instruct)
 
 
@@ -158,7 +157,7 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 
-def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
+def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
     """The settings that the line and the job give to the spoken message at `index`, or to the answer to the whole dialogue."""
     defaults, own = job.spec.generation, dialogue.generation or Generation()
     if index is None:
@@ -264,13 +263,13 @@ class _Texts:
         return self._artifacts.read(self._next).decode() if self._next is not None and self._next.index == row.index else None
 
 
-def _speaker(job: Job, item: AudioItem, voice: str | None, recordings: Sequence[int] | None) -> str:
+def _speaker(job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None) -> str:
     """`recordings`: indexes of the messages whose voice it is; None: any."""
     if voice and voice.strip():
         return voice.strip()
-    references = [item.references[index] for index in sorted(item.references) if recordings is None or index in recordings]
-    if references:
-        return f"ref-{references[0].rpartition('/')[2][:16]}"
+    heard = [references[index] for index in sorted(references) if recordings is None or index in recordings]
+    if heard:
+        return f"ref-{heard[0].rpartition('/')[2][:16]}"
     return job.spec.model.rstrip("/").rpartition("/")[2]
 
 

@@ -150,7 +150,7 @@ class PickledTensors(TensorTable):
 
     def __init__(self, place: Path, tensors: dict[str, Tensor]) -> None:
         super().__init__(place, tensors)
-        self._tensors = tensors
+        self.tensors = tensors
 
     @classmethod
     def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
@@ -169,7 +169,7 @@ class PickledTensors(TensorTable):
         return cls(path, {str(name): tensor for name, tensor in held.items() if isinstance(tensor, Tensor)})
 
     def _read(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self.tensors[name]
 
 
 class Checkpoint(TensorTable):
@@ -292,14 +292,6 @@ def fill_module(
             tensors[name] = source.take(place, empty.shape, torch.float32, device).to(dtype)
     module.load_state_dict(tensors, assign=True)
     module.requires_grad_(False).eval()
-
-
-def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:
-    """Until Fish and SpeechLM use `Checkpoint.require`."""
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
-    if extra := sorted(held - wanted):
-        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
 
 
 def _opened(path: Path) -> Any:

@@ -37,8 +37,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
-from pipelines.vllm_engine.options import ModelSpec, VllmOptions
+from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm, qwen2_overrides
 
 
 @dataclass(frozen=True, slots=True)

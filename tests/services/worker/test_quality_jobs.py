@@ -32,7 +32,7 @@ from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 BASIC = quality_of("basic")
 assert BASIC is not None
@@ -65,7 +65,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         (tmp_path / folder).mkdir(exist_ok=True)
         rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), clock=clock, **options)
         if host is not None:
-            rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
+            rig.writer = ResultWriter(meters=MeterPool(in_memory=4, open_host=lambda: host))
             rig.runner = rig.runner_on(rig.ledger)
         rigs.append(rig)
         return rig
@@ -289,7 +289,7 @@ def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, la
 
 
 def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.shard_runner.WRITING_SECONDS", 0.0)
+    monkeypatch.setattr("worker.shard_run.WRITING_SECONDS", 0.0)
     ended = threading.Event()
 
     class Away(TextMeter):

@@ -25,7 +25,7 @@ from tests.support.ledger_kit import rows
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"[[says:Answer {number}]] number {number}" for number in range(5)]
 

@@ -24,7 +24,7 @@ from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import wake
 from tests.support.manifests import read_manifest
 from tests.support.worker_rig import WORKER, Build, Recording, wait_for
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 
 def test_every_item_is_stored_committed_and_listed_in_the_manifest(build: Build) -> None:
