@@ -43,7 +43,7 @@ def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.de
     return plan_engine(
         memory_needs(config, dtype, options.page_size),
         device,
-        context_of(options.context(context), config.max_positions),
+        context_of(options.context(context), config.slow.max_positions),
         **options.sizes,
         frame_seconds=1 / config.frames_per_second,
     )
@@ -58,7 +58,7 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
     # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two; other buffers take less again.
     row = 2 * 2 * fast.layers * span * fast.kv_width * width
     # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the embeddings.
-    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.dim * width
+    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.hidden * width
     return MemoryNeeds(
         weights=weights,
         # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
@@ -95,7 +95,7 @@ def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine:
     """What vLLM is told, with further arguments of its engine. Call it after `load_vllm`."""
     return ModelSpec(
         config.folder,
-        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_base)},
+        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_theta)},
         "FishForCausalLM",
         codes_per_step=1 + config.codebooks,
         share_prefixes=share_prefixes,
@@ -109,16 +109,16 @@ def qwen3_config(config: FishConfig) -> dict[str, Any]:
     slow = config.slow
     return {
         "vocab_size": slow.vocab,
-        "hidden_size": slow.dim,
+        "hidden_size": slow.hidden,
         "intermediate_size": slow.intermediate,
         "num_hidden_layers": slow.layers,
         "num_attention_heads": slow.heads,
         "num_key_value_heads": slow.kv_heads,
         "head_dim": slow.head_dim,
-        "max_position_embeddings": config.max_positions,
+        "max_position_embeddings": config.slow.max_positions,
         "rms_norm_eps": slow.eps,
-        "rope_theta": slow.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": slow.rope_base},
+        "rope_theta": slow.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": slow.rope_theta},
         "attention_bias": False,
         "tie_word_embeddings": True,
         "use_sliding_window": False,

@@ -114,7 +114,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.max_positions))
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.slow.max_positions))
     return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 

@@ -123,29 +123,6 @@ class Keys:
             if (found := self._values.get(key, value)) != value:
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
 
-    # Until Fish and SpeechLM say their keys by annotation.
-
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
-    def table(self, key: str) -> dict[str, Any]:
-        return self.value(key, dict[str, Any])
-
-    def whole(self, key: str) -> int:
-        return self.value(key, Whole)
-
-    def size(self, key: str, default: Any = MISSING) -> int:
-        return self.value(key, Size, default)
-
-    def wholes(self, key: str, default: Any = MISSING) -> tuple[int, ...]:
-        return self.value(key, Sizes, default)
-
-    def number(self, key: str) -> float:
-        return self.value(key, float)
-
-    def text(self, key: str) -> str:
-        return self.value(key, str)
-
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
         name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)

@@ -240,7 +240,7 @@ def test_padded_heads_attend_as_they_are_stored() -> None:
             heads[letter] = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
         return (heads["q"] @ heads["k"].T / size**0.5).softmax(-1) @ heads["v"]
 
-    stack: Any = SimpleNamespace(head_dim=width, rope_base=1e6)
+    stack: Any = SimpleNamespace(head_dim=width, rope_theta=1e6)
     table = published_table(torch.zeros(steps, padded), stack).chunk(2, dim=1)
     wide = {name: pad_normed(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
     stored = attend(weights, width, *rotary_table(steps, width, 1e6), eps)
