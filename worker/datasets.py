@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from jobs.job_options import job_of
 from jobs.layout import slug
 from jobs.ledger.records import Job
 from jobs.store import is_remote
@@ -116,12 +117,13 @@ def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
 
     splits = parse_splits(schedule.splits) if schedule.splits is not None else None
     store_url = schedule.store_url or settings.effective_store_url
+    spec, _ = job_of(schedule.options)
     for wanted in schedule.exports:
         to = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
         try:
             if wanted != REPORT:
                 chosen = find_format(wanted)
-                chosen.check(to, store_url, splits if chosen.splittable else None, packed=schedule.pack, stored=schedule.format)
+                chosen.check(to, store_url, splits if chosen.splittable else None, packed=spec.pack is True, stored=spec.format)
             elif is_remote(to):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:

@@ -9,16 +9,14 @@ from datetime import date, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from jobs.dialogue import clean
 from jobs.formatting import counted
+from jobs.job_options import SubmitOptions, job_of
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
-from jobs.quality import quality_of
 from jobs.recent_jobs import remember_if_embedded
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
-from pipelines.request import Generation, SpokenRole
 from worker.datasets import Dataset, check_exports, write_datasets
 
 if TYPE_CHECKING:
@@ -45,19 +43,17 @@ def night_jobs(ledger: Ledger, name: str, night: date) -> dict[int, Job]:
 
 def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, number: int) -> Job:
     """Submits the job of a night with this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
-    from jobs.ingest import SubmitOptions, submit
+    from jobs.ingest import submit
 
     schedule = settings.schedules[name]
-    options = SubmitOptions(
+    spec, options = _job(schedule)
+    options = replace(
+        options,
         name=f"{name} {night.isoformat()}",
-        priority=schedule.priority,
-        weight=schedule.weight,
-        labels={"schedule": name, "night": night.isoformat()},
-        on_error=schedule.on_error,
-        input_format=schedule.input_format,
+        labels={**options.labels, "schedule": name, "night": night.isoformat()},
         idempotency_key=_key(name, night, number),
     )
-    job = submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), _spec(schedule), options=options).job
+    job = submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), spec, options=options).job
     remember_if_embedded(job.id, settings)
     return job
 
@@ -73,15 +69,15 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
     from jobs.voices import voice_folder
 
     schedule = settings.schedules[name]
-    spec, store, source = _spec(schedule), _store(settings, schedule), input_of(schedule, night)
+    (spec, options), store, source = _job(schedule), _store(settings, schedule), input_of(schedule, night)
     with open_source(source, settings.s3) as opened:
-        place = (opened.sha256, store.url, schedule.input_format)
+        place = (opened.sha256, store.url, options.input_format)
         if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
             return True
-        resolved = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened)
+        resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
     if job.spec_sha != spec_sha(resolved.spec):
         return True
-    return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
+    return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
 
 
 def bad_end(job: Job) -> NightjarError:
@@ -106,18 +102,8 @@ def _key(name: str, night: date, number: int) -> str:
     return first if number == 1 else f"{first}/{number}"
 
 
-def _spec(schedule: Schedule) -> JobSpec:
-    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in schedule.voice_of.items()}
-    return JobSpec(
-        model=schedule.model,
-        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct, roles=roles or None),
-        seed=schedule.seed,
-        format=schedule.format,
-        quality=quality_of(schedule.qa, schedule.qa_config),
-        speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
-        pack=schedule.pack or msgspec.UNSET,
-        sample_rate=msgspec.UNSET if schedule.sample_rate is None else schedule.sample_rate,
-    )
+def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
+    return job_of({"input_format": "dialogues", **schedule.options})
 
 
 def _store(settings: Settings, schedule: Schedule) -> ObjectStore:

@@ -18,7 +18,7 @@ import msgspec
 from jobs.dialogue import speech_position
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, item_metadata, spoken_index
+from jobs.export.items import AudioItem, item_metadata
 from jobs.export.lhotse import write_lhotse
 from jobs.export.plan import Part
 from jobs.ledger.records import Job
@@ -37,8 +37,7 @@ def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
     first, where = items[0]
     line = _decode(first.dialogue)
     messages = _decode_messages(line["messages"])
-    triples = [(*message,) for message in messages]
-    spoken = [spoken_index(job, item, triples) for item, _ in items]
+    spoken = [item.message_index for item, _ in items]
     if spoken[0] is None:
         messages = _answered(messages, first.text_out, where)
     else:

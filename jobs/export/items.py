@@ -16,7 +16,7 @@ from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
-from jobs.turns import Triple, reference_places
+from jobs.turns import reference_places
 from jobs.voices import is_stored
 from jobs.where import Where
 from pipelines.request import Generation, SpokenRole
@@ -97,7 +97,7 @@ class ItemMetadata(msgspec.Struct, frozen=True):
 def item_metadata(job: Job, item: AudioItem) -> ItemMetadata:
     """The metadata of an item, from its line and the job's defaults."""
     dialogue = _decode(item.dialogue)
-    index = spoken_index(job, item, dialogue.messages)
+    index = item.message_index
     generation = generation_of(job, dialogue, index)
     role: SpokenRole = "assistant"
     if index is None:
@@ -146,18 +146,6 @@ def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation
         # The line's recording went before the job's stored voice.
         return msgspec.structs.replace(generation, voice=None)
     return generation
-
-
-def spoken_index(job: Job, item: AudioItem | RawLine, messages: Sequence[Triple]) -> int | None:
-    """The index of the message that the audio of an item says; None: it answers the whole dialogue.
-
-    In a job from before turns could be chosen it is the only text of the user, unless the model wrote its own.
-    """
-    if item.message_index is not None or job.spec.speak is not msgspec.UNSET:
-        return item.message_index
-    texts = [index for index, message in enumerate(messages) if message[0] == "user" and message[1] == "text"]
-    wrote = isinstance(item, AudioItem) and item.text_out is not None
-    return texts[0] if len(texts) == 1 and not wrote else None
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow, Artifact | None]]:

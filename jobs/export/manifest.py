@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 def manifest_entry(job: Job, item: AudioItem, known: ItemMetadata) -> ManifestEntry:
     """The line of an item in the store's manifest."""
-    if job.spec.speak is msgspec.UNSET:
-        # Its workers' manifests say no more, and one item has one line.
-        return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text))
     return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text, known.role, known.message_index))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from jobs.checks import CHECKS
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.items import generation_of, spoken_index
+from jobs.export.items import generation_of
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.shard_file import read_raw_shard
 from jobs.store.base import ObjectStore
@@ -136,7 +136,7 @@ def _add_texts(ledger: Ledger, store: ObjectStore, job: Job, items: Sequence[Sam
         for line in read_raw_shard(store, *shard_input):
             for item in wanted.get(line.index, ()):
                 dialogue = _decode(line.dialogue)
-                spoken = spoken_index(job, line, dialogue.messages)
+                spoken = line.message_index
                 item.text = spoken_text(dialogue.typed_messages()) if spoken is None else dialogue.messages[spoken][2].strip()
                 item.role = "assistant" if spoken is None else dialogue.messages[spoken][0]
                 item.voice = generation_of(job, dialogue, spoken).voice or ""
