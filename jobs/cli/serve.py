@@ -17,7 +17,7 @@ import click
 from jobs.cli.options import common_options, json_option, models, read_ledger
 from jobs.console import PROGRAM, Output
 from jobs.formatting import printable, seconds_text
-from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus, worker_statuses
+from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.status import utc, worker_view
