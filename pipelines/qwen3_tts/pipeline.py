@@ -160,7 +160,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
