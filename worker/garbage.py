@@ -18,7 +18,7 @@ from pipelines.errors import ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.ledger.deletion import DeletedJob
+    from jobs.ledger.control import DeletedJob
     from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)

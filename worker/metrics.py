@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from jobs.ledger.records import Done, Outcome
 from pipelines.engine_metrics import EngineMetrics
-from pipelines.errors import NightjarError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
 from worker.leases import Clock
@@ -86,8 +86,15 @@ class Metrics:
         self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
-        """Serves the metrics over HTTP; returns a function that stops it. Raises `OSError` when the port is taken."""
-        server, thread = start_http_server(port, addr=address, registry=self.registry)
+        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` when the port is taken."""
+        try:
+            server, thread = start_http_server(port, addr=address, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID,
+                f"Metrics cannot be served on port {port}: {error.strerror}.",
+                "Set SPEECH_WORKER__METRICS_PORT to a free port.",
+            ) from error
 
         def stop() -> None:
             server.shutdown()

@@ -37,7 +37,7 @@ def delete(job: str, dry_run: bool, yes: bool, home: str | None, output: Output)
       nightjar delete JOB --yes
     """
     from jobs.delete import delete_job, measure_job
-    from jobs.ledger.deletion import check_deletable
+    from jobs.ledger.control import check_deletable
     from jobs.store import store_of
 
     with found_job(job, home) as (settings, ledger, found):

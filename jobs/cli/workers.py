@@ -11,7 +11,7 @@ import click
 from jobs.cli.context import common_options, read_ledger
 from jobs.console import Output
 from jobs.formatting import printable, seconds_text
-from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus, worker_statuses
+from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.status import utc, worker_view
 from pipelines.errors import NotFoundError

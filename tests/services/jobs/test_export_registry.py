@@ -16,7 +16,7 @@ from jobs.settings import Schedule, Settings
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode
 from tests.support.export_kit import Finished, finished_job
-from worker.datasets import check_exports
+from worker.nightly import check_exports
 
 ROOT = Path(__file__).parents[3]
 LINES = [{"example_id": name, "messages": [["user", "text", f"Text {name}"]]} for name in ("a", "b", "fails")]
