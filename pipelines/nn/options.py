@@ -86,10 +86,8 @@ class NativeModelOptions(ModelOptions):
     #: where it can be.
     prefill: Literal["auto", "padded", "packed"] = "auto"
 
-    def plan(
-        self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any
-    ) -> EngineOptions:
-        """Sizes of the engine of a model that is not loaded yet; `context`: where nobody chose; more, and what it raises: see `plan_engine`."""
+    def plan(self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any) -> EngineOptions:
+        """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`: positions where nobody chose."""
         return plan_engine(
             needs, device, context_of(self.context(context), max_positions), slots=self.slots, streams=self.streams, pages=self.pages,
             page_size=self.page_size, memory_share=self.memory_share, prefill=self.prefill, **more,
@@ -118,6 +116,7 @@ class TokenModelOptions(ModelOptions):
         """What vLLM is told, with a model's own memory share and context where nothing was asked for.
 
         Raises `ConfigError` (`config.invalid`) for the reproducible mode.
+        """
         if self.reproducible:
             advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
