@@ -26,7 +26,7 @@ from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
 from jobs.source import LineBatch, open_source
-from jobs.spec import job_records, resolve, speak_of
+from jobs.spec import job_records, resolve
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
 from jobs.verify import Expected, ObjectCheck, made_again, request_of
@@ -230,7 +230,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
 
         def restore(number: int, raw: bytes, dialogue: Dialogue) -> None:
             index, key = wanted.pop(dialogue.example_id)
-            turns, heard = _spoken(dialogue, speak_of(job.spec))
+            turns, heard = _spoken(dialogue, job.spec.speak)
             references = {place: uploader.key(dialogue.messages[place][2]) for place in heard}
             lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
 
@@ -270,10 +270,10 @@ def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]
             yield number, line, raw, dialogue
 
 
-def _spoken(dialogue: Dialogue, speak: Speak | None) -> tuple[tuple[int, ...] | None, Sequence[int]]:
+def _spoken(dialogue: Dialogue, speak: Speak) -> tuple[tuple[int, ...] | None, Sequence[int]]:
     """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they need."""
     messages = dialogue.messages
-    if speak is None or speak == "answer":
+    if speak == "answer":
         return None, [place for place, (role, modality, _) in enumerate(messages) if modality == "audio" and role != "assistant"]
     turns = spoken_turns(messages, speak)
     return turns, sorted({place for turn in turns for place in reference_places(messages, turn)})

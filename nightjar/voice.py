@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
-from nightjar.options import check_type, plain_numbers
+from nightjar.advice import check_type
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError, nearest
 from pipelines.registry import ModelCard, describe, open_pipeline

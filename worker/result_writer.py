@@ -35,7 +35,7 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ItemDraw:
     """A draw of an item, from its plan to its outcome."""
 

@@ -227,8 +227,7 @@ class ShardRun:
         return PackWriter(
             self._held,
             store,
-            pack_bytes=self._times.pack_bytes,
-            pack_seconds=self._times.pack_seconds,
+            times=self._times,
             clock=self._clock,
             run=self._runner.writer.run,
             alone=self._only_waits_for,

@@ -187,7 +187,7 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
     for wav in (GOLDEN / "wavs").glob("*.wav"):
         (tmp_path / "wavs").mkdir(exist_ok=True)
         (tmp_path / "wavs" / wav.name).write_bytes(wav.read_bytes())
-    done = jobs("run", str(source), "--model", CHECKPOINT, "--temperature", "0", "--json")
+    done = jobs("run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--json")
     final = json.loads(done.stdout.splitlines()[-1])
     assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), done.stdout[-3000:] + done.stderr[-3000:]
     out = tmp_path / "espnet.jsonl"
