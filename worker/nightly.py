@@ -12,18 +12,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from jobs.dialogue import clean
 from jobs.formatting import counted
+from jobs.job_options import SubmitOptions, job_of
 from jobs.layout import slug
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
-from jobs.quality import quality_of
 from jobs.recent_jobs import remember_if_embedded
 from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
-from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -296,20 +294,13 @@ class ScheduledNight:
 
     def _submit(self, number: int) -> Job:
         """Submits the job of this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
-        from jobs.ingest import SubmitOptions, submit
+        from jobs.ingest import submit
 
-        schedule, day = self.schedule, self.night.isoformat()
-        options = SubmitOptions(
-            name=f"{self.name} {day}",
-            priority=schedule.priority,
-            weight=schedule.weight,
-            labels={"schedule": self.name, "night": day},
-            on_error=schedule.on_error,
-            input_format=schedule.input_format,
-            idempotency_key=self._key(number),
-        )
-        source = input_of(schedule, self.night)
-        job = submit(self.settings, self.ledger, self._store(), source, _spec(schedule), options=options).job
+        spec, options = _job(self.schedule)
+        day = self.night.isoformat()
+        labels = {**options.labels, "schedule": self.name, "night": day}
+        options = replace(options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number))
+        job = submit(self.settings, self.ledger, self._store(), input_of(self.schedule, self.night), spec, options=options).job
         remember_if_embedded(job.id, self.settings)
         return job
 
@@ -323,16 +314,16 @@ class ScheduledNight:
         from jobs.spec import resolve, spec_sha
         from jobs.voices import voice_folder
 
-        schedule, settings = self.schedule, self.settings
-        spec, store, source = _spec(schedule), self._store(), input_of(schedule, self.night)
+        settings, (spec, options) = self.settings, _job(self.schedule)
+        store, source = self._store(), input_of(self.schedule, self.night)
         with open_source(source, settings.s3) as opened:
-            place = (opened.sha256, store.url, schedule.input_format)
+            place = (opened.sha256, store.url, options.input_format)
             if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
                 return True
-            resolved = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened)
+            resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
         if job.spec_sha != spec_sha(resolved.spec):
             return True
-        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
+        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
 
     def _store(self) -> ObjectStore:
         from jobs.store import open_store
@@ -382,18 +373,8 @@ def input_of(schedule: Schedule, night: date) -> str:
     return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
 
 
-def _spec(schedule: Schedule) -> JobSpec:
-    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in schedule.voice_of.items()}
-    return JobSpec(
-        model=schedule.model,
-        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct, roles=roles or None),
-        seed=schedule.seed,
-        format=schedule.format,
-        quality=quality_of(schedule.qa, schedule.qa_config),
-        speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
-        pack=schedule.pack or msgspec.UNSET,
-        sample_rate=msgspec.UNSET if schedule.sample_rate is None else schedule.sample_rate,
-    )
+def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
+    return job_of({"input_format": "dialogues", **schedule.options})
 
 
 def _bad_end(job: Job) -> NightjarError:
@@ -483,12 +464,13 @@ def _check_exports(settings: Settings, name: str) -> None:
         reason = f"The exports of {name!r} have one place for several nights."
         raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{date}` into `export_to`.")
     store_url = schedule.store_url or settings.effective_store_url
+    spec, _ = _job(schedule)
     for wanted in schedule.exports:
         place = place_of(settings, name, wanted, _COMPARED_NIGHTS[0])
         try:
             if wanted != REPORT:
                 chosen = find_format(wanted)
-                chosen.check(place, store_url, splits if chosen.splittable else None, packed=schedule.pack, stored=schedule.format)
+                chosen.check(place, store_url, splits if chosen.splittable else None, packed=spec.pack is True, stored=spec.format)
             elif is_remote(place):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:

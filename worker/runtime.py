@@ -32,7 +32,7 @@ from pipelines.errors import (
     ServiceError,
 )
 from pipelines.registry import describe
-from pipelines.request import Pipeline, engine_info
+from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
@@ -252,7 +252,7 @@ class Runtime:
             self.hurry()
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
-        log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
+        log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
         # The first model that does not take some settings names them.
         if not self._said_unused and (unused := self.settings.unused(describe(model))) is not None:
             self._said_unused = True
@@ -297,7 +297,7 @@ class Runtime:
 
     def _engine_slots(self) -> int:
         """Those of the open engine; 0 while none is open."""
-        return max((engine_info(pipeline).slots for pipeline in self.pipelines.pipelines()), default=0)
+        return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _leaves(self, job_id: str) -> bool:
         """Whether this worker leaves a job to others: one of another model than its own, or one that it lately could not run."""

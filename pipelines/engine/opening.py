@@ -164,10 +164,10 @@ def check_executor(
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
     if prefill == "packed" and reproducible and on_gpu:
-        advice = "Leave the option `prefill` out, or unset SPEECH_ENGINE__REPRODUCIBLE."
+        advice = "Leave out the option `prefill`, or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
     if prefill == "packed" and (kind == "eager" or not on_gpu):
-        advice = "Leave the option `prefill` out; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
+        advice = "Leave out the option `prefill`; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill needs the graph executor and a CUDA device.", advice)
     if kind == "megakernel" and reproducible and on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."

@@ -32,7 +32,7 @@ from pipelines.tokens import (
     TokenRequestInfo,
     Tokens,
     TokenStreamer,
-    TokenUtteranceFuture,
+    TokenUtterance,
     token_sampling,
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
@@ -218,7 +218,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         self._meta = meta
-        super().__init__(host, stage, TokenUtteranceFuture, streamer)
+        super().__init__(host, stage, TokenUtterance, streamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""

@@ -119,7 +119,7 @@ def test_the_command_and_the_schedules_know_it() -> None:
     with pytest.raises(ConfigError) as caught:
         find_format("mp3")
     assert caught.value.advice == f"Use one of: {', '.join(format_names())}."
-    schedule = Schedule(input="in.jsonl", model="hibari", exports=("csv", "sizes"))
+    schedule = Schedule(input="in.jsonl", exports=("csv", "sizes"))
     check_exports(Settings(schedules={"news": schedule}), ["news"])
 
 
