@@ -13,8 +13,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, plan_engine
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
@@ -70,7 +69,7 @@ def load_model(config: FishConfig, sizes: EngineOptions, device: torch.device, d
 
 def open_host(
     config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
-) -> NativeHost[Prompt]:
+) -> NativeHost:
     """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
     executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
     ids = np.array([*config.semantic, config.end], np.int64)

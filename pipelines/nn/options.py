@@ -69,7 +69,6 @@ class EngineSizes(TypedDict):
     pages: int | None
     page_size: int
     memory_share: float | None
-    prefill: Literal["auto", "padded", "packed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,6 @@ class NativeModelOptions(ModelOptions):
     #: KV pages of `page_size` positions.
     pages: Count | None = None
     page_size: Count = 64
-    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which is faster and not reproducible; "auto": packed
-    #: where it can be.
-    prefill: Literal["auto", "padded", "packed"] = "auto"
 
     @property
     def sizes(self) -> EngineSizes:
@@ -98,7 +94,6 @@ class NativeModelOptions(ModelOptions):
             "pages": self.pages,
             "page_size": self.page_size,
             "memory_share": self.memory_share,
-            "prefill": self.prefill,
         }
 
     def room(self, slots: int, device: torch.device) -> int:

@@ -14,10 +14,8 @@ from kernels.persistent_cuts import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, plan_engine
+from pipelines.engine.opening import MemoryNeeds, context_of, plan_engine
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
@@ -48,7 +46,6 @@ def engine_options(
     weight_bytes: int = 0,
     stream_bytes: int = 0,
     state_bytes: int = 0,
-    prefill: Prefill = "auto",
     wide: bool = False,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
@@ -62,7 +59,7 @@ def engine_options(
     needs = replace(needs, slot=needs.slot + state_bytes)
     return plan_engine(
         needs, device, context, slots=slots, streams=streams, pages=pages, page_size=page_size, memory_share=memory_share,
-        prefill=prefill, wide=wide,
+        wide=wide,
     )  # fmt: skip
 
 

@@ -10,8 +10,7 @@ import torch
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import NativeModelOptions
@@ -86,7 +85,7 @@ def load_lm(config: SparkConfig, vocabulary: Vocabulary, sizes: EngineOptions, d
     return NativeLm(model, drawable, sizes)
 
 
-def open_host(lm: NativeLm, options: NativeModelOptions, stage: CodecStage[Voice]) -> NativeHost[Prompt]:
+def open_host(lm: NativeLm, options: NativeModelOptions, stage: CodecStage[Voice]) -> NativeHost:
     """The engine of a loaded LM, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
     executor = open_executor(lm.model, lm.sizes, options.executor, options.reproducible, options.streams)
     engine = Engine(executor, lm.sizes, options.room(lm.sizes.slots, lm.model.device), stage)

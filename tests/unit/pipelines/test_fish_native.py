@@ -22,9 +22,8 @@ from kernels.reference import next_inputs
 from kernels.sampler import process_first
 from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import PrefillRun
+from pipelines.engine.executor import EagerExecutor, PrefillRun
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
@@ -66,7 +65,7 @@ def model() -> CountingModel:
 
 def open_host(share: bool = True, **sizes: int) -> NativeHost[Prompt]:
     options = replace(OPTIONS, **sizes)
-    executor = EagerExecutor(model(), options.slots, options.pages, options.page_size, options.max_context)
+    executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
     return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
@@ -318,10 +317,10 @@ class TestOpening:
         with pytest.raises(ConfigError, match="'slot'"):
             open_pipeline(str(whole()), engine=engine, slot=3)
 
-    def test_the_packed_prefill_is_refused_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fish, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
-        with pytest.raises(ConfigError, match="The packed prefill"):
-            open_pipeline(str(whole()), engine="native", device="cpu", prefill="packed")
+        with pytest.raises(ConfigError, match="The graph executor"):
+            open_pipeline(str(whole()), engine="native", device="cpu", executor="graph")
 
     def test_it_opens_for_streams(self) -> None:
         with closing(open_pipeline(str(whole()), max_context=256, streams=4, slots=6)) as pipeline:
