@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES: dict[str, tuple[str, ...]] = {
     "Qwen3-TTS, native": tuple(f"pipelines/qwen3_tts/{name}.py" for name in ("model", "weights", "execution")),
     "SparkTTS, native": tuple(f"pipelines/spark_tts/{name}.py" for name in ("model", "weights", "native")),
-    "Fish Speech, native": tuple(f"pipelines/fish_speech/{name}.py" for name in ("model", "native")),
-    "Fish Speech, vLLM": tuple(f"pipelines/fish_speech/{name}.py" for name in ("language_model", "slow_ar", "fast_ar", "frame")),
+    "Fish Speech, native": tuple(f"pipelines/fish_speech/{name}.py" for name in ("model", "engines")),
+    "Fish Speech, vLLM": ("pipelines/fish_speech/vllm_model.py",),
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -23,12 +23,11 @@ from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.engines import model_spec, prompt_of, shared_prefixes
 from pipelines.fish_speech.model import FishModel, take_weights
-from pipelines.fish_speech.native import prompt_of, shared_prefixes
 from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
-from pipelines.fish_speech.weights import NormedSource
-from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.checkpoint import Checkpoint, TensorSource
 from pipelines.nn.options import TokenModelOptions
 
 #: A reference of six seconds, a text and ten seconds of speech; and positions of a page.
@@ -60,7 +59,7 @@ class Parts:
     config: FishConfig
     vocabulary: Vocabulary
     codec: Codec
-    weights: NormedSource
+    weights: TensorSource
     #: How vLLM loads its weights.
     load_format: dict[str, Any]
 
@@ -111,7 +110,7 @@ class NativeFish:
         ids = np.array([*config.semantic, config.end], np.int64)
         engine, prefixes = Engine(self.watched, sizes, sizes.slots, stage), partial(shared_prefixes, semantic=config.semantic)
         host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
-        return FishPipeline(config, parts.vocabulary, parts.codec, None, host, stage, NativeFishStreamer, keep_unfinished=True)
+        return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, NativeFishStreamer, keep_unfinished=True)
 
 
 def prompt_positions() -> dict[str, float]:
@@ -126,16 +125,11 @@ def prompt_positions() -> dict[str, float]:
 
 def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> FishPipeline:
     """A pipeline on vLLM; `kept_voices`: whether prompts share the KV of what they begin with."""
-    from pipelines.fish_speech.language_model import LanguageModel
     from pipelines.vllm_engine.host import VllmHost
 
     options = bench.options
     dtype = "bfloat16" if bench.on_gpu else "float32"
     chosen = TokenModelOptions(memory_share=options.memory_share, slots=slots, dtype=dtype, eager=options.eager or None)
-    model = LanguageModel(parts.config, kept_voices, **parts.load_format)
-    try:
-        host = VllmHost(model.spec, chosen.vllm(options.memory_share, CONTEXT, CONTEXT))
-    except BaseException:
-        model.close()
-        raise
-    return FishPipeline(parts.config, parts.vocabulary, parts.codec, model, host, keep_unfinished=True)
+    spec = model_spec(parts.config, kept_voices, **parts.load_format)
+    host = VllmHost(spec, chosen.vllm(options.memory_share, CONTEXT, CONTEXT))
+    return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)

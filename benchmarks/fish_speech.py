@@ -6,10 +6,11 @@
     python -m benchmarks.fish_speech --device cpu --checkpoint FOLDER --engines native --part lm,speech --requests 2 --seconds 0.5
 
 `frame` is a whole frame of the native engine alone; `step` is sampling and fast AR alone, as the graphs that vLLM's step replays, and
-as plain calls. Of each engine `lm` is its LM alone, `speech` goes through the pipeline: text and recording in, samples out, so all stages
-share the GPU; `streams` are first chunks. The prompts of a voice share its KV; `--kept-voices 1,0` measures vLLM with it and without.
-`loop` is the same model as a plain loop: transformers' Qwen3 with a KV cache, the fast AR called plainly, the codec one utterance after
-the other. A table comes last, and where a step of vLLM goes. The engine vllm is left out where vLLM is not installed.
+as calls of their kernels. Of each engine `lm` is its LM alone, `speech` goes through the pipeline: text and recording in, samples out,
+so all stages share the GPU; `streams` are first chunks. The prompts of a voice share its KV; `--kept-voices 1,0` measures vLLM with it
+and without. `loop` is the same model as a plain loop: transformers' Qwen3 with a KV cache, the fast AR's kernels called one by one, the
+codec one utterance after the other. A table comes last, and where a step of vLLM goes. The engine vllm is left out where vLLM is not
+installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, linear
+from torch.nn.functional import embedding_bag
 
 from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
 from benchmarks.gpu import Bench, numbers, parser, serves
 from benchmarks.native_parts import frame_part, prefill_of
-from benchmarks.random_models.fish_speech import dummy_codec, dummy_fast_ar, dummy_rows
+from benchmarks.random_models.fish_speech import dummy_codec, dummy_frames
 from benchmarks.roofline import FISH, fish_frame
 from benchmarks.speech_load import (
     PROMPT_TOKENS,
@@ -45,7 +47,6 @@ from benchmarks.watched_executor import Watched
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
 from pipelines.fish_speech.pipeline import FishPipeline
 from pipelines.request import SynthesisRequest
 from pipelines.tokens import TokenSampling
@@ -58,19 +59,15 @@ LOOP_FRAMES = 40
 
 @torch.inference_mode()
 def step_part(bench: Bench, config: FishConfig) -> None:
-    """Sampling and fast AR: plainly, as the graphs of the engine, and as graphs without the fast AR's layers."""
-    fast = dummy_fast_ar(config, bench.device, bench.dtype)
-    plain = FrameMaker(config, fast, bench.device)
-    maker = FrameMaker(config, fast, bench.device, compiled=bench.on_gpu and not bench.options.no_compile)
-    layers = fast.layers
-    for part in ("frame, plain calls", "frame, graph", "frame, draws and heads"):
-        fast.layers = torch.nn.ModuleList() if part == "frame, draws and heads" else layers
-        graphs = None if part == "frame, plain calls" else FrameGraphs(maker, max(bench.options.requests))
+    """Sampling and fast AR: as the graphs of vLLM's step, as calls of the kernels, and as graphs without the fast AR's layers."""
+    bare = replace(config, fast=replace(config.fast, layers=0))
+    for part, sizes, graphed in (("frame, graph", config, True), ("frame, calls", config, False), ("frame, draws and heads", bare, True)):
+        frames = dummy_frames(sizes, max(bench.options.requests), bench.device, bench.dtype, graphed)
         for count in bench.options.requests:
-            rows = dummy_rows(config, count, bench.device, bench.dtype)
-            ms = bench.milliseconds(lambda rows=rows, graphs=graphs: plain(rows) if graphs is None else graphs(rows, False))
-            bench.timed(part, count, ms, None if fast.layers is not layers else count / config.frames_per_second)
-    fast.layers = layers
+            hidden = torch.randn(count, config.slow.hidden, device=bench.device, dtype=bench.dtype)
+            rows = torch.arange(count, device=bench.device)
+            ms = bench.milliseconds(lambda frames=frames, hidden=hidden, rows=rows: frames(hidden, rows))
+            bench.timed(part, count, ms, None if sizes is bare else count / config.frames_per_second)
 
 
 @torch.inference_mode()
@@ -163,31 +160,29 @@ def loop_part(bench: Bench, config: FishConfig) -> None:
     """The same model as a plain loop, at batches of equal length: frames of a batch, then its audio one utterance after the other."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from pipelines.fish_speech.language_model import qwen3_config
+    from pipelines.fish_speech.engines import qwen3_config
 
     device = bench.device
-    sizes = qwen3_config(config, config.slow.head_dim)
-    sizes = {name: value for name, value in sizes.items() if name not in ("architectures", "torch_dtype", "use_sliding_window")}
     with torch.device(device):
-        slow = Qwen3ForCausalLM(Qwen3Config(**sizes)).to(bench.dtype).eval()
-        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.dim) * 0.02).to(bench.dtype)
-    maker = FrameMaker(config, dummy_fast_ar(config, device, bench.dtype), device)
+        slow = Qwen3ForCausalLM(Qwen3Config(**qwen3_config(config))).to(bench.dtype).eval()
+        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.hidden) * 0.02).to(bench.dtype)
+    drawer = dummy_frames(config, max(bench.options.requests), device, bench.dtype, graphed=False)
     decoder = dummy_codec(config, device, bench.options.codec_dtype).decoder
     offsets = torch.arange(config.codebooks, device=device) * config.fast.vocab
-    head = slow.get_input_embeddings().weight[[*config.semantic, config.end]]
+    ids = torch.tensor([*config.semantic, *[config.end] * config.fast.vocab], device=device)
     frames = min(LOOP_FRAMES, max(2, int(bench.options.seconds * config.frames_per_second)))
 
     def work(batch: int) -> None:
         """`frames` steps of every row, then the codec."""
-        rows, kept, cache = dummy_rows(config, batch, device, bench.dtype), [], None
+        rows, kept, cache = torch.arange(batch, device=device), [], None
         x: Tensor = slow.get_input_embeddings()(torch.randint(config.end - 2, (batch, PROMPT_TOKENS), device=device))
         for _ in range(frames):
             out = slow.model(inputs_embeds=x, past_key_values=cache, use_cache=True)
             cache, hidden = out.past_key_values, out.last_hidden_state[:, -1]
-            tokens, codes = maker(Rows(hidden, linear(hidden, head), *rows.tensors()[2:]))
+            codes = drawer(hidden, rows)
             kept.append(codes)
             spoken = embedding_bag(codes + offsets, books, mode="sum")
-            x = ((slow.get_input_embeddings()(tokens) + spoken) * (config.codebooks + 1) ** -0.5)[:, None]
+            x = ((slow.get_input_embeddings()(ids[codes[:, 0]]) + spoken) * (config.codebooks + 1) ** -0.5)[:, None]
         for codes in torch.stack(kept, dim=1).cpu():
             decoder.decode([codes])
 
@@ -223,7 +218,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
     made.add_argument("--memory-share", type=float, default=0.6, help="of vLLM")
     made.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
-    made.add_argument("--no-compile", action="store_true", help="the step's graphs of plain functions")
     made.add_argument("--checkpoint", type=Path, help="a checkpoint instead of dummy weights")
     return made.parse_args(given)
 

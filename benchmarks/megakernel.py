@@ -34,9 +34,8 @@ from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
 from benchmarks.speech_load import first_chunks
 from kernels import lm_persistent
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_persistent import GAP, Predictor, PredictorRun, Trial
-from kernels.lm_persistent_talker import PersistentFrame, Talker
+from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
+from kernels.lm_persistent import GAP, Predictor, PredictorRun, Talker, Trial
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
 from pipelines.registry import open_pipeline

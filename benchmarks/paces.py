@@ -13,7 +13,7 @@ import click
 import msgspec
 import numpy as np
 
-from jobs.export.items import AudioItems, item_metadata
+from jobs.export.items import audio_items, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job
 from jobs.recent_jobs import settings_for_job
@@ -46,7 +46,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
-    for item in AudioItems(ledger, store, job.id):
+    for item in audio_items(ledger, store, job.id):
         known = item_metadata(job, item)
         if not (units := text_units(known.text)):
             continue

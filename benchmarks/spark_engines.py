@@ -45,7 +45,7 @@ from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
 from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.weights import Drawable, take_weights
 from pipelines.tokens import TokenHost, TokenRequest
-from pipelines.vllm_engine.options import ModelSpec
+from pipelines.vllm_engine.library import ModelSpec
 
 TOKENS_PER_SECOND = 50
 #: Positions of a sequence, and of a page.

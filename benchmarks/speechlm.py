@@ -32,8 +32,7 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
-from pipelines.vllm_engine.options import VllmOptions
+from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, VllmOptions, load_vllm
 
 #: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should and must reach.
 STOCK, AIM, MUST = 18_147, 15_000, 9_000

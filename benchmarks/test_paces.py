@@ -46,7 +46,7 @@ class TestCalibration:
         def paces(texts: list[str]) -> tuple[Pace, ...]:
             lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
             made = [AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
-            monkeypatch.setattr("benchmarks.paces.AudioItems", lambda *_: made)
+            monkeypatch.setattr("benchmarks.paces.audio_items", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             unused: Any = None
             return learned_paces(unused, unused, job)

@@ -17,11 +17,11 @@ import numpy as np
 
 from jobs.dialogue import Dialogue, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
+from jobs.export.manifest import put_shard_manifest
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
 from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
-from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard

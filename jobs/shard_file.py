@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 import zstandard
@@ -53,6 +53,9 @@ class ShardLine(msgspec.Struct, frozen=True):
         return self.generation.of(self.role).over(defaults.of(self.role))
 
 
+Line = TypeVar("Line", "ShardLine", "RawLine")
+
+
 class _StoredLine(msgspec.Struct, frozen=True):
     index: int
     line: int
@@ -73,20 +76,9 @@ class RawLine(msgspec.Struct, frozen=True):
     references: dict[int, str] = {}
 
 
-class _Position(msgspec.Struct, frozen=True):
-    index: int
-    line: int
-
-
-class _References(msgspec.Struct, frozen=True):
-    references: dict[int, str] = {}
-
-
 #: Of every line without settings of its own.
 NO_GENERATION = Generation()
 _decode = msgspec.json.Decoder(_StoredLine).decode
-_decode_position = msgspec.json.Decoder(_Position).decode
-_decode_references = msgspec.json.Decoder(_References).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
@@ -123,14 +115,9 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     return [_decode_raw(line) for line in _read_lines(store, key, sha256)]
 
 
-def read_line_numbers(store: ObjectStore, key: str, sha256: str) -> dict[int, int]:
-    """Line of the input by index, of the lines of a shard. Raises as `read_shard` does."""
-    return {item.index: item.line for line in _read_lines(store, key, sha256) for item in [_decode_position(line)]}
-
-
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     """The keys of the reference audio that the lines of a shard name. Raises as `read_shard` does."""
-    return {reference for line in _read_lines(store, key, sha256) for reference in _decode_references(line).references.values()}
+    return {reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()}
 
 
 def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
@@ -151,29 +138,42 @@ def _shard_line(stored: _StoredLine) -> ShardLine:
     return ShardLine(stored.index, stored.line, dialogue.example_id, tuple(whole), generation, speech_position(dialogue.messages))
 
 
+class ShardLines(Generic[Line]):
+    """Lines of items, which are asked for in order: one shard is in memory at a time. `read` is `read_shard` or `read_raw_shard`."""
+
+    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str, read: Callable[[ObjectStore, str, str], list[Line]]) -> None:
+        self._store = store
+        self._read = read
+        self._inputs = ledger.shard_inputs(job_id)
+        self._loaded = ("", "")
+        self._lines: dict[int, Line] = {}
+
+    def of(self, item: ItemRow) -> Line:
+        """The line of an item. Raises `StoreError`."""
+        if self._inputs[item.shard_no] != self._loaded:
+            self._lines = {line.index: line for line in self._read(self._store, *self._inputs[item.shard_no])}
+            self._loaded = self._inputs[item.shard_no]
+        return self._lines[item.index]
+
+
 class ItemLines:
-    """Lines of items, which are asked for in order: one shard is in memory at a time. What the store cannot say is not known."""
+    """Numbers of the lines of items, which are asked for in order. What the store cannot say is not known."""
 
     def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
-        self._store = store
-        self._inputs = ledger.shard_inputs(job_id)
-        self._key = ""
-        self._lines: dict[int, int] = {}
+        self._lines = ShardLines(ledger, store, job_id, read_raw_shard)
+        self._lost: set[int] = set()
         #: Why lines are not known, once some are not.
         self.failure: StoreError | None = None
 
     def line_of(self, item: ItemRow) -> int | None:
         """The number of the item's line; None where the store has lost it or cannot be reached."""
-        key, sha256 = self._inputs[item.shard_no]
-        if key != self._key and not self._away:
-            self._key, self._lines = key, {}
-            try:
-                self._lines = read_line_numbers(self._store, key, sha256)
-            except StoreError as error:
-                self.failure = error
-        return self._lines.get(item.index) if key == self._key else None
-
-    @property
-    def _away(self) -> bool:
-        """Whether the store itself failed: waiting for that once is enough."""
-        return self.failure is not None and self.failure.code not in (ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT)
+        # A store that itself failed is not waited for again.
+        away = self.failure is not None and self.failure.code not in (ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT)
+        if away or item.shard_no in self._lost:
+            return None
+        try:
+            return self._lines.of(item).line
+        except StoreError as error:
+            self.failure = error
+            self._lost.add(item.shard_no)
+            return None

@@ -96,8 +96,21 @@ def run_frame(
     max_length: at least the longest context after this frame; the flags are those of the rows' draw settings. `forced` int64
     [n, codebooks] stands in for the drawn codes wherever they are fed back.
     """
-    rules, depth = weights.draw, weights.depth
     hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
+    return draw_frame(weights, state, rows, hidden, first_flags, residual_flags, forced)
+
+
+def draw_frame(
+    weights: FrameTensors,
+    state: StateTensors,
+    rows: Tensor,
+    hidden: Tensor,
+    first_flags: DrawFlags,
+    residual_flags: DrawFlags,
+    forced: Tensor | None = None,
+) -> FrameOutput:
+    """A frame behind the backbone's step, whose state `hidden` [n, hidden] it starts from; otherwise as `run_frame`."""
+    rules, depth = weights.draw, weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
     noise = frame_noise(state.seeds[rows], frames, weights.codebooks + (rules.window > 0))

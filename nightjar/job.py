@@ -6,7 +6,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
-from jobs.export.items import AudioItem, ItemMetadata, item_metadata
+from jobs.export.items import ItemMetadata, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
 from jobs.settings import Settings
-from jobs.shard_file import RawLine, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
@@ -78,7 +78,6 @@ class Job:
         self._quiet = quiet
         self._ledger = Ledger.of(settings)
         self._lock = threading.Lock()
-        self._loaded: tuple[str, dict[int, RawLine]] = ("", {})
 
     def __reduce__(self) -> tuple[type[Job], tuple[str, str, Settings]]:
         return Job, (self.id, self._store_url, self._settings)
@@ -90,10 +89,6 @@ class Job:
     @cached_property
     def _reader(self) -> ArtifactReader:
         return ArtifactReader(self._store)
-
-    @cached_property
-    def _inputs(self) -> Mapping[int, tuple[str, str]]:
-        return self._ledger.shard_inputs(self.id)
 
     @property
     def status(self) -> JobStatus:
@@ -288,10 +283,7 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """What datasets say of an item beside its audio."""
-        job = self._ledger.job(self.id)
-        line = self._line(row)
-        artifact = cast("Artifact", row.artifact)
-        return item_metadata(job, AudioItem(row.example_id, row.id, artifact, line.dialogue, line.message_index, line.references))
+        return item_metadata(self._ledger.job(self.id), self._line(row))
 
     def sound_of(self, row: ItemRow, artifact: Artifact) -> Sound:
         """The audio of an item. Raises `StoreError`."""
@@ -300,13 +292,14 @@ class Job:
         samples, rate = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
         return Sound(cast("NDArray[np.float32]", samples), rate, self.metadata_of(row).text)
 
+    @cached_property
+    def _lines(self) -> ShardLines[RawLine]:
+        return ShardLines(self._ledger, self._store, self.id, read_raw_shard)
+
     def _line(self, row: ItemRow) -> RawLine:
         """The line of an item; the lines of the shard that was asked for last are held."""
-        key, sha256 = self._inputs[row.shard_no]
         with self._lock:
-            if self._loaded[0] != key:
-                self._loaded = key, {line.index: line for line in read_raw_shard(self._store, key, sha256)}
-            return self._loaded[1][row.index]
+            return self._lines.of(row)
 
     def _new_items(self, first: int, last: int, given: bytearray) -> Iterator[Item]:
         """The items between two indexes that have ended and were not given, which are noted there."""

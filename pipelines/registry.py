@@ -95,6 +95,8 @@ class Family:
     #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
     #: `submit_prepared`.
     frontend: bool = False
+    #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
+    vllm_model: str = ""
     #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is prepared for), `text_first`,
     #: `voice_cache`.
     options: frozenset[str] = frozenset()
@@ -146,9 +148,15 @@ FAMILIES: tuple[Family, ...] = (
         frontend=True,
         options=frozenset({"streams", "text_first", "voice_cache"}),
     ),
-    Family("speechlm", "vllm", model_types=("speechlm", "bagpiper")),
+    Family("speechlm", "vllm", model_types=("speechlm", "bagpiper"), vllm_model="SpeechLmForCausalLM"),
     Family("spark_tts", "gpu", subfolders=("LLM", "BiCodec"), options=frozenset({"streams"})),
-    Family("fish_speech", "gpu", model_types=("fish_qwen3_omni",), options=frozenset({"streams"})),
+    Family(
+        "fish_speech",
+        "gpu",
+        model_types=("fish_qwen3_omni",),
+        vllm_model="FishForCausalLM",
+        options=frozenset({"streams"}),
+    ),
 )
 PUBLISHED: dict[str, tuple[Family, Published]] = {one.card.name: (family, one) for family in FAMILIES for one in family.published}
 

@@ -78,7 +78,7 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
         plans, arguments = plan_workers(settings, devices), _given(("--model", model), ("--preload", preload))
         sys.exit(run_all(arguments, plans, settings))
-    from worker.model_opening import Preload
+    from worker.models import Preload
 
     # Begun before Celery is imported: both take seconds.
     opening = None if preload is None and model is None else Preload(settings, preload or model or "")

@@ -65,8 +65,9 @@ class LeaseGoneError(Exception):
 class HeldLease:
     """One lease while its shard runs here. `gone` is set once and stays; then each callback of `on_gone` runs once."""
 
-    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock) -> None:
+    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: RetryNote) -> None:
         self.lease = lease
+        self._on_retry = on_retry
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._renewed_at = clock.monotonic()
@@ -108,7 +109,7 @@ class HeldLease:
         if (reason := self.gone) is not None:
             raise LeaseGoneError(reason)
 
-    def retrying(self, call: Callable[[], T], on_retry: RetryNote, doubts: int = 0) -> T:
+    def retrying(self, call: Callable[[], T], doubts: int = 0) -> T:
         """The result of `call`, retried with growing pauses after every retryable error for as long as the lease lives.
 
         An object that is missing, or has other bytes than were put, is read again `doubts` times before that is believed. While the
@@ -126,7 +127,7 @@ class HeldLease:
                     doubts -= 1
                 elif not error.code.retryable or error.code in LASTING_OUTAGES:
                     raise
-                on_retry(error)
+                self._on_retry(error)
             self.check()
             self.pause(pause_seconds)
             self.check()
@@ -144,15 +145,16 @@ class HeldLease:
 class LeaseBook:
     """All leases of this process, for heartbeats and for draining. Thread-safe."""
 
-    def __init__(self, lease_seconds: float, clock: Clock) -> None:
+    def __init__(self, lease_seconds: float, clock: Clock, on_retry: RetryNote = lambda _: None) -> None:
         self.lease_seconds = lease_seconds
         self._clock = clock
+        self._on_retry = on_retry
         self._held: dict[Ticket, HeldLease] = {}
         self._lock = threading.Lock()
         self._draining = False
 
     def hold(self, lease: Lease) -> HeldLease:
-        held = HeldLease(lease, self.lease_seconds, self._clock)
+        held = HeldLease(lease, self.lease_seconds, self._clock, self._on_retry)
         with self._lock:
             self._held[lease.ticket] = held
             draining = self._draining

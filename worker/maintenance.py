@@ -15,7 +15,7 @@ from jobs.ledger.records import WorkerInfo
 from jobs.notification import report_ends
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
-from worker.demand import Demand
+from worker.admission import Demand
 from worker.leases import Clock, LeaseBook
 from worker.metrics import Metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,6 +14,7 @@ from pipelines.engine_metrics import EngineMetrics
 from pipelines.errors import NightjarError
 from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
+from worker.leases import Clock
 
 log = structlog.get_logger(__name__)
 
@@ -93,3 +95,39 @@ class Metrics:
             thread.join()
 
         return stop
+
+
+class EngineTimer:
+    """Shares out the time of an engine: while n requests are in it, each of them pays a n-th of the time.
+
+    The sum of all shares is the time in which the engine had work, whatever the batch was. This is the virtual time of fair queueing
+    (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a request's share is how far it ran while the request was there.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._virtual_seconds = 0.0
+        self._read_at = clock.monotonic()
+
+    def enter(self) -> float:
+        """A request enters the engine. Returns the virtual time, to leave with."""
+        with self._lock:
+            entered_at = self._advance()
+            self._requests += 1
+            return entered_at
+
+    def leave(self, entered_at: float) -> float:
+        """The request that entered at this virtual time has left; its share in milliseconds."""
+        with self._lock:
+            share = self._advance() - entered_at
+            self._requests -= 1
+            return share * 1000
+
+    def _advance(self) -> float:
+        now = self._clock.monotonic()
+        if self._requests:
+            self._virtual_seconds += (now - self._read_at) / self._requests
+        self._read_at = now
+        return self._virtual_seconds

@@ -7,29 +7,25 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
 from jobs.ledger.records import Artifact, Done
 from jobs.packs import CONTENT_TYPE, PackBuilder
 from jobs.store.base import ObjectStore
-from worker.leases import Clock, HeldLease, RetryNote
+from worker.leases import Clock, HeldLease
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedArtifact:
-    """An artifact that is not stored yet, with its bytes. Its SHA-256 may be empty: a store that is given an object hashes it anyway."""
+class EncodedArtifact(NamedTuple):
+    """An artifact that is not stored yet, without its SHA-256, and its bytes."""
 
     artifact: Artifact
     data: bytes
-
-    def hashed(self) -> EncodedArtifact:
-        """With the SHA-256 of its bytes."""
-        return EncodedArtifact(msgspec.structs.replace(self.artifact, sha256=hashlib.sha256(self.data).hexdigest()), self.data)
 
 
 @dataclass(slots=True)
@@ -59,7 +55,6 @@ class PackWriter:
         pack_bytes: int,
         pack_seconds: float,
         clock: Clock,
-        on_retry: RetryNote,
         run: Callable[[Callable[[], None]], None],
         alone: Callable[[int], bool],
     ) -> None:
@@ -70,7 +65,6 @@ class PackWriter:
         self._pack_bytes = pack_bytes
         self._pack_seconds = pack_seconds
         self._clock = clock
-        self._on_retry = on_retry
         self._run = run
         self._alone = alone
         self._changed = threading.Condition()
@@ -84,6 +78,7 @@ class PackWriter:
         A pack that is full now is put by this call, so that a slow store slows down who adds.
         """
         stored: Future[Done] = Future()
+        hashes = [hashlib.sha256(one.data).hexdigest() for one in artifacts]
         with self._changed:
             # The thread that puts the pack before this one takes the full one next.
             self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self._pack_bytes)
@@ -92,18 +87,17 @@ class PackWriter:
                 pack = self._open = _OpenPack(self._packs, self._clock.monotonic())
                 self._packs += 1
             placed: list[Artifact] = []
-            for one in artifacts:
-                made = one.artifact
-                offset = pack.builder.add(made.key, one.data, sha256=made.sha256, index=made.index, example_id=example_id)
-                placed.append(msgspec.structs.replace(made, pack_offset=offset))
-            pack.items.append((msgspec.structs.replace(done, artifacts=tuple(placed)), stored))
+            for (made, data), sha256 in zip(artifacts, hashes, strict=True):
+                offset = pack.builder.add(made.key, data, sha256=sha256, index=made.index, example_id=example_id)
+                placed.append(replace(made, sha256=sha256, pack_offset=offset))
+            pack.items.append((replace(done, artifacts=tuple(placed)), stored))
         self._put_due()
         return stored
 
     def flush_due(self) -> None:
         """Has the open pack put if it is time; does not wait for the store."""
         with self._changed:
-            due = not self._putting and self._due(self._open)
+            due = not self._putting and self._due()
         if due:
             self._run(self._put_due)
 
@@ -112,7 +106,7 @@ class PackWriter:
         while True:
             with self._changed:
                 pack = self._open
-                if self._putting or pack is None or not self._due(pack):
+                if self._putting or pack is None or not self._due():
                     return
                 self._open, self._putting = None, True
             try:
@@ -122,7 +116,8 @@ class PackWriter:
                     self._putting = False
                     self._changed.notify_all()
 
-    def _due(self, pack: _OpenPack | None) -> bool:
+    def _due(self) -> bool:
+        pack = self._open
         if pack is None:
             return False
         full = pack.builder.bytes >= self._pack_bytes
@@ -137,7 +132,7 @@ class PackWriter:
                 stored.set_exception(error)
             return
         for done, stored in pack.items:
-            stored.set_result(msgspec.structs.replace(done, artifacts=tuple([_in_pack(artifact, key) for artifact in done.artifacts])))
+            stored.set_result(replace(done, artifacts=tuple([replace(artifact, pack=key) for artifact in done.artifacts])))
 
     def _put_bytes(self, pack: _OpenPack) -> str:
         lease = self._held.lease
@@ -154,10 +149,6 @@ class PackWriter:
                 self._store.delete(key)
                 self._store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
 
-        self._held.retrying(put, self._on_retry)
+        self._held.retrying(put)
         log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
         return key
-
-
-def _in_pack(artifact: Artifact, key: str) -> Artifact:
-    return msgspec.structs.replace(artifact, pack=key)

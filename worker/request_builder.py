@@ -13,7 +13,7 @@ from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
 from jobs.voices import line_in_stored_voice
 from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
-from worker.leases import DOUBTS, HeldLease, RetryNote
+from worker.leases import DOUBTS, HeldLease
 
 
 class ReferenceCache:
@@ -45,11 +45,10 @@ class ReferenceCache:
 class RequestBuilder:
     """Builds the requests of one lease."""
 
-    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache, on_retry: RetryNote) -> None:
+    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache) -> None:
         self._held = held
         self._store = store
         self._references = references
-        self._on_retry = on_retry
         #: The settings of lines that have none of their own, by role.
         self._defaults: dict[SpokenRole | None, Generation] = {}
 
@@ -81,5 +80,5 @@ class RequestBuilder:
         if message.role != "user" or not isinstance(key, str):
             return message
         job_id = self._held.lease.job.id
-        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), self._on_retry, DOUBTS)
+        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), DOUBTS)
         return msgspec.structs.replace(message, content=audio)

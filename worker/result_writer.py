@@ -1,33 +1,33 @@
-"""From what the engine made to an item's outcome: checks and writes, on a few threads, so that no engine waits for a disk."""
+"""From what the engine made to an item's outcome: checks, encodes and stores, on a few threads, so that no engine waits for a disk."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import msgspec
-import structlog
+import numpy as np
 
-from jobs.ledger.records import Done, Failed, Outcome
-from jobs.ledger.states import LASTING_OUTAGES
-from jobs.quality import Quality
+from jobs.dialogue import spoken_text
+from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, put_numbered, quarantine_key, text_key
+from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Job, Outcome
+from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
+from jobs.voices import stored_voice_of
 from pipelines.audio_format import LOSSY
-from pipelines.errors import ErrorCode, ModelError, NightjarError
-from pipelines.request import Generation, Speech, SynthesisRequest
-from worker.artifact_writer import ArtifactWriter, text_only
-from worker.leases import GoneReason, HeldLease, LeaseGoneError, RetryNote
-from worker.pack_writer import PackWriter
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.request import Speech, SynthesisRequest
+from worker.leases import GoneReason, HeldLease
+from worker.pack_writer import EncodedArtifact, PackWriter
 from worker.quality.meters import Utterance
 from worker.quality.pool import Measured, MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, meters_of, trimmed, with_readings
-
-log = structlog.get_logger(__name__)
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s, 50 threads.
 FOLDER_THREADS, S3_THREADS = 2, 64
@@ -35,51 +35,25 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineResult:
-    """What the engine made of one draw of an item."""
+@dataclass(slots=True)
+class ItemDraw:
+    """A draw of an item, from its plan to its outcome."""
 
-    held: HeldLease
-    store: ObjectStore
-    index: int
-    example_id: str
-    request: SynthesisRequest
-    #: Speech, or why the engine made none.
-    made: Speech | NightjarError
-    engine_ms: int
-    #: What the line asks for, for pipelines that do not say what they spoke.
-    text: str = ""
-    #: The name of the stored voice, which the request has as a recording.
-    stored_voice: str | None = None
-    draw: int = 0
+    line: ShardLine
+    number: int = 0
     #: The number of the last draw that the item may have.
-    last_draw: int = 0
+    last: int = 0
+    #: The item's draws before this one.
+    history: History = field(default_factory=History)
+    #: Set when it is fed.
+    request: SynthesisRequest = field(init=False)
     #: Whether draws differ by more than noise: the model samples, and was not asked to be greedy.
     sampled: bool = True
-    history: History = field(default_factory=History)
-    #: Whether the work on its shard has ended.
-    over: Callable[[], bool] = lambda: False
-    #: What stores the artifacts of its shard, in a job with packs.
-    packs: PackWriter | None = None
-
-    @property
-    def quality(self) -> Quality | None:
-        return self.held.lease.job.spec.quality
-
-    @property
-    def asked(self) -> Generation:
-        """The settings as the job says them: with the name of a stored voice."""
-        generation = self.request.generation
-        return generation if self.stored_voice is None else msgspec.structs.replace(generation, voice=self.stored_voice)
-
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody wants the outcome any more."""
-        return self.held.gone not in (None, GoneReason.DRAINED) or self.over()
+    #: When the engine took it, by the worker's clock and by the engine's timer.
+    started_at: float = 0.0
+    entered_at: float = 0.0
+    #: Its share of the engine's time.
+    engine_ms: int = 0
 
 
 class Redraw(NamedTuple):
@@ -88,23 +62,40 @@ class Redraw(NamedTuple):
     history: History
 
 
-class _Step(NamedTuple):
-    """Work for a thread of the writer."""
+#: What became of a draw: an outcome of its item, another draw, or an error.
+Answer = Outcome | Redraw | BaseException
 
-    result: EngineResult
-    written: Future[Outcome | Redraw]
-    #: None, or a future: the answer comes with a later step.
-    run: Callable[[], Outcome | Redraw | Future[Done] | None]
+
+@dataclass(frozen=True, slots=True)
+class ShardOutput:
+    """Where the results of a leased shard go."""
+
+    held: HeldLease
+    store: ObjectStore
+    #: What stores the artifacts, in a job with packs; None: each is an object of its own.
+    packs: PackWriter | None
+    #: Takes what became of a draw, from any thread.
+    answer: Callable[[ItemDraw, Answer], None]
+    #: Whether the work on the shard has ended.
+    over: Callable[[], bool] = lambda: False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody wants outcomes any more."""
+        return self.held.gone not in (None, GoneReason.DRAINED) or self.over()
+
+
+#: The work on a draw. It yields what it waits for without a thread, and returns what became of the draw.
+_Path = Generator[Future[Any], Future[Any] | None, Outcome | Redraw | Future[Done]]
 
 
 class ResultWriter:
-    """A few threads that check and write what engines made. They wait for a store that is away while the item's lease lives."""
+    """A few threads that check and store what engines made. They wait for a store that is away while the item's lease lives."""
 
-    def __init__(self, on_retry: RetryNote = lambda _: None, max_backlog: int = 256, meters: MeterPool | None = None) -> None:
+    def __init__(self, max_backlog: int = 256, meters: MeterPool | None = None) -> None:
         self.max_backlog = max_backlog
-        self._on_retry = on_retry
         self._meters = meters or MeterPool()
-        self._queue: queue.SimpleQueue[_Step | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
@@ -122,23 +113,19 @@ class ResultWriter:
         """Whether so many results wait that the engine should get no more requests. Draws that wait for meters do not count."""
         return self._queue.qsize() >= self.max_backlog
 
-    def submit(self, result: EngineResult) -> Future[Outcome | Redraw]:
-        """Checks and writes a result. The future has the item's outcome, or `Redraw`.
+    def submit(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> None:
+        """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
 
-        It raises `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any more, and the
-        `NightjarError` of an outage that stops the whole shard.
+        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any more, and any other error.
         """
-        written: Future[Outcome | Redraw] = Future()
-        checked = result.quality is not None and not text_only(result.made)
-        self._queue.put(_Step(result, written, (lambda: self._check(result, written)) if checked else (lambda: self._write(result))))
-        return written
+        self._queue.put(partial(self._step, shard, draw, self._outcome(shard, draw, made)))
 
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """Writes what was submitted, then ends the threads. Draws that wait for meters are dropped."""
+        """Stores what was submitted, then ends the threads. Draws that wait for meters are dropped."""
         self._meters.close()
         for _ in self._threads:
             self._queue.put(None)
@@ -146,122 +133,122 @@ class ResultWriter:
             thread.join()
 
     def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
-            if isinstance(step, _Step):
-                self._take(step)
-            else:
-                step()
+        while (work := self._queue.get()) is not None:
+            work()
 
-    def _take(self, step: _Step) -> None:
+    def _step(self, shard: ShardOutput, draw: ItemDraw, path: _Path, came: Future[Any] | None = None) -> None:
+        """Goes on with a draw until it waits for something, or has its answer."""
         try:
-            answer = self._answer(step)
-        except CancelledError:
-            step.written.cancel()
-        except (LeaseGoneError, NightjarError) as error:
-            step.written.set_exception(error)
-        else:
+            waits_for = path.send(came)
+        except StopIteration as end:
+            answer: Outcome | Redraw | Future[Done] = end.value
             if isinstance(answer, Future):
-                waiting = _without_samples(step.result)
-                answer.add_done_callback(lambda stored: self._queue.put(_Step(waiting, step.written, stored.result)))
-            elif answer is not None:
-                step.written.set_result(answer)
+                answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
+            else:
+                shard.answer(draw, answer)
+        except Exception as error:  # noqa: BLE001 - the shard's to judge
+            shard.answer(draw, error)
+        else:
+            waits_for.add_done_callback(lambda done: self._queue.put(partial(self._step, shard, draw, path, done)))
 
-    def _answer(self, step: _Step) -> Outcome | Redraw | Future[Done] | None:
-        """The answer of a step. An error that is the item's own is its outcome."""
-        try:
-            return step.run()
-        except (CancelledError, LeaseGoneError, ModelError):
-            raise
-        except NightjarError as error:
-            if error.code in LASTING_OUTAGES:
-                raise
-            return _failed(step.result, error.code, error.message)
-        except Exception as error:
-            log.exception("result not written", index=step.result.index)
-            return _failed(step.result, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}")
+    def _outcome(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> _Path:
+        """The one path from what the engine made to an item's outcome.
 
-    def _write(self, result: EngineResult) -> Outcome | Future[Done]:
-        """The outcome of an item without quality checks."""
-        if isinstance(result.made, NightjarError):
-            raise result.made
-        if not text_only(result.made):
-            check_speech(result.made)
-        return self._stored(result, Done(result.index, (), result.engine_ms), result.made, result.seed, result.draw)
-
-    def _stored(self, result: EngineResult, done: Done, speech: Speech, seed: int, draw: int) -> Done | Future[Done]:
-        """The outcome with the artifacts of the draw that it keeps, once these are stored."""
-        writer = self._artifacts(result)
-        if result.packs is None:
-            return msgspec.structs.replace(done, artifacts=writer.write(speech, seed, draw))
-        return result.packs.add(done, writer.encode(speech, seed, draw), result.example_id)
-
-    def _check(self, result: EngineResult, written: Future[Outcome | Redraw]) -> Outcome | Redraw | Future[Done] | None:
-        """The outcome of a draw that the worker's own checks decide; None while meters measure it."""
-        quality, made = cast(Quality, result.quality), result.made
+        | the draw | the item |
+        |---|---|
+        | has no checks, or passed them | `Done`, once its artifacts are stored |
+        | did not pass, and another one may | `Redraw` |
+        | was the last one, and the job keeps the best | `Done` with the best draw's artifacts |
+        | was the last one | `Failed`, the best draw's audio in quarantine |
+        """
+        job, index = shard.held.lease.job, draw.line.index
+        quality = job.spec.quality
+        if quality is None or text_only(made):
+            # An engine's error comes here only where a job has checks; it is a draw that did not pass them.
+            speech = cast(Speech, made)
+            if not text_only(speech):
+                check_speech(speech)
+            return _stored(shard, draw, Done(index, (), draw.engine_ms), speech, draw.request.seed, draw.number)
         if isinstance(made, NightjarError):
-            return self._decide(result, failed_draw(result.draw, result.seed, made))
-        speech = trimmed(made, quality)
-        text = speech.text_out or speech.text or result.text
-        checked = check_draw(result.draw, result.seed, speech, quality, text, result.asked)
-        if not checked.passed or not (meters := meters_of(quality)):
-            return self._decide(result, checked)
-        # While the draw waits, the pool alone holds its samples, in memory or in a file.
-        waiting = _without_samples(replace(result, made=speech))
-        checked = replace(checked, speech=None)
-        utterance = Utterance(
-            speech.samples, speech.sample_rate, text, result.request.generation.language or "", _reference(result.request)
-        )
-        # The item itself: a request's id is another one in each attempt and draw.
-        item = f"{result.held.lease.job.id}/{result.index}"
-        measured = self._meters.submit(MeterTask(meters, utterance, lambda: waiting.abandoned, item))
-        measured.add_done_callback(
-            lambda done: self._queue.put(_Step(waiting, written, lambda: self._judge(waiting, checked, done.result())))
-        )
-        return None
-
-    def _judge(self, result: EngineResult, checked: CheckedDraw, measured: Measured) -> Outcome | Redraw | Future[Done]:
-        """The outcome of a draw that was measured."""
-        speech = replace(cast(Speech, result.made), samples=measured.samples)
-        return self._decide(result, with_readings(replace(checked, speech=speech), measured.readings, cast(Quality, result.quality)))
-
-    def _decide(self, result: EngineResult, checked: CheckedDraw) -> Outcome | Redraw | Future[Done]:
-        """Writes a draw that passed. After one that did not, asks for another; after the last, or two alike, ends the item."""
-        history = result.history.after(checked, result.engine_ms)
-        if checked.passed:
-            done = Done(result.index, (), history.engine_ms, history.draws)
-            return self._stored(result, done, cast(Speech, checked.speech), result.seed, result.draw)
-        if result.draw < result.last_draw and not result.history.ended_by(checked, result.sampled):
+            checked = failed_draw(draw.number, draw.request.seed, made)
+        else:
+            speech = trimmed(made, quality)
+            text = speech.text_out or speech.text or spoken_text(draw.line.messages)
+            generation, voice = draw.request.generation, stored_voice_of(draw.line, job.spec)
+            # As the job says it: with the name of a stored voice, which the request has as a recording.
+            asked = generation if voice is None else msgspec.structs.replace(generation, voice=voice)
+            checked = check_draw(draw.number, draw.request.seed, speech, quality, text, asked)
+            if checked.passed and (meters := meters_of(quality)):
+                utterance = Utterance(speech.samples, speech.sample_rate, text, generation.language or "", _reference(draw.request))
+                # While the draw waits, the pool alone holds its samples, in memory or in a file.
+                made = speech = replace(speech, samples=np.empty(0, np.float32))
+                checked = replace(checked, speech=None)
+                # The item itself: a request's id is another one in each attempt and draw.
+                task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{index}")
+                measuring = self._meters.submit(task)
+                del task, utterance
+                measured: Measured = cast(Future[Any], (yield measuring)).result()
+                checked = replace(checked, speech=replace(speech, samples=measured.samples))
+                checked = with_readings(checked, measured.readings, quality)
+        history = draw.history.after(checked, draw.engine_ms)
+        if not checked.passed and draw.number < draw.last and not draw.history.ended_by(checked, draw.sampled):
             return Redraw(history)
-        return self._give_up(result, history)
-
-    def _give_up(self, result: EngineResult, history: History) -> Outcome | Future[Done]:
-        """The outcome of an item without a draw that passed: its best draw is kept, or goes to quarantine while the item fails."""
-        best = cast(CheckedDraw, history.best)
+        best = checked if checked.passed else cast(CheckedDraw, history.best)
         record, speech = best.record, best.speech
-        if speech is None:
-            return Failed(result.index, cast(ErrorCode, record.code), best.message, history.draws, engine_ms=history.engine_ms)
-        if cast(Quality, result.quality).on_fail == "keep" and record.scores:
-            done = Done(result.index, (), history.engine_ms, history.draws_with(record.draw))
-            return self._stored(result, done, speech, record.seed, record.draw)
-        artifact = self._artifacts(result).quarantine(speech, record.seed, record.draw)
-        message = f"None of {len(history.draws)} draws passed; the best: {best.message}"
-        return Failed(result.index, cast(ErrorCode, record.code), message, history.draws, (artifact,), history.engine_ms)
-
-    def _artifacts(self, result: EngineResult) -> ArtifactWriter:
-        return ArtifactWriter(result.held, result.store, result.index, result.example_id, self._on_retry)
+        if best.passed or (quality.on_fail == "keep" and record.scores):
+            done = Done(index, (), history.engine_ms, history.draws_with(record.draw))
+            return _stored(shard, draw, done, cast(Speech, speech), record.seed, record.draw)
+        message, artifacts = best.message, ()
+        if speech is not None:
+            message = f"None of {len(history.draws)} draws passed; the best: {message}"
+            artifacts = _put(shard, _encoded(job, draw.line, speech, record.seed, record.draw, QUARANTINE))
+        return Failed(index, cast(ErrorCode, record.code), message, history.draws, artifacts, history.engine_ms)
 
 
-def _without_samples(result: EngineResult) -> EngineResult:
-    """The result while it waits: its speech says what it was and holds no samples."""
-    speech = cast(Speech, result.made)
-    return replace(result, made=replace(speech, samples=speech.samples[:0].copy()))
-
-
-def _failed(result: EngineResult, code: ErrorCode, message: str) -> Failed:
-    """The outcome of an item whose last draw has no verdict; its time in the engine counts."""
-    return Failed(result.index, code, message, result.history.draws, engine_ms=result.history.engine_ms + result.engine_ms)
+def text_only(made: Speech | NightjarError) -> bool:
+    """Whether the model was asked for text without audio."""
+    return isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
 
 
 def _reference(request: SynthesisRequest) -> bytes | None:
     """The encoded file of the voice that a request clones."""
     return next((message.content for message in request.messages if isinstance(message.content, bytes)), None)
+
+
+def _stored(shard: ShardOutput, draw: ItemDraw, done: Done, speech: Speech, seed: int, number: int) -> Done | Future[Done]:
+    """The outcome with the artifacts of the draw that is kept, once these are stored."""
+    artifacts = _encoded(shard.held.lease.job, draw.line, speech, seed, number)
+    if shard.packs is not None:
+        return shard.packs.add(done, artifacts, draw.line.example_id)
+    return msgspec.structs.replace(done, artifacts=_put(shard, artifacts))
+
+
+def _encoded(job: Job, line: ShardLine, speech: Speech, seed: int, number: int, kind: str = "audio") -> list[EncodedArtifact]:
+    """The audio of a draw, and its text where the model wrote one, which does not go into quarantine; the text alone where no audio was
+    asked for."""
+    # Costs half a second at the first item; a worker that waits for work need not pay it.
+    from jobs.encoded_audio import encoded_audio
+
+    found: list[EncodedArtifact] = []
+    if not text_only(speech):
+        encoded = encoded_audio(speech, job.spec)
+        key_of = quarantine_key if kind == QUARANTINE else audio_key
+        key, size = key_of(job.id, line.index, line.example_id, job.spec.format, number), len(encoded.data)
+        facts = (encoded.duration_ms, encoded.sample_rate, encoded.samples, seed, dict(speech.meta))
+        found.append(EncodedArtifact(Artifact(line.index, kind, key, "", size, *facts), encoded.data))
+    if speech.text_out is not None and kind != QUARANTINE:
+        key, data = text_key(job.id, line.index, line.example_id, number), speech.text_out.encode()
+        found.append(EncodedArtifact(Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+    return found
+
+
+def _put(shard: ShardOutput, artifacts: list[EncodedArtifact]) -> tuple[Artifact, ...]:
+    """Puts each artifact under its key, or under the next number where something else stands: a power cut may have damaged it, or the
+    engine may have rounded otherwise. Waits for a store that is away for as long as the lease lives."""
+    stored: list[Artifact] = []
+    for made, data in artifacts:
+        content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]
+        metadata = object_metadata(shard.held.lease.job.spec_sha, made.seed)
+        put = shard.held.retrying(partial(put_numbered, shard.store, made.key, data, content_type, metadata))
+        stored.append(msgspec.structs.replace(made, key=put.info.key, sha256=put.info.sha256))
+    return tuple(stored)

@@ -35,16 +35,14 @@ from pipelines.errors import (
 )
 from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
-from worker.demand import SHARDS_AT_START, Demand
-from worker.exclusive import ExclusiveLock
+from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
-from worker.model_opening import Preload, open_model
-from worker.pipeline_cache import PipelineCache
+from worker.models import PipelineCache, Preload, open_model
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd, ShardRunner
+from worker.shard_run import ShardEnd, ShardRunner
 from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
@@ -113,7 +111,7 @@ class Runtime:
         self._hurry = threading.Event()
         self._stopped = threading.Event()
         self.metrics = Metrics()
-        self.leases = LeaseBook(settings.times.lease_seconds, self._clock)
+        self.leases = LeaseBook(settings.times.lease_seconds, self._clock, self.metrics.waited_for)
         self.pipelines = PipelineCache(self._open)
         self.worker = WorkerInfo(
             id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
@@ -130,7 +128,7 @@ class Runtime:
         self._said_unused = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
-        self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
+        self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
         processes = settings.times.writer_processes
         self._writer_processes = WriterProcesses(default_processes() if processes is None else processes, settings.s3)
         self._exclusive = ExclusiveLock()
@@ -147,6 +145,7 @@ class Runtime:
             provenance=ProvenanceBook(),
             demand=self.demand,
             alone=self.options.private,
+            on_claimed=lambda: self.maintenance.claimed(),
         )
         self.manifests = Manifests(self.ledger, self.store_for, self._clock)
         self.maintenance = Maintenance(
@@ -302,8 +301,7 @@ class Runtime:
         lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds))
         if lease is None:
             return False
-        with bound_contextvars(epoch=lease.epoch), self.demand.hold(lease.ticket, len(lease.open_items)):
-            self.maintenance.claimed()
+        with bound_contextvars(epoch=lease.epoch):
             end = self.runner.run(lease)
         if end is ShardEnd.REFUSED:
             self._refused_at[ticket.job_id] = self._clock.monotonic()

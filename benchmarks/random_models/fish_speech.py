@@ -6,14 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.weights import DummyWeights, fill
+from benchmarks.random_models.weights import DummyWeights
+from kernels.frame import StackTensors
+from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig, CodecStackConfig, FishConfig
-from pipelines.fish_speech.fast_ar import FastAr
-from pipelines.fish_speech.frame import WINDOW, Rows
+from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
+from pipelines.nn.checkpoint import Loader
+from pipelines.vllm_engine.engine_frames import EngineFrames
 
 _TEXT_IDS = 151_643
 CONTROLS = (
@@ -61,26 +65,21 @@ def dummy_codec(config: FishConfig, device: torch.device, dtype: torch.dtype, fu
     return codec_from(config.codec, DummyWeights(device), device, dtype, fused)
 
 
-def dummy_fast_ar(config: FishConfig, device: torch.device, dtype: torch.dtype) -> FastAr:
-    with torch.device(device):
-        fast = FastAr(config).to(dtype).requires_grad_(False)
-    fill(fast, _keeping_variance)
-    return fast
+def dummy_frames(config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True) -> EngineFrames:
+    """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a seed of its own."""
+    weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
+    norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
+    slow = config.slow
+    backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5)
+    drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
+    tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
+    state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
+    defaults = config.sampling
+    how = defaults.temperature, defaults.top_k, defaults.top_p
+    sampling, nothing = SamplingParams(*how, 1.0, *how, min_new_tokens=0), np.zeros(0, np.int64)
+    state.place([Placement(slot, (), slot, sampling, nothing, norm, 0) for slot in range(slots)])
+    return EngineFrames(tensors, state, graphed)
 
 
 def _keeping_variance(name: str, noise: Tensor) -> Tensor:
     return torch.ones_like(noise) if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
-
-
-def dummy_rows(config: FishConfig, count: int, device: torch.device, dtype: torch.dtype) -> Rows:
-    """What the slow AR would give the frame of `count` requests: random states and logits, with a request's default sampling."""
-    return Rows(
-        torch.randn(count, config.slow.dim, device=device, dtype=dtype),
-        torch.randn(count, len(config.semantic) + 1, device=device, dtype=dtype),
-        torch.zeros(count, WINDOW, dtype=torch.int64, device=device),
-        torch.full((count,), 0.8, device=device),
-        torch.full((count,), 0.8, device=device),
-        torch.full((count,), 30, device=device),
-        torch.arange(count, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
-    )

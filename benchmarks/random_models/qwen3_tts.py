@@ -80,9 +80,9 @@ def published_config(size: str) -> dict[str, Any]:
 
 #: The published 12 Hz decoder.
 PUBLISHED_CODEC = CodecDecoderConfig(
-    codebook_size=2048, codebook_dim=512, num_quantizers=16, num_semantic_quantizers=1, latent_dim=1024, hidden_size=512,
+    codebook_size=2048, codebook_dim=512, num_quantizers=16, latent_dim=1024, hidden_size=512,
     intermediate_size=1024, head_dim=64, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=8, sliding_window=72,
-    attention_bias=False, rope_theta=10_000.0, rms_norm_eps=1e-5, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
+    rope_theta=10_000.0, rms_norm_eps=1e-5, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
 )  # fmt: skip
 #: The same with next to no width, to try things on a CPU.
 TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16,

@@ -17,11 +17,14 @@ from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
 
 Module = TypeVar("Module", bound=nn.Module)
-LM = LmConfig(896, 24, 14, 2, 64, 4864, 166_000, 32_768, 1e6, tied=True, eos=151_645)
+LM = LmConfig(
+    hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, eps=1e-6, rope_theta=1e6, vocab=166_000,
+    max_positions=32_768, tied=True, eos=151_645,
+)  # fmt: skip
 CODEC = BiCodecConfig(
-    MelConfig(1024, 640, 320, 10.0, 8000.0, 128),
-    VocosConfig(1024, 384, 2048, 12, 1024, 2),
-    VocosConfig(1024, 384, 2048, 12, 1024, 2),
+    MelConfig(16_000, 1024, 640, 320, 10.0, 128),
+    VocosConfig(1024, 384, 2048, 12, 1024, (1, 1)),
+    VocosConfig(1024, 384, 2048, 12, 1024, (1, 1)),
     SpeakerConfig(128, 1024, 128, 32, (4,) * 6),
     WaveConfig(1024, 1536, (8, 5, 4, 2), (16, 11, 8, 4)),
     8192,
@@ -31,7 +34,7 @@ CODEC = BiCodecConfig(
 
 def published_config(folder: Path) -> SparkConfig:
     """The config of a checkpoint that would lie in this folder."""
-    return SparkConfig(folder, 16_000, 96_000, volume_normalize=True, bicodec=CODEC, lm=LM)
+    return SparkConfig(folder, 16_000, 96_000, CODEC, LM, volume_normalize=True)
 
 
 def dummy_codecs(settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> tuple[Tokenizer, BiCodec]:

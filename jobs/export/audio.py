@@ -16,23 +16,19 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from jobs.export.files import output, output_error, sha256_of
+from jobs.export.files import invalid, output, path_errors, sha256_of
 from jobs.export.items import AudioItem
-from jobs.ledger.records import Artifact
 from jobs.packs import ArtifactReader
 from jobs.store.base import ObjectStore, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ErrorCode, StoreError
 
 _THREADS = 16
 #: Maximum that is read ahead of the item that is written.
 _AHEAD_ITEMS = 64
 _AHEAD_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
 
 Result = TypeVar("Result")
-Read = tuple[AudioItem, Result]
-
 
 #: Of exports, in Hz.
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
@@ -51,12 +47,11 @@ class Conversion:
     def of(cls, audio_format: str | None, sample_rate: int | None, stored: str) -> Conversion:
         """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`: the format in the store."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
-            message = f"The audio format {audio_format[:40]!r} is unknown."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use one of: {', '.join(AUDIO_FORMATS)}.")
+            raise invalid(f"The audio format {audio_format[:40]!r} is unknown.", f"Use one of: {', '.join(AUDIO_FORMATS)}.")
         if sample_rate is not None:
             if not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
-                message = f"An export cannot have a sample rate of {sample_rate} Hz."
-                raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz.")
+                advice = f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz."
+                raise invalid(f"An export cannot have a sample rate of {sample_rate} Hz.", advice)
             check_rate(cast("AudioFormat", audio_format or stored), sample_rate)
         return cls(cast("AudioFormat | None", audio_format), sample_rate)
 
@@ -115,7 +110,7 @@ class AudioReader:
         self._store = store
         self._conversion = conversion
         self._artifacts = ArtifactReader(store)
-        self._root = root.absolute() if root is not None else None
+        self._root = root.absolute() / conversion.name if root is not None else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
     def __enter__(self) -> AudioReader:
@@ -129,15 +124,12 @@ class AudioReader:
         root = self._root
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
-            return
-        if self._conversion:
-            yield from self._ahead(items, lambda item: self._converted_copy(root / self._conversion.name, item))
         else:
-            yield from self._ahead(items, lambda item: (item, self._fetch(root, item.artifact)))
+            yield from self._ahead(items, lambda item: self._copied(root, item))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
         """Each item with the content of its audio file. What is read has the hash that the ledger knows."""
-        yield from self._ahead(items, lambda item: self._conversion.applied(item, self._load(item.artifact)))
+        yield from self._ahead(items, self._load)
 
     def _ahead(
         self, items: Iterable[AudioItem], get: Callable[[AudioItem], tuple[AudioItem, Result]]
@@ -145,7 +137,7 @@ class AudioReader:
         if not self._store.remote and not self._conversion:
             yield from map(get, items)
             return
-        waiting: deque[tuple[int, Future[Read[Result]]]] = deque()
+        waiting: deque[tuple[int, Future[tuple[AudioItem, Result]]]] = deque()
         size = 0
         for item in items:
             while waiting and (len(waiting) >= _AHEAD_ITEMS or size + item.artifact.bytes > _AHEAD_BYTES):
@@ -157,54 +149,32 @@ class AudioReader:
         while waiting:
             yield waiting.popleft()[1].result()
 
-    def _load(self, artifact: Artifact) -> bytes:
+    def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
+        artifact = item.artifact
         data = self._artifacts.read(artifact)
         if hashlib.sha256(data).hexdigest() != artifact.sha256:
-            raise _changed(artifact)
-        return data
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT,
+                f"The object {artifact.key} has changed: its SHA-256 differs from the ledger's.",
+                "Make it again with: nightjar verify JOB --repair",
+            )
+        return self._conversion.applied(item, data)
 
-    def _converted_copy(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
+    def _copied(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
         """Equal audio is converted to equal bytes, so a copy that is there is left as it is."""
-        made, data = self._conversion.applied(item, self._load(item.artifact))
-        path = root.joinpath(*split_key(made.artifact.key))
-        try:
-            if path.is_file() and path.stat().st_size == len(data) and sha256_of(path) == made.artifact.sha256:
-                return made, str(path)
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise output_error(path, error) from error
-        with output(str(path)) as copy:
-            copy.write(data)
-        return made, str(path)
-
-    def _fetch(self, root: Path, artifact: Artifact) -> str:
+        data: bytes | None = None
+        if self._conversion:
+            item, data = self._load(item)
+        artifact = item.artifact
         path = root.joinpath(*split_key(artifact.key))
-        try:
+        with path_errors(path):
             if path.is_file() and path.stat().st_size == artifact.bytes and sha256_of(path) == artifact.sha256:
-                return str(path)
+                return item, str(path)
             # A link there must not lead the new content to another file.
             path.unlink(missing_ok=True)
-        except OSError as error:
-            raise output_error(path, error) from error
-        if artifact.pack is not None:
-            # Read before the file is made, so that a lost pack leaves none.
-            data = self._load(artifact)
-            with output(str(path)) as copy:
-                copy.write(data)
-            return str(path)
-        digest = hashlib.sha256()
-        with output(str(path)) as copy, self._store.open(artifact.key) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                copy.write(chunk)
-            if digest.hexdigest() != artifact.sha256:
-                raise _changed(artifact)
-        return str(path)
-
-
-def _changed(artifact: Artifact) -> StoreError:
-    return StoreError(
-        ErrorCode.STORE_CONFLICT,
-        f"The object {artifact.key} has changed: its SHA-256 differs from the ledger's.",
-        "Make it again with: nightjar verify JOB --repair",
-    )
+        if data is None:
+            # Before the file is made, so that lost audio leaves none.
+            data = self._load(item)[1]
+        with output(str(path)) as copy:
+            copy.write(data)
+        return item, str(path)

@@ -1,20 +1,44 @@
-"""From the items of a job to a file or a dataset: streamed in index order, complete or absent, the same bytes each time."""
+"""From the items of a job to a file or a dataset: streamed in index order, complete or absent, the same bytes each time.
+
+A dataset is written part by part, so that a stopped export goes on with the part it was in. While an export runs,
+`_export/plan.json` at its destination says what it is, and `_export/train-00000.json` which files a part has. This list is written
+when the files of the part are finished and before the first of them gets its name, so every file at the destination is known to
+belong to the export. `export.json` comes last, with the hash of every file. An export that replaces another turns it back into one
+that was stopped, and then removes the files of its lists: stopped anywhere, it goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from jobs.export.audio import AudioReader, Conversion
-from jobs.export.dataset import DatasetExport
-from jobs.export.files import output, own_output
-from jobs.export.formats import find_format
-from jobs.export.items import AudioItems, AudioNames, text_answers
-from jobs.export.plan import WHOLE, LeftOut, Part, Splits, left_out
+from jobs.export.files import (
+    AGAIN,
+    END,
+    PLAN,
+    RECORDS,
+    Destination,
+    PartFiles,
+    WrittenFile,
+    invalid,
+    json_bytes,
+    open_destination,
+    output,
+    own_output,
+)
+from jobs.export.formats import ExportFormat, find_format
+from jobs.export.items import AudioItem, AudioNames, audio_items, score_names, text_answers
+from jobs.export.manifest import manifest_line
+from jobs.export.plan import WHOLE, LeftOut, Part, Plan, Splits, left_out, make_plan
 from jobs.ledger.records import ItemState, Job
+from jobs.provenance import exporters_record, records
 from jobs.recent_jobs import out_words
 from jobs.store import ObjectStore, S3Settings, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
@@ -25,6 +49,9 @@ from pipelines.errors import ConfigError, ErrorCode, StoreError
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
+Decoded = TypeVar("Decoded")
+#: Raised when a format's files change for the same items.
+VERSION = 3
 #: Objects that are named where some are lost.
 SHOWN_LOST = 5
 #: Audio in one file of a dataset: few files, and little to repeat after a stop.
@@ -39,10 +66,13 @@ class ExportReport:
     #: Absolute path, `s3://` address, or `-`.
     to: str
     items: int
-    #: Items of the job that were not written.
-    left_out: int
-    #: Why not.
+    #: Why items of the job were not written.
     reasons: LeftOut
+
+    @property
+    def left_out(self) -> int:
+        """Items of the job that were not written."""
+        return self.reasons.items
 
 
 def export(
@@ -81,46 +111,26 @@ def export(
     Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used, `config.missing_library` for a library
     that is not installed, `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen = find_format(format)
-    job = ledger.job(job_id)
+    chosen, job = find_format(format), ledger.job(job_id)
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
     packed = job.spec.pack is True
     chosen.check(to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion)
     chosen.check_library()
     _check_stored_rate(ledger, job, conversion)
     if where is not None and chosen.failure_line is not None:
-        message = f"The format {format} lists what failed, and a filter compares what was made."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the filter out.")
+        raise invalid(f"The format {format} lists what failed, and a filter compares what was made.", "Leave the filter out.")
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
-    if not chosen.one_file(splits):
+    planned = _Export(ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, where)
+    if chosen.one_file(splits):
+        items, reasons = planned.to_file(to, replaces)
+    else:
         if chosen.text_line is not None and next(text_answers(ledger, store, job_id, where), None) is not None:
             message = "Some answers of this job are text without audio, which an export with splits cannot hold."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the splits out.")
-        shares, own = splits or WHOLE, replaces or ()
-        dataset = DatasetExport(ledger, store, job, chosen, shares, part_bytes, audio_root, own, absolute, conversion, where)
-        plan = dataset.run(to, s3, on_part)
-        return ExportReport(format, to if is_remote(to) else str(Path(to).absolute()), plan.items, plan.left_out, plan.reasons)
-    written = texts = 0
-    items = AudioItems(ledger, store, job_id, whole=chosen.whole_dialogues, where=where, dialogues=chosen.whole_dialogues)
-    names = AudioNames(store, None if absolute or audio_root is not None or to == "-" else Path(to).absolute().parent)
-    opened = output(to) if replaces is None else own_output(to, job_id, replaces)
-    with opened as file, AudioReader(store, audio_root, conversion) as audio:
-        if chosen.failure_line is not None:
-            failed = (ledger.items(job_id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
-            for failure in chain(ledger.rejected_lines(job_id), *failed):
-                file.write(chosen.failure_line(job, failure))
-                written += 1
-        else:
-            for count, line in chosen.lines(job, ((item, names.of("", where)) for item, where in audio.located(items))):
-                file.write(line)
-                written += count
-        if chosen.text_line is not None:
-            for dialogue, text in text_answers(ledger, store, job_id, where):
-                file.write(chosen.text_line(dialogue, text))
-                texts += 1
-    reasons = left_out(ledger, job, where, items.left_out - texts, written + texts, dialogues=chosen.whole_dialogues)
-    return ExportReport(format, to if to == "-" else str(Path(to).absolute()), written + texts, reasons.items, reasons)
+            raise invalid(message, "Leave the splits out.")
+        plan = planned.to_folder(to, replaces or (), s3, on_part)
+        items, reasons = plan.items, plan.reasons
+    return ExportReport(format, to if to == "-" or is_remote(to) else str(Path(to).absolute()), items, reasons)
 
 
 def _check_stored_rate(ledger: Ledger, job: Job, conversion: Conversion) -> None:
@@ -145,3 +155,282 @@ def _refuse_lost(ledger: Ledger, store: ObjectStore, job: Job, where: Where | No
         f"{len(lost)} of the job's objects cannot be exported: {', '.join(shown)}{more}.",
         f"Make them again with: nightjar verify {job.id} --repair{out_words(job.id, ledger.database.path)}",
     )
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """`_export/plan.json`: what must be equal for a stopped export to go on."""
+
+    job: str
+    format: str
+    version: int
+    #: `Plan.digest`
+    digest: str
+    splits: tuple[tuple[str, int], ...]
+    part_bytes: int
+    audio: str
+    #: `Conversion.name`
+    converted: str = ""
+    #: The filter in its one form; None: there is none.
+    where: str | None = None
+    #: Whether the job was still running: a later export of the job then replaces this one.
+    running: bool = False
+
+
+class _Finished(msgspec.Struct, frozen=True):
+    """`export.json`."""
+
+    identity: _Identity
+    items: dict[str, int]
+    left_out: int
+    files: list[WrittenFile]
+    reasons: LeftOut = LeftOut()
+    schema: str = "nightjar.dataset/1"
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """What is exported, and how."""
+
+    ledger: Ledger
+    store: ObjectStore
+    job: Job
+    format: ExportFormat
+    splits: Splits
+    part_bytes: int
+    audio_root: Path | None
+    #: Names audio by absolute paths.
+    absolute: bool
+    #: What becomes of the audio that it holds or copies.
+    conversion: Conversion
+    where: Where | None
+
+    def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
+        """Writes the one file of a format of lines: how many items it has, and what is left out."""
+        job, chosen = self.job, self.format
+        names = self._names(None if to == "-" else Path(to).absolute().parent)
+        items = 0
+        opened = output(to) if replaces is None else own_output(to, job.id, replaces)
+        with opened as file, AudioReader(self.store, self.audio_root, self.conversion) as audio:
+            if chosen.failure_line is not None:
+                failed = (self.ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
+                for failure in chain(self.ledger.rejected_lines(job.id), *failed):
+                    file.write(chosen.failure_line(job, failure))
+                    items += 1
+                return items, LeftOut(running=not job.state.final)
+            located = audio.located(self._items(whole=chosen.whole_dialogues))
+            for count, line in chosen.lines(job, ((item, names.of("", where)) for item, where in located)):
+                file.write(line)
+                items += count
+            if chosen.text_line is not None:
+                for dialogue, text in text_answers(self.ledger, self.store, job.id, self.where):
+                    file.write(chosen.text_line(dialogue, text))
+                    items += 1
+        return items, self._left_out(items)
+
+    def to_folder(self, to: str, replaces: Collection[str], s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
+        """Writes what of a dataset is not there yet. `on_part` is called with each part that became complete.
+
+        Raises `config.invalid` for a destination that holds another export or other files.
+        """
+        with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root, self.conversion) as audio:
+            plan = self._plan()
+            names = self._names(None if is_remote(to) else Path(to).absolute())
+            identity = self._identity(plan, names)
+            if _begin(destination, identity, replaces):
+                return plan
+            found, scores = destination.sizes(), score_names(self.ledger, self.job)
+            files: list[WrittenFile] = []
+            for part in plan.parts:
+                record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
+                written = _written_part(destination, found, record)
+                if written is None:
+                    items = self._items(
+                        after=part.first - 1,
+                        last=part.last,
+                        wanted=lambda example_id, split=part.split: self.splits.of(example_id) == split,
+                        whole=self.format.whole_dialogues,
+                        names=scores,
+                        members=plan.members,
+                    )
+                    read = audio.loaded if self.format.embeds_audio else audio.located
+                    with PartFiles(destination, names) as part_files:
+                        self.format.write(part, part_files, self.job, read(_checked(items, part)))
+                        written = part_files.publish(record)
+                    on_part(part)
+                files += written
+            files += self._common_files(destination, plan, scores)
+            if (gone := _incomplete(destination.sizes(), files)) is not None:
+                message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
+                raise invalid(message, "Export again.")
+            planned = _items_of_splits(plan)
+            counts = {name: planned[name] for name in self.splits.names}
+            done = _Finished(identity, counts, plan.reasons.items, sorted(files, key=lambda file: file.name), plan.reasons)
+            destination.write_record(END, done)
+            destination.remove_records()
+            return plan
+
+    def _items(self, **options: object) -> Iterator[AudioItem]:
+        """The items of the job; `options` are those of `audio_items`."""
+        dialogues = self.format.whole_dialogues
+        return audio_items(self.ledger, self.store, self.job.id, where=self.where, dialogues=dialogues, **options)  # type: ignore[arg-type]
+
+    def _left_out(self, items: int) -> LeftOut:
+        return left_out(self.ledger, self.job, self.where, items, dialogues=self.format.whole_dialogues)
+
+    def _plan(self) -> Plan:
+        whole = self.format.whole_dialogues
+        part_bytes = self.part_bytes if self.format.embeds_audio else None
+        rows = self.ledger.items(self.job.id, where=self.where, dialogues=whole)
+        plan = make_plan(rows, self.splits, part_bytes, whole=whole, running=not self.job.state.final)
+        return msgspec.structs.replace(plan, reasons=self._left_out(plan.items))
+
+    def _names(self, folder: Path | None) -> AudioNames:
+        return AudioNames(self.store, None if self.absolute or self.audio_root is not None else folder)
+
+    def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
+        place = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
+        return _Identity(
+            self.job.id,
+            self.format.name,
+            VERSION,
+            plan.digest,
+            tuple(zip(self.splits.names, self.splits.bounds, strict=True)),
+            self.part_bytes,
+            "" if self.format.embeds_audio else place,
+            self.conversion.name,
+            where=None if self.where is None else str(self.where),
+            running=plan.reasons.running,
+        )
+
+    def _common_files(self, destination: Destination, plan: Plan, scores: tuple[str, ...]) -> list[WrittenFile]:
+        """The manifest of all items (with a filter: of those that match), the files of each split that list its items, the provenance
+        and the format's card."""
+        planned, listed = _items_of_splits(plan), Counter[str]()
+        with PartFiles(destination) as files:
+            name, line = self.format.index or ("", None)
+            indexes = {split: files.open(f"{split}/{name}") for split in planned} if line is not None else {}
+            with files.gzip("manifest.jsonl.gz") as manifest:
+                for item in self._items(names=scores, members=plan.members):
+                    manifest.write(manifest_line(self.job, item, ""))
+                    split = self.splits.of(item.example_id)
+                    if line is not None and split in indexes:
+                        listed[split] += 1
+                        indexes[split].write(line(self.job, item))
+            if line is not None and listed != planned:
+                raise _changed_job()
+            files.open("provenance.json").write(json_bytes(records(self.store, self.job) or [exporters_record(self.job)]))
+            if self.format.card is not None:
+                files.open("README.md").write(self.format.card(self.job, plan))
+            return files.publish(f"{RECORDS}/common.json")
+
+
+def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:
+    """Makes the destination this export's. True: the export is complete already."""
+    ended, begun = destination.read(END), destination.read(PLAN)
+    if ended is not None:
+        done = _decode(ended, _Finished)
+        if done is not None and done.identity == identity and _incomplete(destination.sizes(), done.files) is None:
+            destination.remove_records()
+            return True
+        _replace(destination, done and done.identity, done.files if done else [], identity, replaces)
+    elif begun is not None:
+        old = _decode(begun, _Identity)
+        if old == identity:
+            return False
+        _replace(destination, old, [], identity, replaces)
+    elif destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
+        raise invalid(f"{destination.address!r} holds files that no export wrote.", "Export to an empty folder.")
+    destination.write_record(PLAN, identity)
+    return False
+
+
+def _replace(destination: Destination, old: _Identity | None, listed: list[WrittenFile], new: _Identity, replaces: Collection[str]) -> None:
+    """Removes an export that this one replaces, or this one itself where files of it are gone. `replaces`: jobs whose export in this
+    format is replaced.
+
+    Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left it.
+    """
+    known = old is not None and (old == new or _is_earlier(old, new) or (old.job in replaces and old.format == new.format))
+    if old is None or not known:
+        advice = "Export to an empty place, or remove what is there."
+        raise invalid(f"{destination.address!r} holds another export{_difference(old, new)}.", advice)
+    recorded = [file for name in destination.lists() for file in destination.listed(name) or ()]
+    files = {file.name: file for file in (*listed, *recorded)}
+    if destination.exclusive:
+        for name in destination.sizes():
+            if name not in files and name != END and not _is_record(name):
+                raise invalid(f"{destination.address!r} holds {name!r}, which no export wrote.", AGAIN)
+    for file in files.values():
+        if destination.sha256(file.name) not in (None, file.sha256):
+            raise _changed_file(destination, file)
+    if listed:
+        # As an export that was stopped: `export.json` must not stand beside files that are gone.
+        destination.write_record(PLAN, old)
+        destination.write_record(f"{RECORDS}/replaced.json", listed)
+    for name in (END, *files):
+        destination.remove(name)
+    destination.remove_records()
+
+
+def _written_part(destination: Destination, found: Mapping[str, int], record: str) -> list[WrittenFile] | None:
+    """The files of a part that is complete; None: it has to be written. Raises `config.invalid` for a file that was changed since."""
+    listed = destination.listed(record)
+    for file in listed or ():
+        if found.get(file.name, file.bytes) != file.bytes:
+            raise _changed_file(destination, file)
+    return listed if listed is not None and _incomplete(found, listed) is None else None
+
+
+def _items_of_splits(plan: Plan) -> Counter[str]:
+    counts = Counter[str]()
+    for part in plan.parts:
+        counts[part.split] += part.items
+    return counts
+
+
+def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
+    """The items of a part. Raises `config.invalid` when the job has others than when the export was planned."""
+    count = audio_bytes = 0
+    for item in items:
+        count, audio_bytes = count + 1, audio_bytes + item.artifact.bytes
+        yield item
+    if (count, audio_bytes) != (part.items, part.audio_bytes):
+        raise _changed_job()
+
+
+def _changed_job() -> ConfigError:
+    return invalid("The job changed while it was exported.", "Wait until it has ended, then export it to an empty place.")
+
+
+def _changed_file(destination: Destination, file: WrittenFile) -> ConfigError:
+    return invalid(f"{file.name!r} in {destination.address!r} was changed after it was exported.", AGAIN)
+
+
+def _is_earlier(old: _Identity, new: _Identity) -> bool:
+    """Whether an export is the same one, made while the job was running: what was done since is in the new one."""
+    return old.running and msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running) == new
+
+
+def _difference(old: _Identity | None, new: _Identity) -> str:
+    """What of an export of the same job is not as in the new one, for a person."""
+    if old is None or (old.job, old.format) != (new.job, new.format):
+        return ""
+    if old.where != new.where:
+        return f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
+    return " of this job, with other items: it has been continued since" if old.digest != new.digest else " of this job, with other options"
+
+
+def _is_record(name: str) -> bool:
+    return name.startswith(f"{RECORDS}/")
+
+
+def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
+    """The name of a file that is not there in the size in which it was written, or None."""
+    return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)
+
+
+def _decode(data: bytes, type: type[Decoded]) -> Decoded | None:
+    try:
+        return msgspec.json.decode(data, type=type)
+    except ValueError:
+        return None

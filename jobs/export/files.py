@@ -1,34 +1,39 @@
-"""Files that an export writes: one file by itself, the files of one part of a dataset, and lines sorted on disk."""
+"""Files that an export writes: one file by itself, the files of a part of a dataset, and where those go, a folder or a bucket.
+
+A file appears there complete or not at all.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import hashlib
 import heapq
 import os
+import shutil
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, ClassVar, cast
 
 import msgspec
 
 from jobs.export.items import AudioNames
+from jobs.store import ObjectStore, S3Settings, is_remote, open_store
+from jobs.store.base import split_key
 from jobs.store.handles import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
-
-if TYPE_CHECKING:
-    from jobs.export.destination import Destination
 
 _BUFFER_BYTES = 1 << 20
 #: Text of manifests shrinks little more at higher levels, and these take most of an export's time.
 _GZIP_LEVEL = 3
 _SORT_BYTES = 32 << 20
+AGAIN = "Move it away; the next export writes the dataset again."
 
 
 @contextmanager
@@ -77,12 +82,31 @@ def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
+@contextmanager
+def path_errors(path: Path) -> Generator[None, None, None]:
+    """Turns `OSError` into `output_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise output_error(path, error) from error
+
+
 def output_error(path: Path, error: OSError) -> NightjarError:
     """The error for a file of an export that cannot be written."""
     reason = error.strerror or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again.")
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"{reason}: {str(path)!r} cannot be written.", "Export to another path.")
+    return invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.")
+
+
+def invalid(message: str, advice: str) -> ConfigError:
+    """The error of an export that cannot be made as it was asked for."""
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON for people too."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 class _Stamp(msgspec.Struct, frozen=True):
@@ -115,11 +139,8 @@ def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) 
     after, before = sha256_of(new), sha256_of(path) if os.path.lexists(path) else None
     own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
     if before not in (None, after) and not own:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"{str(path)!r} is another file, or was changed after it was exported.",
-            "Move it away; the next export writes it again.",
-        )
+        message = f"{str(path)!r} is another file, or was changed after it was exported."
+        raise invalid(message, "Move it away; the next export writes it again.")
     if before != after or stamp is None or (stamp.job, stamp.sha256) != (job_id, after):
         with output(str(beside)) as file:
             file.write(msgspec.json.encode(_Stamp(job_id, after, before)) + b"\n")
@@ -150,14 +171,15 @@ class PartFiles:
     def __init__(self, destination: Destination, names: AudioNames | None = None) -> None:
         self.destination = destination
         self._names = names
-        self._open: dict[str, tuple[Path, BufferedWriter[FileIO]]] = {}
-        self._whole: dict[str, tuple[Path, WrittenFile]] = {}
+        self._paths: dict[str, Path] = {}
+        self._open: dict[str, BufferedWriter[FileIO]] = {}
+        self._written: list[WrittenFile] = []
 
     def __enter__(self) -> PartFiles:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for _, file in self._open.values():
+        for file in self._open.values():
             # Closed below its buffer: what is not published need not be written, and a full disk would raise again.
             file.raw.close()
         if isinstance(error, OSError):
@@ -174,19 +196,17 @@ class PartFiles:
 
     def open(self, name: str) -> IO[bytes]:
         """A new file with a name relative to the destination. Raises `OSError`, as the file does."""
-        path = self._scratch_path()
-        file = BufferedWriter(FileIO(path, "w"), _BUFFER_BYTES)
-        self._open[name] = path, file
+        file = self._open[name] = BufferedWriter(FileIO(self._scratch_path(name), "w"), _BUFFER_BYTES)
         return file
 
     def add(self, name: str, data: bytes) -> None:
         """A whole small file, which is closed at once: a part can have more of them than a process can open. Raises `OSError`."""
-        path = self._scratch_path()
-        path.write_bytes(data)
-        self._whole[name] = path, WrittenFile(name, len(data), hashlib.sha256(data).hexdigest())
+        self._scratch_path(name).write_bytes(data)
+        self._written.append(WrittenFile(name, len(data), hashlib.sha256(data).hexdigest()))
 
-    def _scratch_path(self) -> Path:
-        return self.destination.scratch / f"{len(self._open) + len(self._whole):06d}"
+    def _scratch_path(self, name: str) -> Path:
+        path = self._paths[name] = self.destination.scratch / f"{len(self._paths):06d}"
+        return path
 
     @contextmanager
     def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
@@ -200,31 +220,29 @@ class PartFiles:
         path.mkdir(exist_ok=True)
         return SortedLines(path)
 
-    def finish(self) -> list[WrittenFile]:
-        """Writes every file to the disk, with its hash, and closes it. None has its name yet. Raises `OSError`."""
-        written = [file for _, file in self._whole.values()]
+    def publish(self, record: str) -> list[WrittenFile]:
+        """Writes every file to the disk, lists all of them under the name `record`, and moves them to their names.
+
+        Raises `OSError`, and as `Destination.publish`.
+        """
+        written = self._written
         if written:
-            self._sync_whole()
-        for name, (path, file) in self._open.items():
+            # One call for all of them.
+            folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                sync_file_system(folder)
+            finally:
+                os.close(folder)
+        for name, file in self._open.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
+            path = self._paths[name]
             written.append(WrittenFile(name, path.stat().st_size, sha256_of(path)))
-        return written
-
-    def publish(self, written: list[WrittenFile]) -> None:
-        """Moves the finished files to their names. Raises as `Destination.publish`."""
+        self.destination.write_record(record, written)
         for file in written:
-            path = (self._whole if file.name in self._whole else self._open)[file.name][0]
-            self.destination.publish(file.name, path, file.sha256)
-
-    def _sync_whole(self) -> None:
-        """Writes the files of `add` to the disk, with one call for all of them."""
-        folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            sync_file_system(folder)
-        finally:
-            os.close(folder)
+            self.destination.publish(file.name, self._paths[file.name], file.sha256)
+        return written
 
 
 class SortedLines:
@@ -256,3 +274,208 @@ class SortedLines:
             file.writelines(self._lines)
         self._runs.append(path)
         self._lines, self._bytes = [], 0
+
+
+#: Subfolder of the records of an export that is not complete.
+RECORDS = "_export"
+#: In there: what the export is. It is the first record written, and the last removed.
+PLAN = f"{RECORDS}/plan.json"
+#: Written last: what the complete export is.
+END = "export.json"
+#: In the scratch folder: a record that is being written. Before the first record nothing else is there.
+RECORD = "record"
+
+
+class Destination:
+    """The files of a dataset by their relative names. Methods raise `config.invalid` or `store.*`."""
+
+    #: Whether everything there has to belong to the export: a folder, where files can be overwritten.
+    exclusive: ClassVar[bool]
+
+    def __init__(self, address: str, scratch: Path) -> None:
+        #: Absolute path, or `s3://` address.
+        self.address = address
+        #: Local folder for unfinished files.
+        self.scratch = scratch
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Name -> bytes of all files, records included; with `below`, such as `_export/`, of those in that subfolder."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file, or None."""
+        raise NotImplementedError
+
+    def sha256(self, name: str) -> str | None:
+        """Hex SHA-256 of a file, or None."""
+        raise NotImplementedError
+
+    def publish(self, name: str, path: Path, sha256: str) -> None:
+        """Moves a finished local file there."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> None:
+        """Removes a file; a missing one is no error."""
+        raise NotImplementedError
+
+    def write_record(self, name: str, value: object) -> None:
+        """Writes a small JSON file."""
+        path, data = self.scratch / RECORD, json_bytes(value)
+        try:
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise output_error(path, error) from error
+        self.publish(name, path, hashlib.sha256(data).hexdigest())
+
+    def listed(self, record: str) -> list[WrittenFile] | None:
+        """The files that a record lists. Raises `config.invalid` for a file that is no record of an export."""
+        data = self.read(record)
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=list[WrittenFile])
+        except ValueError:
+            raise invalid(f"{self.address!r} holds {record!r}, which no export wrote.", AGAIN) from None
+
+    def lists(self) -> list[str]:
+        """The records that list files."""
+        return [name for name in self.sizes(f"{RECORDS}/") if name.endswith(".json") and name != PLAN]
+
+    def remove_records(self) -> None:
+        """Removes the records of an export, that which makes it one last."""
+        for name in (*self.lists(), PLAN):
+            self.remove(name)
+
+
+class FolderDestination(Destination):
+    """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that publishing them is a rename."""
+
+    exclusive = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), folder / RECORDS / "scratch")
+        self._folder = folder
+
+    def begin(self) -> None:
+        """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that belongs to no export."""
+        with path_errors(self.scratch):
+            left = {path.name for path in self.scratch.glob("*")}
+            if any(not name.startswith(RECORD) for name in left) and not any((self._folder / name).exists() for name in (PLAN, END)):
+                raise invalid(f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder.")
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir(parents=True)
+
+    def end(self) -> None:
+        """Removes the scratch folder."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        with suppress(OSError):
+            # Not empty where the export was stopped.
+            self.scratch.parent.rmdir()
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """A symbolic link counts as a file, wherever it points."""
+        found: dict[str, int] = {}
+        with path_errors(self._folder):
+            for folder, folders, files in os.walk(self._folder / below, onerror=_raise):
+                here = Path(folder)
+                links = [name for name in folders if (here / name).is_symlink()]
+                folders[:] = [name for name in folders if here / name != self.scratch]
+                found |= {str((here / name).relative_to(self._folder)): (here / name).lstat().st_size for name in (*files, *links)}
+        return found
+
+    def read(self, name: str) -> bytes | None:
+        path = self._path(name)
+        with path_errors(path):
+            return path.read_bytes() if path.exists() else None
+
+    def sha256(self, name: str) -> str | None:
+        path = self._path(name)
+        with path_errors(path):
+            return sha256_of(path) if path.exists() else None
+
+    def publish(self, name: str, path: Path, sha256: str) -> None:
+        target = self._path(name)
+        with path_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o644)
+            path.replace(target)
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        with path_errors(path):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            # Usually not empty.
+            for folder in [folder for folder in path.parents if folder.is_relative_to(self._folder) and folder != self._folder]:
+                folder.rmdir()
+
+    def _path(self, name: str) -> Path:
+        """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in the folder."""
+        return self._folder.joinpath(*split_key(name))
+
+
+class BucketDestination(Destination):
+    """A prefix of a bucket. Its objects are written once, so another export needs another prefix; other objects do not matter."""
+
+    exclusive = False
+
+    def __init__(self, store: ObjectStore, scratch: Path) -> None:
+        super().__init__(store.url, scratch)
+        self._store = store
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        return {info.key: info.bytes for info in self._store.list(below)}
+
+    def read(self, name: str) -> bytes | None:
+        return self._store.get(name) if self._store.head(name) is not None else None
+
+    def sha256(self, name: str) -> str | None:
+        info = self._store.head(name)
+        return None if info is None else info.sha256
+
+    def publish(self, name: str, path: Path, sha256: str) -> None:
+        result = self._store.put_file(name, path)
+        if not result.created and result.info.sha256 != sha256:
+            message = f"{self._store.uri(name)} exists with other content."
+            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")
+        path.unlink()
+
+    def remove(self, name: str) -> None:
+        self._store.delete(name)
+
+
+@contextmanager
+def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, None, None]:
+    """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to it."""
+    if is_remote(to):
+        with tempfile.TemporaryDirectory(prefix="nightjar-export-") as scratch:
+            yield BucketDestination(open_store(to, s3), Path(scratch))
+        return
+    folder = Path(to).absolute()
+    with path_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    destination = FolderDestination(folder)
+    try:
+        # Also a file system without locks fails here.
+        with path_errors(folder):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise invalid(
+                    f"Another export is writing to {str(folder)!r}.", "Wait until it ends, or export to another folder."
+                ) from None
+        destination.begin()
+        try:
+            yield destination
+        finally:
+            destination.end()
+    finally:
+        os.close(handle)
+
+
+def _raise(error: OSError) -> None:
+    raise error

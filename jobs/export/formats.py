@@ -1,6 +1,6 @@
 """The export formats: what each one declares, and where it is found.
 
-A format is one `ExportFormat` object in a module of its own, with one line in `BUILT_IN`. Another package adds a format through the
+A format is one `ExportFormat` object, with one line in `BUILT_IN`. Another package adds a format through the
 entry point group `nightjar.exports`:
 
     [project.entry-points."nightjar.exports"]
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.export.files import invalid
 from jobs.formatting import is_address
 from jobs.store import is_remote
 from pipelines.audio_format import AUDIO_FORMATS
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "nightjar.exports"
 #: Name of a format -> the object that declares it, written as the value of an entry point.
 BUILT_IN: dict[str, str] = {
-    "espnet": "jobs.export.espnet:ESPNET",
+    "espnet": "jobs.export.line_formats:ESPNET",
     "manifest": "jobs.export.manifest:MANIFEST",
-    "nemo": "jobs.export.nemo:NEMO",
-    "openai-batch": "jobs.export.openai_batch:OPENAI_BATCH",
-    "openai-batch-errors": "jobs.export.openai_batch:OPENAI_BATCH_ERRORS",
-    "espnet-dataset": "jobs.export.espnet:ESPNET_DATASET",
-    "kaldi": "jobs.export.kaldi:KALDI",
-    "lhotse": "jobs.export.lhotse:LHOTSE",
-    "shar": "jobs.export.lhotse:SHAR",
-    "webdataset": "jobs.export.webdataset:WEBDATASET",
-    "parquet": "jobs.export.parquet:PARQUET",
-    "audiofolder": "jobs.export.audiofolder:AUDIOFOLDER",
-    "ljspeech": "jobs.export.ljspeech:LJSPEECH",
+    "nemo": "jobs.export.line_formats:NEMO",
+    "openai-batch": "jobs.export.line_formats:OPENAI_BATCH",
+    "openai-batch-errors": "jobs.export.line_formats:OPENAI_BATCH_ERRORS",
+    "espnet-dataset": "jobs.export.folder_formats:ESPNET_DATASET",
+    "kaldi": "jobs.export.folder_formats:KALDI",
+    "lhotse": "jobs.export.folder_formats:LHOTSE",
+    "shar": "jobs.export.folder_formats:SHAR",
+    "webdataset": "jobs.export.folder_formats:WEBDATASET",
+    "parquet": "jobs.export.table_formats:PARQUET",
+    "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
+    "ljspeech": "jobs.export.folder_formats:LJSPEECH",
 }
 
 
@@ -115,10 +116,10 @@ class ExportFormat:
         `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the export makes of it.
         """
         if is_address(to) and not is_remote(to):
-            raise _invalid(f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX.")
+            raise invalid(f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX.")
         if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
             message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
-            raise _invalid(
+            raise invalid(
                 message,
                 "Name a folder for the audio with --audio-root, or use a format that contains the audio, such as webdataset or parquet.",
             )
@@ -127,19 +128,19 @@ class ExportFormat:
         made = (conversion and conversion.format) or stored
         if made not in self.audio_formats:
             message = f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}."
-            raise _invalid(message, f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.")
+            raise invalid(message, f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.")
         if self.one_file(splits):
             if splits is not None or is_remote(to):
-                raise _invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
+                raise invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
             return
         if to in ("", "-"):
-            raise _invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
+            raise invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
         if self.local_folder and is_remote(to):
-            raise _invalid(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
+            raise invalid(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
         if self.embeds_audio and audio_root is not None:
-            raise _invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
+            raise invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
         if self.local_audio and audio_root is None and is_remote(store_url):
-            raise _invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
+            raise invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
 
     def check_library(self) -> None:
         """Raises `config.missing_library` where a library that writing needs is not installed."""
@@ -153,10 +154,10 @@ class ExportFormat:
     def _check_conversion(self, audio_root: Path | None) -> None:
         """Raises `config.invalid` where the export writes no audio that could be converted."""
         if self.failure_line is not None or not (self.names_audio or self.embeds_audio):
-            raise _invalid(f"The format {self.name} has no audio of its own.", "Leave --audio-format and --sample-rate out.")
+            raise invalid(f"The format {self.name} has no audio of its own.", "Leave --audio-format and --sample-rate out.")
         if not self.embeds_audio and audio_root is None:
             message = f"The format {self.name} names the audio of the store, which stays as it is."
-            raise _invalid(message, "Name a folder for converted copies with --audio-root.")
+            raise invalid(message, "Name a folder for converted copies with --audio-root.")
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """The lines of a format of lines, each with the number of its items."""
@@ -196,7 +197,7 @@ def find_format(name: str) -> ExportFormat:
         if not isinstance(found, ExportFormat) or found.name != name:
             raise _broken(entry, f"is no ExportFormat with the name {name!r}")
         return found
-    raise _invalid(f"The format {name[:40]!r} is unknown.", f"Use one of: {', '.join(format_names())}.")
+    raise invalid(f"The format {name[:40]!r} is unknown.", f"Use one of: {', '.join(format_names())}.")
 
 
 def describe_formats() -> str:
@@ -216,7 +217,3 @@ def describe_formats() -> str:
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:
     message = f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}."
     return ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install what it needs, or uninstall the package that registers it.")
-
-
-def _invalid(message: str, advice: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -14,9 +14,9 @@ from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
-from jobs.shard_file import RawLine, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
-from jobs.turns import Triple, reference_places
+from jobs.turns import reference_places
 from jobs.voices import is_stored
 from jobs.where import Where
 from pipelines.request import Generation, SpokenRole
@@ -94,30 +94,53 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     instruct: str | None
 
 
-def item_metadata(job: Job, item: AudioItem) -> ItemMetadata:
+def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     """The metadata of an item, from its line and the job's defaults."""
-    dialogue = _decode(item.dialogue)
-    index = spoken_index(job, item, dialogue.messages)
-    generation = generation_of(job, dialogue, index)
+    dialogue, index = _decode(item.dialogue), item.message_index
+    generation = _generation_of(job, dialogue, index)
     role: SpokenRole = "assistant"
     if index is None:
         text, recordings = spoken_text(dialogue.typed_messages()), None
     else:
         role = cast("SpokenRole", dialogue.messages[index][0])
         text, recordings = dialogue.messages[index][2].strip(), reference_places(dialogue.messages, index)
-    speaker = _speaker(job, item, generation.voice, recordings)
+    speaker = _speaker(job, item.references, generation.voice, recordings)
     return ItemMetadata(text, role, index, speaker, generation.voice, generation.language, generation.instruct)
 
 
-def origin(job: Job, item: AudioItem, known: ItemMetadata) -> dict[str, Any]:
-    """How an item was made and what was measured of it, with the names that every format has for it.
+#: How an item was made and what was measured of it. A job without checks has no `draw`, `scores` and `transcript`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
 
-    A job without checks has no `draw`, `scores` and `transcript`.
-    """
-    made = {"seed": item.artifact.seed, "model": job.spec.model, "voice": known.voice}
-    if job.spec.quality is None:
-        return made
-    return {**made, "draw": None if item.draw is None else item.draw.draw, "scores": item.scores, "transcript": item.transcript}
+
+def facts(job: Job, item: AudioItem) -> dict[str, Any]:
+    """Everything that formats say of an item, by the names that all of them have for it."""
+    known, artifact = item_metadata(job, item), item.artifact
+    about = {
+        "example_id": item.example_id,
+        "index": artifact.index,
+        "text": known.text,
+        "role": known.role,
+        "message_index": known.message_index,
+        "speaker": known.speaker,
+        "language": known.language,
+        "sample_rate": artifact.sample_rate,
+        "samples": artifact.samples,
+        "duration": round(item.seconds, 6),
+        "sha256": artifact.sha256,
+        "spec_sha": job.spec_sha,
+        "seed": artifact.seed,
+        "model": job.spec.model,
+        "voice": known.voice,
+    }
+    if job.spec.quality is not None:
+        draw = None if item.draw is None else item.draw.draw
+        about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    return about
+
+
+def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the names that an item has, in their order."""
+    return {name: about[name] for name in names if name in about}
 
 
 def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
@@ -134,7 +157,7 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 
-def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
+def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
     """The settings that the line and the job give to the spoken message at `index`, or to the answer to the whole dialogue."""
     defaults, own = job.spec.generation, dialogue.generation or Generation()
     if index is None:
@@ -148,18 +171,6 @@ def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation
     return generation
 
 
-def spoken_index(job: Job, item: AudioItem | RawLine, messages: Sequence[Triple]) -> int | None:
-    """The index of the message that the audio of an item says; None: it answers the whole dialogue.
-
-    In a job from before turns could be chosen it is the only text of the user, unless the model wrote its own.
-    """
-    if item.message_index is not None or job.spec.speak is not msgspec.UNSET:
-        return item.message_index
-    texts = [index for index, message in enumerate(messages) if message[0] == "user" and message[1] == "text"]
-    wrote = isinstance(item, AudioItem) and item.text_out is not None
-    return texts[0] if len(texts) == 1 and not wrote else None
-
-
 def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow, Artifact | None]]:
     """Each item, in index order, with its audio if it is exported. `whole`: only with all other items of its dialogue."""
     for _, dialogue in groupby(rows, key=lambda row: row.example_id) if whole else ((None, [row]) for row in rows):
@@ -168,69 +179,56 @@ def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow,
         yield from zip(items, audio if None not in audio else [None] * len(items), strict=True)
 
 
-class AudioItems:
-    """Iterates once over the items of a job that have audio, in index order, with the lines of one shard in memory at a time.
+def audio_items(
+    ledger: Ledger,
+    store: ObjectStore,
+    job_id: str,
+    *,
+    after: int = -1,
+    last: int | None = None,
+    wanted: Callable[[str], bool] = lambda _: True,
+    whole: bool = False,
+    names: tuple[str, ...] | None = None,
+    where: Where | None = None,
+    dialogues: bool = False,
+    members: bytes | None = None,
+) -> Iterator[AudioItem]:
+    """The items of a job that have audio, in index order, with the lines of one shard in memory at a time.
 
-    Indexes are above `after` and up to `last`, and `wanted` chooses by example id; other items are not counted. `whole`: a
-    dialogue is left out unless all its spoken turns have audio. `names`: those of the scores, where they are known. `where`: only
-    items that match it, with `dialogues` together with the others of their dialogues. `members`: only these, see `plan.Plan`.
+    Indexes are above `after` and up to `last`, and `wanted` chooses by example id. `whole`: a dialogue is left out unless all its
+    spoken turns have audio. `names`: those of the scores, where they are known. `where`: only items that match it, with `dialogues`
+    together with the others of their dialogues. `members`: only these, see `plan.Plan`.
     """
+    job = ledger.job(job_id)
+    rows = exported(ledger.items(job_id, after=after, where=where, dialogues=dialogues), whole=whole)
+    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), _Texts(ledger, store, job_id)
+    names = score_names(ledger, job) if names is None else names
+    while page := list(islice(rows, _PAGE_ITEMS)):
+        kept = _kept_draws(ledger, job, [row.index for row, artifact in page if artifact is not None])
+        for row, artifact in page:
+            if last is not None and row.index > last:
+                return
+            if artifact is None or not wanted(row.example_id) or (members is not None and not is_member(members, row.index)):
+                continue
+            line = lines.of(row)
+            yield AudioItem(
+                example_id=row.example_id,
+                id=row.id,
+                artifact=artifact,
+                dialogue=line.dialogue,
+                message_index=line.message_index,
+                references=line.references,
+                text_out=texts.of(row),
+                draw=kept.get(row.index),
+                score_names=names,
+            )
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: ObjectStore,
-        job_id: str,
-        *,
-        after: int = -1,
-        last: int | None = None,
-        wanted: Callable[[str], bool] = lambda _: True,
-        whole: bool = False,
-        names: tuple[str, ...] | None = None,
-        where: Where | None = None,
-        dialogues: bool = False,
-        members: bytes | None = None,
-    ) -> None:
-        self._ledger = ledger
-        self._job = ledger.job(job_id)
-        self._rows = exported(ledger.items(job_id, after=after, where=where, dialogues=dialogues), whole=whole)
-        self._members = members
-        self._lines = _ShardLines(ledger, store, job_id)
-        self._score_names = score_names(ledger, self._job) if names is None else names
-        self._last = last
-        self._wanted = wanted
-        #: Items so far that have no audio, or are left out with one that has none.
-        self.left_out = 0
 
-    def __iter__(self) -> Iterator[AudioItem]:
-        while page := list(islice(self._rows, _PAGE_ITEMS)):
-            kept = self._kept_draws([row.index for row, artifact in page if artifact is not None])
-            for row, artifact in page:
-                if self._last is not None and row.index > self._last:
-                    return
-                if not self._wanted(row.example_id) or (self._members is not None and not is_member(self._members, row.index)):
-                    continue
-                if artifact is None:
-                    self.left_out += 1
-                    continue
-                line = self._lines.of(row)
-                yield AudioItem(
-                    example_id=row.example_id,
-                    id=row.id,
-                    artifact=artifact,
-                    dialogue=line.dialogue,
-                    message_index=line.message_index,
-                    references=line.references,
-                    text_out=self._lines.text_of(row),
-                    draw=kept.get(row.index),
-                    score_names=self._score_names,
-                )
-
-    def _kept_draws(self, indexes: Sequence[int]) -> dict[int, Draw]:
-        """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs have theirs."""
-        if self._job.spec.quality is None:
-            return {}
-        return {row.index: row.draw for row in self._ledger.draws_of(self._job.id, indexes) if row.draw.kept}
+def _kept_draws(ledger: Ledger, job: Job, indexes: Sequence[int]) -> dict[int, Draw]:
+    """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs have theirs."""
+    if job.spec.quality is None:
+        return {}
+    return {row.index: row.draw for row in ledger.draws_of(job.id, indexes) if row.draw.kept}
 
 
 def is_member(members: bytes, index: int) -> bool:
@@ -240,50 +238,38 @@ def is_member(members: bytes, index: int) -> bool:
 
 def text_answers(ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None) -> Iterator[tuple[msgspec.Raw, str]]:
     """The lines of items whose answer is text alone, each with that text, in index order."""
-    lines = _ShardLines(ledger, store, job_id)
-    for row in ledger.items(job_id, where=where) if lines.has_texts else ():
-        if row.state is ItemState.DONE and row.artifact is None and (text := lines.text_of(row)) is not None:
+    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), _Texts(ledger, store, job_id)
+    for row in ledger.items(job_id, where=where) if texts else ():
+        if row.state is ItemState.DONE and row.artifact is None and (text := texts.of(row)) is not None:
             yield lines.of(row).dialogue, text
 
 
-class _ShardLines:
-    """The lines of a job's items and the texts that its model wrote, looked up in index order; one shard's lines in memory."""
+class _Texts:
+    """The texts that the model of a job wrote, looked up in index order."""
 
     def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
-        self._store = store
         self._artifacts = ArtifactReader(store)
-        self._inputs = ledger.shard_inputs(job_id)
-        self._loaded = ("", "")
-        self._lines: dict[int, RawLine] = {}
         self._texts = ledger.artifact_facts(job_id, "text")
         self._next = next(self._texts, None)
 
-    @property
-    def has_texts(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether there are texts that have not been passed."""
         return self._next is not None
 
-    def of(self, row: ItemRow) -> RawLine:
-        """The line of an item."""
-        if self._inputs[row.shard_no] != self._loaded:
-            self._loaded = self._inputs[row.shard_no]
-            self._lines = {line.index: line for line in read_raw_shard(self._store, *self._loaded)}
-        return self._lines[row.index]
-
-    def text_of(self, row: ItemRow) -> str | None:
+    def of(self, row: ItemRow) -> str | None:
         """The text that the model wrote for an item, or None."""
         while self._next is not None and self._next.index < row.index:
             self._next = next(self._texts, None)
         return self._artifacts.read(self._next).decode() if self._next is not None and self._next.index == row.index else None
 
 
-def _speaker(job: Job, item: AudioItem, voice: str | None, recordings: Sequence[int] | None) -> str:
+def _speaker(job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None) -> str:
     """`recordings`: indexes of the messages whose voice it is; None: any."""
     if voice and voice.strip():
         return voice.strip()
-    references = [item.references[index] for index in sorted(item.references) if recordings is None or index in recordings]
-    if references:
-        return f"ref-{references[0].rpartition('/')[2][:16]}"
+    heard = [references[index] for index in sorted(references) if recordings is None or index in recordings]
+    if heard:
+        return f"ref-{heard[0].rpartition('/')[2][:16]}"
     return job.spec.model.rstrip("/").rpartition("/")[2]
 
 

@@ -1,43 +1,119 @@
-"""The format `manifest`: the lines of `jobs.manifest`, with what was measured of each item. The store's manifests are without that."""
+"""Manifests: one JSON line for each item with audio, in index order.
+
+Those of a job and of its shards are in the store beside the audio. Exports add what was measured of each item, also the format `manifest`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.dialogue import spoken_text
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, AudioItems, ItemMetadata, item_metadata, origin
-from jobs.ledger.records import Job
-from jobs.manifest import ManifestEntry, Spoken, entry, put_job_manifest
+from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, picked
+from jobs.layout import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
+from jobs.ledger.records import Artifact, Job, ShardAudio
+from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
+CONTENT_TYPE = "application/x-ndjson"
 
-def manifest_entry(job: Job, item: AudioItem, known: ItemMetadata) -> ManifestEntry:
-    """The line of an item in the store's manifest."""
-    if job.spec.speak is msgspec.UNSET:
-        # Its workers' manifests say no more, and one item has one line.
-        return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text))
-    return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text, known.role, known.message_index))
+
+class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a manifest in the store."""
+
+    example_id: str
+    index: int
+    #: Key of the audio in the store; in a pack: the name of the member.
+    key: str
+    sha256: str
+    bytes: int
+    sample_rate: int
+    samples: int
+    #: Seconds.
+    duration: float
+    seed: int
+    spec_sha: str
+    #: The requested text.
+    text: str
+    #: Whose turn it is: `user` or `assistant`.
+    role: str
+    #: Index of the spoken message in the dialogue; None: the audio answers the whole of it.
+    message_index: int | None = None
+    #: Key of the pack whose member the audio is, and where its bytes begin in it; left out where it is an object of its own.
+    pack: str | None = None
+    pack_offset: int | None = None
+
+
+_OF_THE_ARTIFACT = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
+
+
+def _entry(job: Job, example_id: str, artifact: Artifact | ShardAudio, *, text: str, role: str, message_index: int | None) -> ManifestEntry:
+    """The line of an audio artifact."""
+    known = {name: getattr(artifact, name) for name in _OF_THE_ARTIFACT}
+    seconds = round(artifact.samples / artifact.sample_rate, 6)
+    return ManifestEntry(
+        example_id=example_id, duration=seconds, spec_sha=job.spec_sha, text=text, role=role, message_index=message_index, **known
+    )
+
+
+def _item_entry(job: Job, item: AudioItem, about: Mapping[str, Any]) -> ManifestEntry:
+    return _entry(job, item.example_id, item.artifact, **picked(about, "text", "role", "message_index"))
+
+
+def _line_entry(job: Job, audio: ShardAudio, line: ShardLine) -> ManifestEntry:
+    index = None if line.role is None else line.message_index
+    return _entry(job, audio.example_id, audio, text=spoken_text(line.messages), role=line.role or "assistant", message_index=index)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
-    """One line of JSON; `key` names the audio in the store, so `where` is not used."""
-    known = item_metadata(job, item)
-    line: dict[str, Any] = msgspec.to_builtins(manifest_entry(job, item, known))
-    return msgspec.json.encode(line | origin(job, item, known)) + b"\n"
+    """One line of JSON of an export; `key` names the audio in the store, so `where` is not used."""
+    about = facts(job, item)
+    line: dict[str, Any] = msgspec.to_builtins(_item_entry(job, item, about))
+    return msgspec.json.encode(line | picked(about, *ORIGIN)) + b"\n"
 
 
 MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line, names_audio=False)
 
 
+def put_shard_manifest(
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[ShardAudio], lines: Iterable[ShardLine]
+) -> tuple[str, str]:
+    """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which the ledger may name now."""
+    spoken = {line.index: line for line in lines}
+    data = b"".join(msgspec.json.encode(_line_entry(job, audio, spoken[audio.index])) + b"\n" for audio in items)
+    info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, CONTENT_TYPE).info
+    store.sync()
+    return info.key, info.sha256
+
+
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
-    """Writes the manifest of a job into its store, see `jobs.manifest.put_job_manifest`; the ledger notes it if the job has ended."""
-    job = ledger.job(job_id)
-    info = put_job_manifest(store, job, (manifest_entry(job, item, item_metadata(job, item)) for item in AudioItems(ledger, store, job_id)))
+    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number if the content has changed. The ledger
+    notes it if the job has ended."""
+    job, digest = ledger.job(job_id), hashlib.sha256()
+    # A file without a name: a process that is killed leaves none behind.
+    with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
+        for item in audio_items(ledger, store, job_id):
+            line = msgspec.json.encode(_item_entry(job, item, facts(job, item))) + b"\n"
+            digest.update(line)
+            file.write(line)
+        file.seek(0)
+        number = 1
+        while True:
+            key = numbered_key(job_manifest_key(job.id), number)
+            result = store.put_file(key, Path(f"/dev/fd/{file.fileno()}"), content_type=CONTENT_TYPE)
+            if result.created or result.info.sha256 == digest.hexdigest():
+                break
+            number += 1
+    store.sync()
     if job.state.final:
         ledger.note_manifest(job)
-    return info
+    return result.info

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from jobs.export.files import invalid
 from jobs.export.items import exported
 from jobs.ledger.records import ItemRow, Job
 from jobs.where import FilteredOut, Where
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -67,18 +68,14 @@ def _share(name: str, share: str) -> Fraction:
     try:
         value = Fraction(share)
     except (ValueError, ZeroDivisionError):
-        raise _bad(f"The split {name} has the share {share[:40]!r}.") from None
+        value = Fraction()
     if not 0 < value <= 1:
-        raise _bad(f"The split {name} has the share {share[:40]}.")
+        raise _bad(f"The split {name} has the share {share[:40]!r}.")
     return value
 
 
 def _bad(message: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID,
-        message,
-        "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
-    )
+    return invalid(message, "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.")
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -122,58 +119,41 @@ class LeftOut(msgspec.Struct, frozen=True):
         return ", ".join(parts)
 
 
-def left_out(ledger: Ledger, job: Job, where: Where | None, without_audio: int, items: int, *, dialogues: bool) -> LeftOut:
-    """What an export of `items` items leaves out of a job. `without_audio`: as they were counted, where there is no filter."""
-    status, filtered = ledger.status(job.id), ()
-    if where is not None:
-        filtered = tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-        # Items of a job that runs may have got their audio since they were passed.
-        without_audio = max(0, status.items.total - items - sum(out.items for out in filtered))
+def left_out(ledger: Ledger, job: Job, where: Where | None, items: int, *, dialogues: bool) -> LeftOut:
+    """What an export of `items` items leaves out of a job."""
+    status = ledger.status(job.id).items
+    filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
+    # Items of a job that runs may have got their audio since they were passed.
+    without_audio = max(0, status.total - items - sum(out.items for out in filtered))
     running = not job.state.final
-    return LeftOut(without_audio, filtered, min(status.items.pending, without_audio) if running else 0, running)
+    return LeftOut(without_audio, filtered, min(status.pending, without_audio) if running else 0, running)
 
 
 class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: Why items of the job are not exported.
-    reasons: LeftOut
     #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same one.
     digest: str
     #: Of a job that runs: a bit for each index, set for those that are exported. Others may get their audio while they are written.
     members: bytes | None = None
+    #: Why items of the job are not exported.
+    reasons: LeftOut = LeftOut()
 
     @property
     def items(self) -> int:
         return sum(part.items for part in self.parts)
 
-    @property
-    def left_out(self) -> int:
-        """Items of the job that are not exported."""
-        return self.reasons.items
 
-
-def make_plan(
-    rows: Iterable[ItemRow],
-    splits: Splits,
-    part_bytes: int | None,
-    *,
-    whole: bool = False,
-    running: bool = False,
-    count: Callable[[int, int], LeftOut] = lambda without_audio, _: LeftOut(without_audio),
-) -> Plan:
+def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False, running: bool = False) -> Plan:
     """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split.
 
     `whole`: a dialogue is left out unless all its spoken turns have audio. `running`: other items may get their audio from now on.
-    `count` says what is left out, given the number of rows without audio and of items that are exported.
     """
     parts: dict[str, list[Part]] = {name: [] for name in splits.names}
     digest, members = hashlib.sha256(), bytearray()
-    without_audio = 0
     for row, artifact in exported(rows, whole=whole):
         if artifact is None:
-            without_audio += 1
             continue
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         if running:
@@ -187,5 +167,4 @@ def make_plan(
             part = own[-1]
             own[-1] = msgspec.structs.replace(part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes)
     counted = [msgspec.structs.replace(part, of=len(own)) for own in parts.values() for part in own]
-    found = count(without_audio, sum(part.items for part in counted))
-    return Plan(tuple(counted), found, digest.hexdigest(), bytes(members) if running else None)
+    return Plan(tuple(counted), digest.hexdigest(), bytes(members) if running else None)

@@ -1,27 +1,24 @@
-"""Numbers as the geometry of charts: histograms and lines over time. The page's template draws them as SVG."""
+"""Numbers as the geometry of charts: histograms and lines over time. The page's template draws all of them in one way, as SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 190
 #: Room for the labels of the axes.
 LEFT, BOTTOM, TOP, RIGHT = 52, 34, 10, 24
 MAX_BARS = 24
+#: (pixels from the left or from the top, label)
+Tick = tuple[float, str]
+Points = Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A label on an axis; `at` in pixels from the left or from the top."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """One bar in pixels, with what it says."""
 
     x: float
@@ -32,45 +29,29 @@ class Bar:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often values fall in equal steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """What is drawn: bars, or lines; and the same as a sentence and as a table."""
 
     key: str
     title: str
     unit: str
-    bars: Sequence[Bar]
-    x_ticks: Sequence[Tick]
-    y_ticks: Sequence[Tick]
-    count: int
-    low: float
-    median: float
-    high: float
-    #: Where the median is, in pixels from the left.
-    median_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A value over time, and where there is one a second line to compare it with."""
-
-    key: str
-    title: str
-    unit: str
-    #: `points` of an SVG polyline.
-    points: str
-    other: str
-    x_ticks: Sequence[Tick]
-    y_ticks: Sequence[Tick]
-    #: (time, value) for the table under the chart.
-    rows: Sequence[tuple[str, str]]
     summary: str
-    names: tuple[str, str] = ("", "")
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    #: Headings and rows of the table under the chart.
+    heads: tuple[str, str]
+    rows: Sequence[tuple[str, object]]
+    bars: Sequence[Bar] = ()
+    #: Where the median is, in pixels from the left.
+    median_at: float | None = None
+    #: Name -> `points` of an SVG polyline.
+    lines: Mapping[str, str] | None = None
 
 
-def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Histogram | None:
-    """The histogram of values that are numbers; None without any."""
-    known = sorted(value for value in values if math.isfinite(value))
+def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart | None:
+    """How often values fall in equal steps; None without a value that is a number."""
+    known = sorted(filter(math.isfinite, values))
     if not known:
         return None
     low, high = known[0], known[-1]
@@ -78,56 +59,59 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Histo
         low, high = low - max(0.5, abs(low) * 0.1), high + max(0.5, abs(high) * 0.1)
     step = nice_step((high - low) / min(MAX_BARS, max(6, round(math.sqrt(len(known))))))
     first = math.floor(low / step + 1e-9)
-    bars = max(1, math.ceil(high / step - 1e-9) - first)
-    counts = [0] * bars
-    for value in known:
-        counts[min(bars - 1, max(0, int((value / step) - first + 1e-9)))] += 1
-    y_ticks, top = _y_axis(max(counts), whole=True)
-    width = (WIDTH - LEFT - RIGHT) / bars
-    room = HEIGHT - TOP - BOTTOM
-    drawn = [
+    steps = max(1, math.ceil(high / step - 1e-9) - first)
+    counts = Counter(min(steps - 1, max(0, int(value / step - first + 1e-9))) for value in known)
+    y, y_ticks = _y_axis(max(counts.values()), whole=True)
+    width = (WIDTH - LEFT - RIGHT) / steps
+    bars = [
         Bar(
-            x=LEFT + index * width,
-            y=TOP + room * (1 - count / top),
-            width=max(1.0, width - 1),
-            height=room * count / top,
-            label=f"{number((first + index) * step)} to {number((first + index + 1) * step)}{_spaced(unit)}",
-            count=count,
+            LEFT + index * width,
+            y(counts[index]),
+            max(1.0, width - 1),
+            y(0) - y(counts[index]),
+            f"{number((first + index) * step)} to {number((first + index + 1) * step)}{_spaced(unit)}",
+            counts[index],
         )
-        for index, count in enumerate(counts)
+        for index in range(steps)
+        if counts[index]
     ]
-    every = max(1, math.ceil(bars / 7))
-    x_ticks = [Tick(LEFT + index * width, number((first + index) * step)) for index in range(0, bars + 1, every)]
-    middle = known[len(known) // 2] if len(known) % 2 else (known[len(known) // 2 - 1] + known[len(known) // 2]) / 2
-    at = LEFT + (middle / step - first) * width
-    return Histogram(key, title, unit, drawn, x_ticks, y_ticks, len(known), known[0], middle, known[-1], at)
+    median = statistics.median(known)
+    summary = f"{number(known[0])} to {number(known[-1])}, median {number(median)}{_spaced(unit)}, {len(known):,} items."
+    return Chart(
+        key=key,
+        title=title,
+        unit=unit,
+        summary=summary,
+        x_ticks=[(LEFT + at * width, number((first + at) * step)) for at in range(0, steps + 1, max(1, math.ceil(steps / 7)))],
+        y_ticks=y_ticks,
+        heads=("Range", "Items"),
+        rows=[(bar.label, bar.count) for bar in bars],
+        bars=bars,
+        median_at=LEFT + (median / step - first) * width,
+    )
 
 
-def lines(
-    key: str,
-    title: str,
-    unit: str,
-    points: Sequence[tuple[float, float]],
-    seconds: float,
-    summary: str,
-    other: Sequence[tuple[float, float]] = (),
-    names: tuple[str, str] = ("", ""),
-) -> Lines | None:
-    """A line through (seconds, value); None with fewer than two points."""
+def lines(key: str, title: str, unit: str, seconds: float, summary: str, series: Mapping[str, Points]) -> Chart | None:
+    """Named lines through (seconds, value), the first of which is the table's; None with fewer than two points."""
+    name, points = next(iter(series.items()))
     if len(points) < 2:
         return None
-    y_ticks, top = _y_axis(max(value for _, value in [*points, *other]) or 1.0, whole=False)
+    y, y_ticks = _y_axis(max(value for line in series.values() for _, value in line) or 1.0, whole=False)
     x_scale = (WIDTH - LEFT - RIGHT) / max(seconds, 1e-9)
-    room = HEIGHT - TOP - BOTTOM
-
-    def drawn(line: Sequence[tuple[float, float]]) -> str:
-        return " ".join(f"{LEFT + at * x_scale:.1f},{TOP + room * (1 - value / top):.1f}" for at, value in line)
-
-    step, unit_seconds, letter = _time_step(seconds)
-    x_ticks = [Tick(LEFT + at * step * x_scale, f"{number(at * step / unit_seconds)} {letter}") for at in range(int(seconds / step) + 1)]
-    every = max(1, len(points) // 12)
-    rows = [(f"{number(at / unit_seconds)} {letter}", f"{number(value)}{_spaced(unit)}") for at, value in points[::every]]
-    return Lines(key, title, unit, drawn(points), drawn(other), x_ticks, y_ticks, rows, summary, names)
+    # The largest unit of which there are two, and its sign.
+    size, sign = next(((size, sign) for size, sign in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s"))
+    step = nice_step(max(seconds, 1e-3) / size / 6) * size
+    return Chart(
+        key=key,
+        title=title,
+        unit=unit,
+        summary=summary,
+        x_ticks=[(LEFT + at * step * x_scale, f"{number(at * step / size)} {sign}") for at in range(int(seconds / step) + 1)],
+        y_ticks=y_ticks,
+        heads=("Time", name.capitalize() or title),
+        rows=[(f"{number(at / size)} {sign}", f"{number(value)}{_spaced(unit)}") for at, value in points[:: max(1, len(points) // 12)]],
+        lines={name: " ".join(f"{LEFT + at * x_scale:.1f},{y(value):.1f}" for at, value in line) for name, line in series.items()},
+    )
 
 
 def number(value: float) -> str:
@@ -147,19 +131,18 @@ def nice_step(step: float) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
-def _y_axis(highest: float, *, whole: bool) -> tuple[list[Tick], float]:
+def _y_axis(highest: float, *, whole: bool) -> tuple[Callable[[float], float], list[Tick]]:
+    """Pixels from the top for a value, and the labels of the axis."""
     step = nice_step(highest / 4)
     if whole:
         step = max(1.0, math.ceil(step))
     count = max(1, math.ceil(highest / step - 1e-9))
     room = HEIGHT - TOP - BOTTOM
-    return [Tick(TOP + room * (1 - index / count), number(index * step)) for index in range(count + 1)], count * step
 
+    def y(value: float) -> float:
+        return TOP + room * (1 - value / (count * step))
 
-def _time_step(seconds: float) -> tuple[float, float, str]:
-    """Seconds between labels, seconds of the unit they are in, and its sign."""
-    unit, letter = next(((size, sign) for size, sign in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s"))
-    return nice_step(max(seconds, 1e-3) / unit / 6) * unit, unit, letter
+    return y, [(y(index * step), number(index * step)) for index in range(count + 1)]
 
 
 def _spaced(unit: str) -> str:

@@ -51,10 +51,9 @@ class Picture:
 
 def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
     """The pictures of some speech. `samples`: float32 [samples], at least one."""
-    levels = _png(_spectrogram(samples, sample_rate))
     return Picture(
         wave=_wave(samples),
-        spectrogram="data:image/png;base64," + base64.b64encode(levels).decode(),
+        spectrogram=_data_address("image/png", _png(_spectrogram(samples, sample_rate))),
         seconds=len(samples) / sample_rate,
         peak_dbfs=_dbfs(float(np.abs(samples).max())),
         rms_dbfs=_dbfs(math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))),
@@ -96,13 +95,8 @@ def _mel_rows(size: int, sample_rate: int) -> list[tuple[int, int]]:
     return [(min(int(low), last), min(max(int(low) + 1, int(high)), last + 1)) for low, high in pairwise(edges)]
 
 
-def _palette() -> bytes:
-    points = np.linspace(0, len(_ANCHORS) - 1, _LEVELS)
-    channels = [np.interp(points, range(len(_ANCHORS)), [anchor[channel] for anchor in _ANCHORS]) for channel in range(3)]
-    return np.stack(channels, axis=1).round().astype(np.uint8).tobytes()
-
-
-_PALETTE = _palette()
+_CHANNELS = np.array(_ANCHORS).T
+_PALETTE = np.stack([np.interp(np.linspace(0, len(one) - 1, _LEVELS), range(len(one)), one) for one in _CHANNELS], axis=1)
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
@@ -111,7 +105,7 @@ def _png(levels: NDArray[np.uint8]) -> bytes:
     rows = np.concatenate([np.zeros((height, 1), np.uint8), levels], axis=1)
     parts = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        (b"PLTE", _PALETTE),
+        (b"PLTE", _PALETTE.round().astype(np.uint8).tobytes()),
         (b"IDAT", zlib.compress(rows.tobytes(), 9)),
         (b"IEND", b""),
     )
@@ -149,15 +143,12 @@ class Clips:
         self._root = None if embed else store.root
         self._folder = Path(os.path.abspath(page)).parent
         self._left = MAX_EMBEDDED_BYTES
-
-    @property
-    def linked(self) -> bool:
-        """Whether players read the store's files and not data in the page."""
-        return self._root is not None
+        #: Whether players read the store's files and not data in the page.
+        self.linked = self._root is not None
 
     def clip(self, artifact: Artifact) -> Clip:
         """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
-        link = None if self._root is None else _relative(self._root / artifact.key, self._folder)
+        link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, "too large to be drawn" if link else "too large to be embedded")
         try:
@@ -168,12 +159,12 @@ class Clips:
         if link is not None:
             return Clip(link, drawn)
         cut = samples[: int(CLIP_SECONDS * rate)]
-        source = "data:audio/flac;base64," + base64.b64encode(encode(cut, rate, "flac")).decode()
+        source = _data_address("audio/flac", encode(cut, rate, "flac"))
         if len(source) > self._left:
             return Clip(None, drawn, "no room for more embedded audio")
         self._left -= len(source)
         return Clip(source, drawn, f"the first {CLIP_SECONDS:g} s" if len(cut) < len(samples) else "")
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return quote(os.path.relpath(path, folder))
+def _data_address(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,26 +1,33 @@
-"""From a job to its report: what is measured, what is shown, and the file."""
+"""The report of a job: what is measured, what is shown, and the file."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
+
+import jinja2
 
 from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
 from jobs.ledger.location import STATE_FOLDER
-from jobs.ledger.records import ItemState, Job, RejectedLine
+from jobs.ledger.records import ItemState, Job
 from jobs.ledger.status import GAP_SECONDS, JobStatus
 from jobs.own_files import own_path
-from jobs.report.charts import Histogram, Lines, histogram, lines, number
-from jobs.report.clips import Clip, Clips
-from jobs.report.page import ErrorRow, Fact, Page, Row, render
-from jobs.report.sample import MAX_MEASURED, PACE, Sample, SampleItem, take_sample
+from jobs.report import charts, clips
+from jobs.report.charts import Chart, histogram, lines, number
+from jobs.report.clips import Clips
+from jobs.report.sample import MAX_MEASURED, PACE, Sample, take_sample
 from jobs.report.timeline import (
     BINS,
     MIN_BINS,
@@ -57,8 +64,8 @@ if TYPE_CHECKING:
 SHOWN_ITEMS = 60
 MAX_SHOWN_ITEMS = 500
 MAX_VOICES = 5
-_TEXT_CHARACTERS = 240
-_MESSAGE_CHARACTERS = 300
+#: Refused lines that are looked through for an example of a code.
+_EXAMPLE_LINES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,35 +112,39 @@ def write_report(
     """
     options = options or ReportOptions()
     status = ledger.status(job_id)
-    errors = ledger.error_counts(job_id)
-    sample = take_sample(ledger, store, status.job, min(options.items, MAX_SHOWN_ITEMS), errors)
+    job, errors = status.job, ledger.error_counts(job_id)
+    sample = take_sample(ledger, store, job, min(options.items, MAX_SHOWN_ITEMS), errors)
     # A player opens files, and what is in a pack is none.
-    clips = Clips(store, to, embed=options.embed or status.job.spec.pack is True)
+    sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
     line = _timeline(ledger, status)
-    checks = eta_checks(line) if line and status.job.state.final and line.spans >= MIN_FOR_ETA else []
-    page = Page(
-        job=status.job,
-        name=clean(status.job.name or _input_name(status.job) or f"Job {status.job.id}", 200),
-        input=clean(_input_name(status.job) or ("standard input" if status.job.input_uri == "-" else "records of a program"), 200),
-        model=clean(status.job.spec.model, 300),
-        voice=clean(_voice(status.job, sample), 200),
-        reason=clean(redact(status.job.state_reason), _MESSAGE_CHARACTERS),
-        state=status.job.state.value,
-        at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
-        facts=_facts(status, options.price_per_gpu_hour),
-        spans=line.spans if line else 0,
-        charts=_charts(line, checks) if line and line.spans >= MIN_SPANS else [],
-        eta_rows=_eta_rows(line, checks) if line else [],
-        histograms=_histograms(sample),
-        constant=[(clean(name, 60), number(values[0])) for name, values in sorted(sample.scores.items()) if _constant(values)],
-        errors=[_error_row(ledger, status, code, count) for code, count in errors.items()],
-        scores=sorted(name for name in sample.scores if name != PACE),
-        rows=[_row(rank, item, clips) for rank, item in enumerate(sample.items, 1)],
-        measured=sample.measured,
-        whole=sample.whole,
-        linked=clips.linked,
-        source=clean(redact(status.job.input_uri), 300),
-    )
+    checks = checkpoints(eta_checks(line), line.seconds) if line and job.state.final and line.spans >= MIN_FOR_ETA else []
+    page = {
+        "status": status,
+        "job": job,
+        "name": job.name or _input_name(job) or f"Job {job.id}",
+        "input": _input_name(job) or ("standard input" if job.input_uri == "-" else "records of a program"),
+        "voice": _voice(job, sample),
+        "at": utc(job.finished_at if job.state.final else status.now) or "",
+        "speed": {"rtfx": rtfx(status), "items": items_per_second(status)},
+        "times": {"elapsed": elapsed_seconds(status), "busy": busy_seconds(status), "gap": GAP_SECONDS},
+        "eta": {"left": eta_seconds(status), "error": eta_error_seconds(status)},
+        "cost": {
+            "price": options.price_per_gpu_hour,
+            "spent": cost(status, options.price_per_gpu_hour),
+            "ahead": cost_at_end(status, options.price_per_gpu_hour),
+        },
+        "spans": line.spans if line else 0,
+        "timeline": _charts(line, checks) if line and line.spans >= MIN_SPANS else [],
+        "checks": checks,
+        "histograms": _histograms(sample),
+        "constant": [(name, values[0]) for name, values in sorted(sample.scores.items()) if _constant(values)],
+        "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
+        "failures": status.items.failed + job.rejected_lines,
+        "scores": sorted(name for name in sample.scores if name != PACE),
+        "sample": sample,
+        "rows": ((item, None if item.artifact is None else sounds.clip(item.artifact)) for item in sample.items),
+        "linked": sounds.linked,
+    }
     size = 0
     with opened(str(to)) as file:
         for part in render(page):
@@ -141,6 +152,35 @@ def write_report(
             size += len(data)
             file.write(data)
     return ReportResult(os.path.abspath(to), size, len(sample.items), sample.measured)
+
+
+def render(page: Mapping[str, Any]) -> Iterable[str]:
+    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows only these."""
+    style, script = _asset("report.css"), _asset("report.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
+    )
+    return _template().generate(page, policy=policy, style=style, script=script, charts=charts, pictures=clips, PACE=PACE)
+
+
+@lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text, "signed": _signed}
+    environment.filters |= {"clean": clean, "redact": redact}
+    return environment.get_template("report.html")
+
+
+def _asset(name: str) -> str:
+    """A file of this package, without its last newline: the hash is of the text between the tags."""
+    return files("jobs.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _input_name(job: Job) -> str:
@@ -173,69 +213,29 @@ def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
         commits = ledger.commits(status.job.id)
         if all(commit.at is not None for commit in commits):
             bins = min(BINS, max(MIN_BINS, len(commits)))
-            return timeline(clock.at_work(spans_of_commits(commits, start)), 0.0, clock.seconds, bins)
-    return timeline(clock.at_work(spans_of_attempts(ledger.attempts(status.job.id))), 0.0, clock.seconds)
+            return timeline(clock.at_work(spans_of_commits(commits, start)), clock.seconds, bins)
+    return timeline(clock.at_work(spans_of_attempts(ledger.attempts(status.job.id))), clock.seconds)
 
 
-def _facts(status: JobStatus, price: float | None) -> list[Fact]:
-    items, job = status.items, status.job
-    factor, seconds, busy = rtfx(status), elapsed_seconds(status), busy_seconds(status)
-    whole = "" if seconds - busy <= GAP_SECONDS else f"{seconds_text(seconds)} "
-    open_or_skipped = [f"{count:,} {what}" for count, what in ((items.pending, "pending"), (items.skipped, "skipped")) if count]
-    facts = [
-        Fact("Items done", f"{items.done:,}", f"of {items.total:,}" + "".join(f", {text}" for text in open_or_skipped)),
-        Fact("Items failed", f"{items.failed:,}", f"{items.failed / items.total:.2%} of all" if items.total else "", bad=items.failed > 0),
-        Fact("Lines refused", f"{job.rejected_lines:,}", "of the input", bad=job.rejected_lines > 0),
-        Fact(
-            "Audio", f"{number(status.audio_ms / 3_600_000)} h", f"{seconds_text(status.audio_ms / 1000)}, {bytes_text(status.bytes_out)}"
-        ),
-        Fact("RTFx", "unknown" if factor is None else number(factor), "audio seconds per second"),
-        Fact("Throughput", f"{number(items_per_second(status))}", "items a second"),
-        Fact(
-            "Time",
-            seconds_text(busy if whole else seconds) if job.started_at else "not begun",
-            (f"at work, {whole}" if whole else "") + "from the first claim" + ("" if job.state.final else " to now"),
-        ),
-        Fact("Engine time", f"{number(status.engine_ms / 1000)} s", "in which an engine had work"),
-    ]
-    spent, ahead = cost(status, price), cost_at_end(status, price)
-    if spent is None:
-        facts.append(Fact("Cost", "unknown", "set price_per_gpu_hour, or give --price"))
-    else:
-        more = "" if job.state.final or ahead is None else f", about {ahead:,.2f} at the end"
-        facts.append(Fact("Cost", f"{spent:,.2f}", f"at {price:g} an engine hour{more}"))
-    eta, error = eta_seconds(status), eta_error_seconds(status)
-    if not job.state.final and eta is not None:
-        facts.append(Fact("Time to go", seconds_text(eta), "" if error is None else f"give or take {seconds_text(error)} (95 %)"))
-    return facts
-
-
-def _charts(line: Timeline, checks: Sequence[EtaCheck]) -> list[Lines]:
-    middles = [(index + 0.5) * line.step_seconds for index in range(len(line.items))]
-    rates, factors = line.items_per_second, line.rtfx
-    summary = f"Highest {number(max(rates))}, on average {number(sum(line.items) / line.seconds)} items a second."
-    found = [lines("throughput", "Throughput", "items a second", list(zip(middles, rates)), line.seconds, summary)]
-    summary = f"Highest {number(max(factors))}, on average {number(sum(line.audio_seconds) / line.seconds)} seconds of audio a second."
-    found.append(lines("factor", "RTFx", "audio seconds per second", list(zip(middles, factors)), line.seconds, summary))
+def _charts(line: Timeline, checks: Sequence[tuple[float, EtaCheck]]) -> list[Chart]:
+    found: list[Chart | None] = []
+    for key, title, unit, values, words in (
+        ("throughput", "Throughput", "items a second", line.items, "items a second"),
+        ("factor", "RTFx", "audio seconds per second", line.audio_seconds, "seconds of audio a second"),
+    ):
+        points = line.rates(values)
+        summary = f"Highest {number(max(rate for _, rate in points))}, on average {number(sum(values) / line.seconds)} {words}."
+        found.append(lines(key, title, unit, line.seconds, summary, {"": points}))
     if checks:
-        said = [(check.at_seconds, check.said_seconds) for check in checks]
-        was = [(check.at_seconds, check.was_seconds) for check in checks]
         # The first estimate, after one item, may be a hundred times too long and would flatten the rest of the chart.
-        limit = 3 * line.seconds
-        said = [(at, min(value, limit)) for at, value in said]
-        errors = ", ".join(f"{_signed(check.error, 0)} at {share:.0%}" for share, check in checkpoints(checks, line.seconds))
-        names = ("time to go as it was said", "time to go as it was")
+        every, limit = eta_checks(line), 3 * line.seconds
+        said = [(check.at_seconds, min(check.said_seconds, limit)) for check in every]
+        was = [(check.at_seconds, check.was_seconds) for check in every]
+        errors = ", ".join(f"{_signed(check.error, 0)} at {share:.0%}" for share, check in checks)
         summary = f"Error of the ETA, as a share of the whole time: {errors} of it."
-        found.append(lines("eta", "ETA against the truth", "s", said, line.seconds, summary, was, names))
+        series = {"time to go as it was said": said, "time to go as it was": was}
+        found.append(lines("eta", "ETA against the truth", "s", line.seconds, summary, series))
     return [chart for chart in found if chart is not None]
-
-
-def _eta_rows(line: Timeline, checks: Sequence[EtaCheck]) -> list[tuple[str, str, str, str]]:
-    """(share of the time, said, was, error) at the checkpoints."""
-    return [
-        (f"{share:.0%}", seconds_text(check.said_seconds), seconds_text(check.was_seconds), _signed(check.error, 1))
-        for share, check in checkpoints(checks, line.seconds)
-    ]
 
 
 def _signed(share: float, digits: int) -> str:
@@ -244,7 +244,7 @@ def _signed(share: float, digits: int) -> str:
     return f"{rounded:+.{digits}f} %" if rounded else "0 %"
 
 
-def _histograms(sample: Sample) -> list[Histogram]:
+def _histograms(sample: Sample) -> list[Chart]:
     found = [histogram("duration", "Length of an item", "s", sample.durations)]
     for index, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
         if _constant(values):
@@ -258,52 +258,12 @@ def _constant(values: Sequence[float]) -> bool:
     return len(values) > 1 and min(values) == max(values)
 
 
-def _error_row(ledger: Ledger, status: JobStatus, code: ErrorCode, count: int) -> ErrorRow:
-    """A code with one message as its example."""
-    job_id = status.job.id
-    example: RejectedLine | None = None
-    message = ""
+def _example(ledger: Ledger, job_id: str, code: ErrorCode) -> str:
+    """One message of a code."""
     for state in (ItemState.FAILED, ItemState.DEAD):
         for item in ledger.items(job_id, state=state, codes=[code], limit=1):
-            message = message or item.error_message or ""
-    if not message and code.value.startswith("input."):
-        # Lines are read in order; the first ones show what is common.
-        for index, line in enumerate(ledger.rejected_lines(job_id)):
-            if line.code is code or index >= 1000:
-                example = line if line.code is code else None
-                break
-        message = f"line {example.line}: {example.message}" if example else ""
-    total = status.items.failed + status.job.rejected_lines
-    return ErrorRow(code.value, count, count / total if total else 0.0, clean(redact(message), _MESSAGE_CHARACTERS), code.retryable)
-
-
-def _row(rank: int, item: SampleItem, clips: Clips) -> Row:
-    row = item.row
-    clip = clips.clip(item.artifact) if item.artifact is not None else Clip(None, None)
-    return Row(
-        rank=rank,
-        index=row.index,
-        example_id=clean(row.id, 120),
-        role=item.role,
-        text=clean(item.text, _TEXT_CHARACTERS),
-        state=row.state.value,
-        why=clean(item.why, 200),
-        code=row.error_code.value if row.error_code else "",
-        message=clean(redact(row.error_message or ""), _MESSAGE_CHARACTERS),
-        seconds=item.seconds,
-        pace=item.values.get(PACE),
-        scores={name: value for name, value in item.values.items() if name != PACE},
-        refused=frozenset(item.refused),
-        draws=_draw_texts(item),
-        clip=clip,
-    )
-
-
-def _draw_texts(item: SampleItem) -> Sequence[str]:
-    """One line for each draw if there was more than one."""
-    if len(item.draws) < 2:
-        return []
-    return [
-        f"draw {draw.draw}: {draw.code.value if draw.code else 'passed'}{', kept' if draw.kept else ''}, {draw.duration_ms / 1000:.2f} s"
-        for draw in item.draws
-    ]
+            if item.error_message:
+                return item.error_message
+    # Lines are read in order; the first ones show what is common.
+    lines = islice(ledger.rejected_lines(job_id) if code.value.startswith("input.") else (), _EXAMPLE_LINES)
+    return next((f"line {line.line}: {line.message}" for line in lines if line.code is code), "")

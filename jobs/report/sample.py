@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from jobs.checks import CHECKS
-from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.items import generation_of, spoken_index
-from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
-from jobs.shard_file import read_raw_shard
+from jobs.export.items import item_metadata
+from jobs.ledger.records import QUARANTINE, Artifact, Draw, ItemRow, ItemState, Job
+from jobs.shard_file import ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from pipelines.duration import text_units
 from pipelines.errors import ErrorCode
@@ -32,9 +29,6 @@ ODD = 3.5
 #: How fast an item is spoken; the report's own score, in `pipelines.duration.text_units` a second.
 PACE = "pace"
 _INDEXES_AT_ONCE = 500
-_QUARANTINE = "quarantine"
-
-_decode = msgspec.json.Decoder(Dialogue).decode
 
 
 @dataclass(slots=True)
@@ -83,19 +77,26 @@ def take_sample(ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes:
     """Reads items of a job and chooses `shown` of them. Raises `StoreError`, `ServiceError`."""
     rows = list(_population(ledger, job))
     broken = list(_broken(ledger, job, codes, max(1, int(shown * _FAILED_SHARE))))
-    quarantined = _artifacts(ledger, job, _QUARANTINE, [row.index for row in broken])
+    quarantined: dict[int, Artifact] = {}
+    for some in _some([row.index for row in broken]):
+        quarantined |= ledger.artifacts_of(job.id, QUARANTINE, some)
     done = [SampleItem(row, row.artifact) for row in rows if row.state is ItemState.DONE and row.artifact is not None]
     failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
     _add_texts(ledger, store, job, [*done, *failed])
     _add_scores(ledger, job, [*done, *failed])
     _judge(done, failed)
-    scores: dict[str, list[float]] = {}
-    for item in done:
-        for name, value in item.values.items():
-            scores.setdefault(name, []).append(value)
     durations = [seconds for item in done if (seconds := item.seconds) is not None]
     voices = frozenset(filter(None, (item.voice for item in (*done, *failed))))
-    return Sample(len(done), job.total_items <= MAX_MEASURED, durations, scores, voices, _chosen(done, failed, shown))
+    return Sample(len(done), job.total_items <= MAX_MEASURED, durations, _values(done), voices, _chosen(done, failed, shown))
+
+
+def _values(items: Sequence[SampleItem]) -> dict[str, list[float]]:
+    """Name of a score -> the values that items have."""
+    values: dict[str, list[float]] = {}
+    for item in items:
+        for name, value in item.values.items():
+            values.setdefault(name, []).append(value)
+    return values
 
 
 def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
@@ -120,26 +121,11 @@ def _broken(ledger: Ledger, job: Job, codes: Iterable[ErrorCode], most: int) -> 
                 yield row
 
 
-def _artifacts(ledger: Ledger, job: Job, kind: str, indexes: Sequence[int]) -> dict[int, Artifact]:
-    found: dict[int, Artifact] = {}
-    for some in _some(indexes):
-        found.update(ledger.artifacts_of(job.id, kind, some))
-    return found
-
-
 def _add_texts(ledger: Ledger, store: ObjectStore, job: Job, items: Sequence[SampleItem]) -> None:
-    inputs = ledger.shard_inputs(job.id)
-    by_input: dict[tuple[str, str], dict[int, list[SampleItem]]] = {}
-    for item in items:
-        by_input.setdefault(inputs[item.row.shard_no], {}).setdefault(item.row.index, []).append(item)
-    for shard_input, wanted in by_input.items():
-        for line in read_raw_shard(store, *shard_input):
-            for item in wanted.get(line.index, ()):
-                dialogue = _decode(line.dialogue)
-                spoken = spoken_index(job, line, dialogue.messages)
-                item.text = spoken_text(dialogue.typed_messages()) if spoken is None else dialogue.messages[spoken][2].strip()
-                item.role = "assistant" if spoken is None else dialogue.messages[spoken][0]
-                item.voice = generation_of(job, dialogue, spoken).voice or ""
+    lines = ShardLines(ledger, store, job.id, read_raw_shard)
+    for item in sorted(items, key=lambda item: item.row.index):
+        known = item_metadata(job, lines.of(item.row))
+        item.text, item.role, item.voice = known.text, known.role, known.voice or ""
 
 
 def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:
@@ -169,9 +155,7 @@ def _judge(done: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
     for item in failed:
         code = item.row.error_code
         item.badness, item.why = math.inf, code.value if code else "no reason is known"
-    names = sorted({name for item in done for name in item.values})
-    for name in names:
-        values = [item.values[name] for item in done if name in item.values]
+    for name, values in sorted(_values(done).items()):
         median = statistics.median(values)
         # Half of the items are nearer than this. Where more than half are equal, every other value is odd.
         spread = statistics.median(abs(value - median) for value in values) or max(1e-3, abs(median) * 0.05)
@@ -189,19 +173,16 @@ def _judge(done: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
 
 
 def _chosen(done: Sequence[SampleItem], failed: Sequence[SampleItem], shown: int) -> list[SampleItem]:
+    """Failed items, then the worst ones, then others that are taken evenly over the job."""
     room = max(0, shown - len(failed))
     by_badness = sorted(done, key=lambda item: (-item.badness, item.row.index))
     worst = [item for item in by_badness if item.badness > 0][: max(0, room - int(room * _TYPICAL_SHARE))]
-    rest = [item for item in by_badness if item not in worst] if len(done) <= shown else _spread(done, worst, room - len(worst))
-    return [*failed[:shown], *worst, *rest[: room - len(worst)]]
-
-
-def _spread(done: Sequence[SampleItem], worst: Sequence[SampleItem], count: int) -> list[SampleItem]:
-    """`count` of the items that are not odd, evenly over the job."""
     taken = {item.row.index for item in worst}
-    left = [item for item in done if item.row.index not in taken]
-    count = min(count, len(left))
-    return [left[number * len(left) // count] for number in range(count)] if count else []
+    rest = [item for item in (by_badness if len(done) <= shown else done) if item.row.index not in taken]
+    count = min(room - len(worst), len(rest))
+    if len(done) > shown:
+        rest = [rest[number * len(rest) // count] for number in range(count)]
+    return [*failed[:shown], *worst, *rest[:count]]
 
 
 def _some(indexes: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from jobs.ledger.queries import Attempt, Commit
 
@@ -19,8 +20,7 @@ COMMIT_SECONDS = 10.0
 CHECKPOINTS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What was synthesized between two times of the ledger's clock."""
 
     start: float
@@ -44,18 +44,12 @@ class Timeline:
     def seconds(self) -> float:
         return self.step_seconds * len(self.items)
 
-    @property
-    def items_per_second(self) -> list[float]:
-        return [items / self.step_seconds for items in self.items]
-
-    @property
-    def rtfx(self) -> list[float]:
-        """Audio seconds per second at work, in each step."""
-        return [seconds / self.step_seconds for seconds in self.audio_seconds]
+    def rates(self, values: Sequence[float]) -> list[tuple[float, float]]:
+        """(middle of a step, value a second) of what is counted in each step."""
+        return [((index + 0.5) * self.step_seconds, value / self.step_seconds) for index, value in enumerate(values)]
 
 
-@dataclass(frozen=True, slots=True)
-class EtaCheck:
+class EtaCheck(NamedTuple):
     """What `nightjar status` would have said at a time of a job that has ended by now."""
 
     at_seconds: float
@@ -75,17 +69,13 @@ class WorkClock:
     def __init__(self, busy: Sequence[tuple[float, float]]) -> None:
         """`busy`: (start, end) by the ledger's clock, in order and apart from each other."""
         self._busy = busy
-        self._starts = [start for start, _ in busy]
         self._before = [0.0, *accumulate(end - start for start, end in busy)]
-
-    @property
-    def seconds(self) -> float:
-        """All the time at work."""
-        return self._before[-1]
+        #: All the time at work.
+        self.seconds = self._before[-1]
 
     def at(self, time: float) -> float:
         """Seconds of work before a time of the ledger's clock."""
-        index = bisect_right(self._starts, time) - 1
+        index = bisect_right(self._busy, time, key=lambda busy: busy[0]) - 1
         if index < 0:
             return 0.0
         start, end = self._busy[index]
@@ -111,18 +101,16 @@ def spans_of_attempts(attempts: Iterable[Attempt]) -> Iterator[Span]:
         yield Span(attempt.started_at, attempt.ended_at, attempt.done + attempt.failed, attempt.audio_ms / 1000)
 
 
-def timeline(spans: Iterable[Span], start: float, end: float, bins: int = BINS) -> Timeline:
-    """The timeline between two times of the ledger's clock. Memory does not grow with the spans."""
-    step = max(end - start, 1e-3) / bins
+def timeline(spans: Iterable[Span], seconds: float, bins: int = BINS) -> Timeline:
+    """The timeline of spans between 0 and `seconds`. Memory does not grow with the spans."""
+    step = max(seconds, 1e-3) / bins
     items, audio, count = [0.0] * bins, [0.0] * bins, 0
     for span in spans:
         count += 1
-        begin = min(max(span.start, start), end)
-        finish = min(max(span.end, begin), end)
-        first, last = min(int((begin - start) / step), bins - 1), min(int((finish - start) / step), bins - 1)
-        for index in range(first, last + 1):
-            low, high = max(begin, start + index * step), min(finish, start + (index + 1) * step)
-            overlap = max(0.0, high - low)
+        begin = min(max(span.start, 0.0), seconds)
+        finish = min(max(span.end, begin), seconds)
+        for index in range(min(int(begin / step), bins - 1), min(int(finish / step), bins - 1) + 1):
+            overlap = max(0.0, min(finish, (index + 1) * step) - max(begin, index * step))
             share = overlap / (finish - begin) if finish > begin else 1.0
             items[index] += span.items * share
             audio[index] += span.audio_seconds * share
@@ -131,14 +119,13 @@ def timeline(spans: Iterable[Span], start: float, end: float, bins: int = BINS) 
 
 def eta_checks(line: Timeline) -> list[EtaCheck]:
     """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the truth."""
-    total, ended = sum(line.items), 0.0
-    checks: list[EtaCheck] = []
-    for index, items in enumerate(line.items[:-1], 1):
-        ended += items
-        at = index * line.step_seconds
-        if ended > 0:
-            checks.append(EtaCheck(at, max(0.0, total - ended) * at / ended, line.seconds - at))
-    return checks
+    total = sum(line.items)
+    times = [index * line.step_seconds for index in range(1, len(line.items))]
+    return [
+        EtaCheck(at, max(0.0, total - ended) * at / ended, line.seconds - at)
+        for at, ended in zip(times, accumulate(line.items))
+        if ended > 0
+    ]
 
 
 def checkpoints(checks: Sequence[EtaCheck], seconds: float) -> list[tuple[float, EtaCheck]]:

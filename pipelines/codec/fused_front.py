@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.codec_front import GELU, PLAIN, SWIGLU
+from kernels.codec_ops import GELU, PLAIN, SWIGLU
 from pipelines.codec.blocks import CONVNEXT_EPS, CausalConv, ConvNeXt, Past, UpsampleLayers
 from pipelines.codec.fused import codec_kernels, tap_major
 from pipelines.codec.transformer import TransformerLayer, WindowTransformer
@@ -31,9 +31,7 @@ class _Layer:
         self._kv_heads = layer.kv_width // layer.head_dim
         self._heads = len(weights.qkv) // layer.head_dim - 2 * self._kv_heads
         self._qkv = _packed(weights.qkv.float() * weights.norm1.float(), weights.qkv.dtype)
-        self._qkv_bias = None if weights.qkv_bias is None else weights.qkv_bias.float()
         self._out = _packed(weights.scale1.float()[:, None] * weights.out.float(), weights.out.dtype)
-        self._out_bias = None if weights.out_bias is None else weights.scale1.float() * weights.out_bias.float()
         self._gate_up = _packed(weights.gate_up.float() * weights.norm2.float(), weights.gate_up.dtype)
         self._down = _packed(weights.scale2.float()[:, None] * weights.down.float(), weights.down.dtype)
 
@@ -43,9 +41,9 @@ class _Layer:
         if past is not None:
             at = slice(self._span.offset, self._span.end)
             before, kept, positions = past.before[:, at], past.after[:, at], past.positions
-        qkv = _ops.codec_product(x, self._qkv, self._qkv_bias, None, self._eps, PLAIN)
+        qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
         heard = _ops.codec_window_attention(qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window)
-        x = _ops.codec_product(heard, self._out, self._out_bias, x, None, PLAIN)
+        x = _ops.codec_product(heard, self._out, None, x, None, PLAIN)
         inner = _ops.codec_product(x, self._gate_up, None, None, self._eps, SWIGLU)
         return _ops.codec_product(inner, self._down, None, x, None, PLAIN)
 

@@ -85,8 +85,6 @@ class LayerWeights:
     gate_up: Tensor
     down: Tensor
     scale2: Tensor
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
 
 
 class TransformerLayer:
@@ -107,7 +105,7 @@ class TransformerLayer:
 
     def _attention(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None) -> Tensor:
         weights = self.weights
-        query, key, value = linear(x, weights.qkv, weights.qkv_bias).split(self._widths, dim=-1)
+        query, key, value = linear(x, weights.qkv).split(self._widths, dim=-1)
         query = rotate(self._heads(query), cosine, sine)
         key = rotate(self._heads(key), cosine, sine)
         if past is not None:
@@ -115,7 +113,7 @@ class TransformerLayer:
             flat_key, value = torch.cat((past.swap(self.span, pairs), pairs), dim=1).chunk(2, dim=-1)
             key = self._heads(flat_key)
         attended = attend(query, key, self._heads(value))
-        return linear(attended.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
+        return linear(attended.transpose(1, 2).flatten(2), weights.out)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from kernels import lm_persistent
 from kernels.cuda_graphs import lacks_memory
 from kernels.frame import Heads, fused_fault
-from kernels.persistent_cuts import MEASURED_ON, PREDICTORS
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import BATCH_FRAMES
@@ -312,8 +312,9 @@ def open_executor(
 
 def _opened_graphs(model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool) -> FrameExecutor:
     """The graph executor with its first graphs. Raises what a lack of memory, or of a compiler, raises."""
-    by_itself = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device) and _has_persistent_kernels(model)
-    executor = graph_executor(model, sizes, reproducible, streams, persistent=kind == "megakernel" or by_itself)
+    wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
+    persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
+    executor = graph_executor(model, sizes, reproducible, streams, persistent=persistent)
     executor.warm(everything=streams)
     return executor
 
@@ -325,15 +326,9 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
     """
     if kind != "auto" or reproducible or streams:
         return kind == "megakernel"
-    blocks = max(cut.blocks for cut in PREDICTORS.values())
-    measured = torch.cuda.get_device_capability(device) == MEASURED_ON
+    blocks = max(cut.blocks for cut in lm_persistent.PREDICTORS.values())
+    measured = torch.cuda.get_device_capability(device) == lm_persistent.MEASURED_ON
     return measured and torch.cuda.get_device_properties(device).multi_processor_count >= blocks
-
-
-def _has_persistent_kernels(model: FrameModel) -> bool:
-    from kernels.lm_persistent import known
-
-    return known(model.tensors)
 
 
 def graph_executor(

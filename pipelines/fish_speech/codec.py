@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,11 +29,43 @@ from pipelines.codec.blocks import (
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
 from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
-from pipelines.fish_speech.config import CodecConfig, CodecStackConfig, FishConfig
-from pipelines.fish_speech.weights import CodecLoader, NormedSource, halves, open_codec
+from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
+from pipelines.fish_speech.model import halves
+from pipelines.nn.checkpoint import Loader, PickledTensors, TensorSource, shown, take_normed
 from pipelines.recording import RecordingCache, check_recording, decode_recording
 
+log = logging.getLogger(__name__)
+
 STEM_KERNEL, HEAD_KERNEL = 7, 3
+#: Buffers that older files of the codec hold, and what trains it.
+_UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
+_SNAKE_EPS = 1e-9
+
+
+def open_codec(folder: Path) -> PickledTensors:
+    """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in their names.
+
+    Raises `ModelError` (`model.bad_checkpoint`) that names the file.
+    """
+    table = PickledTensors.read(folder / CODEC_WEIGHTS, ("state_dict", "generator"))
+    inside = {name.rpartition("generator.")[2]: tensor for name, tensor in table.tensors.items() if "generator." in name}
+    return PickledTensors(table.place, inside) if inside else table
+
+
+@dataclass(frozen=True, slots=True)
+class CodecLoader(Loader):
+    """The codec's tensors: weight norms folded into convolutions, and snakes with one parameter a channel."""
+
+    @property
+    def unit_names(self) -> tuple[str, str, str, str]:
+        return "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
+
+    def kernel(self, *shape: int) -> Tensor:
+        return take_normed(self.source, self.prefix, shape).to(self.device, self.dtype)
+
+    def snake(self, channels: int) -> tuple[Tensor, Tensor]:
+        frequency = self("alpha", 1, channels, 1).float().flatten()
+        return frequency, 1.0 / (frequency + _SNAKE_EPS)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -111,7 +145,7 @@ class Codebook:
 class CodecEncoder:
     """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
 
-    def __init__(self, config: CodecConfig, source: NormedSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
+    def __init__(self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
         load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
         self.config = config
         self.device = device
@@ -233,7 +267,7 @@ class CodecDecoder(CausalDecoder):
     def __init__(
         self,
         config: CodecConfig,
-        source: NormedSource,
+        source: TensorSource,
         codebooks: Sequence[Codebook],
         device: torch.device,
         dtype: torch.dtype,
@@ -288,13 +322,16 @@ def load_codec(
     """
     table = open_codec(config.folder)
     codec = codec_from(config.codec, table, torch.device(device), dtype, reproducible=reproducible)
-    table.finish()
+    table.ignore(*_UNUSED)
+    # Older codecs hold some tensors of their own.
+    if extra := table.left():
+        log.warning("%s holds tensors that the codec does not use: %s", table.place, shown(extra))
     return codec
 
 
 def codec_from(
     config: CodecConfig,
-    source: NormedSource,
+    source: TensorSource,
     device: torch.device,
     dtype: torch.dtype,
     fused: bool | None = None,

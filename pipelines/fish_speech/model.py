@@ -1,8 +1,9 @@
-"""The dual AR of Fish Speech S2 on our engine: the slow AR as a frame's backbone, the fast AR as its depth, and prompts to embeddings."""
+"""The dual AR of Fish Speech S2: the tensors of the slow and the fast AR by their published names, and both as a frame of our engine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,63 +11,116 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors, StackTensors
+from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors, Layer, StackTensors
 from kernels.reference import next_inputs
 from kernels.registry import to_device
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.fish_speech.config import FishConfig, StackConfig
-from pipelines.fish_speech.frame import WINDOW
+from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.prompt import Prompt
-from pipelines.fish_speech.weights import FAST, SLOW, NormedSource, projection_name, rotary_table, take_stack
-from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.nn.stack import StackWeights
 
+SLOW, FAST = "text_model.model.", "audio_decoder."
+#: Names under which the fast AR's input projection may be stored, where its width is not the slow AR's.
+_PROJECTIONS = ("project_in", "fast_project_in")
 #: Kernels take heads of a multiple of so many rows.
 _ROW_STEP = 64
+#: Frames back in which repetition-aware sampling looks.
+_WINDOW = 10
+
+
+def halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows [heads * head_dim, ...] with each head's even rows before its odd ones.
+
+    The published model rotates neighbours, and kernels the two halves of a head.
+    """
+    heads = tensor.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.transpose(1, 2).reshape(tensor.shape)
+
+
+def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 and on, [positions, head_dim / 2] each: float32 values that bfloat16 can hold.
+
+    The published model is trained with tables that are rounded so; exact ones change its voice.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / base**exponents)
+    return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
+
+
+@dataclass(frozen=True, slots=True)
+class FastWeights:
+    """The fast AR, and its tables."""
+
+    stack: StackWeights
+    #: [codes, fast dim] each: its inputs, and its head.
+    inputs: Tensor
+    output: Tensor
+    #: [codebooks * codes, dim]: what the codes of a frame add to the slow AR's input.
+    codebooks: Tensor
+    #: Weight [fast dim, dim] and bias, where it has another width than the slow AR.
+    project: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
 class LmWeights:
-    """Both transformers, and their tables."""
+    """Both transformers; embeddings: [vocabulary, dim], of all ids, and the head that draws them."""
 
     slow: StackWeights
-    fast: StackWeights
-    #: [vocabulary, dim], the embeddings of all ids and the head that draws them.
     embeddings: Tensor
-    #: [codebooks * codes, dim]: what the codes of a frame add to the slow AR's input.
-    codebooks: Tensor
-    #: [codes, fast dim] each: the fast AR's inputs, and its head.
-    inputs: Tensor
-    output: Tensor
-    #: Weight [fast dim, dim] and bias, where the fast AR has another width.
-    project: tuple[Tensor, Tensor] | None
+    fast: FastWeights
 
 
-def take_weights(source: NormedSource, config: FishConfig, dtype: torch.dtype, device: torch.device | str) -> LmWeights:
-    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
-    slow, fast = config.slow, config.fast
+def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
+    """The layers of one of the two transformers, one at a time, queries and keys in the order of halves. Raises as the loader."""
+    dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
+    widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
+    for index in range(stack.layers):
+        layer = load.at(f"layers.{index}.")
+        if f"{layer.prefix}attention.wq.weight" in load.source:
+            query, key, value = (layer(f"attention.w{part}.weight", width, dim) for part, width in widths.items())
+        else:
+            query, key, value = layer("attention.wqkv.weight", sum(widths.values()), dim).split(list(widths.values()))
+        norms = [halves(layer(f"attention.{part}_norm.weight", head_dim), head_dim) if stack.qk_norm else None for part in "qk"]
+        yield Layer(
+            input_norm=layer("attention_norm.weight", dim),
+            qkv=torch.cat([halves(query, head_dim), halves(key, head_dim), value]),
+            o=layer("attention.wo.weight", dim, stack.q_width),
+            post_norm=layer("ffn_norm.weight", dim),
+            gate_up=torch.cat([layer(f"feed_forward.{name}.weight", inner, dim) for name in ("w1", "w3")]),
+            down=layer("feed_forward.w2.weight", dim, inner),
+            q_norm=norms[0],
+            k_norm=norms[1],
+        )
 
-    def take(name: str, *shape: int) -> Tensor:
-        return source.take(name, shape, dtype, device)
 
+def take_fast(load: Loader, config: FishConfig) -> FastWeights:
+    """The fast AR. Raises as the loader."""
+    load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
-    if fast.dim != slow.dim:
-        place = FAST + projection_name(source)
-        project = take(f"{place}.weight", fast.dim, slow.dim), take(f"{place}.bias", fast.dim)
-    return LmWeights(
-        slow=take_stack(source, SLOW, slow, dtype, device),
-        fast=take_stack(source, FAST, fast, dtype, device),
-        embeddings=take(f"{SLOW}embeddings.weight", slow.vocab, slow.dim),
-        codebooks=take(f"{FAST}codebook_embeddings.weight", fast.vocab * config.codebooks, slow.dim),
-        inputs=take(f"{FAST}embeddings.weight", fast.vocab, fast.dim),
-        output=take(f"{FAST}output.weight", fast.vocab, fast.dim),
-        project=project,
+    if fast.hidden != slow:
+        place = next((name for name in _PROJECTIONS if f"{FAST}{name}.weight" in load.source), _PROJECTIONS[0])
+        project = load(f"{place}.weight", fast.hidden, slow), load(f"{place}.bias", fast.hidden)
+    return FastWeights(
+        StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
+        load("embeddings.weight", fast.vocab, fast.hidden),
+        load("output.weight", fast.vocab, fast.hidden),
+        load("codebook_embeddings.weight", fast.vocab * config.codebooks, slow),
+        project,
     )
 
 
+def take_weights(source: TensorSource, config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
+    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
+    load, stack = Loader(source, "", dtype, device), config.slow
+    slow = load.at(SLOW)
+    layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.hidden))
+    return LmWeights(layers, slow("embeddings.weight", stack.vocab, stack.hidden), take_fast(load, config))
+
+
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
-    """The dual AR of a checkpoint folder. Raises as `take_weights`, and for a tensor too many."""
+    """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as `take_weights`, and for a tensor too many."""
     with Checkpoint.open(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         checkpoint.finish()
@@ -74,13 +128,12 @@ def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -
 
 
 class FishModel(FrameModel):
-    """A Qwen3 whose input at speech positions is a token and the codes of its frame, all scaled.
-
-    Code 0 of a frame counts the semantic tokens; the one after them is the end.
-    """
+    """A Qwen3 whose input at speech positions is a token and the codes of its frame, all scaled."""
 
     def __init__(self, config: FishConfig, weights: LmWeights, max_context: int) -> None:
-        super().__init__(_frame_tensors(config, weights, max_context))
+        # Prompts are filled up to whole pages, and a context may end within one.
+        backbone = stack_tensors(weights.slow, config.slow, max_context + LARGEST_PAGE)
+        super().__init__(frame_tensors(config, backbone, weights.embeddings[drawn_ids(config)], weights.fast))
         self._semantic = config.semantic
         self._embeddings = weights.embeddings
 
@@ -95,33 +148,34 @@ class FishModel(FrameModel):
         return made
 
 
-def _frame_tensors(config: FishConfig, weights: LmWeights, max_context: int) -> FrameTensors:
-    """Views of the weights, but for the head and the depth's inputs."""
-    semantic, device = len(config.semantic), weights.embeddings.device
-    drawn = weights.embeddings[torch.tensor([*config.semantic, config.end], device=device)]
+def drawn_ids(config: FishConfig) -> list[int]:
+    """The ids that code 0 of a frame stands for: it counts the semantic tokens; the one after them is the end."""
+    return [*config.semantic, config.end]
+
+
+def frame_tensors(config: FishConfig, backbone: StackTensors, drawn: Tensor, fast: FastWeights) -> FrameTensors:
+    """The frame of a backbone; drawn: [ids, dim], the embeddings of `drawn_ids`. Views of the weights, but for head and depth's inputs."""
+    semantic, behind = len(config.semantic), config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
     # A broken row draws any row of the head before it is noticed, so each of them has an input.
-    inputs = functional.pad(weights.inputs, (0, 0, 0, max(len(head) - len(weights.inputs), 0)))
-    codebook = torch.arange(config.codebooks, device=device)
-    behind = config.codebooks - 1
+    inputs = functional.pad(fast.inputs, (0, 0, 0, max(len(head) - len(fast.inputs), 0)))
+    codebook = torch.arange(config.codebooks, device=head.device)
     return FrameTensors(
-        # Prompts are filled up to whole pages, and a context may end within one.
-        backbone=_stack(weights.slow, config.slow, max_context + LARGEST_PAGE),
+        backbone=backbone,
         head=head,
-        draw=DrawRules((semantic,), semantic + 1, nucleus_first=True, window=WINDOW),
-        feedback=Feedback(
-            weights.codebooks, codebook * config.fast.vocab, head, text_by_code=True, scale=1 / math.sqrt(config.codebooks + 1)
-        ),
+        draw=DrawRules((semantic,), semantic + 1, nucleus_first=True, window=_WINDOW),
+        feedback=Feedback(fast.codebooks, codebook * config.fast.vocab, head, text_by_code=True, scale=1 / math.sqrt(config.codebooks + 1)),
         depth=DepthTensors(
-            _stack(weights.fast, config.fast, config.codebooks),
-            weights.output.expand(behind, -1, -1),
+            stack_tensors(fast.stack, config.fast, config.codebooks),
+            fast.output.expand(behind, -1, -1),
             inputs,
             torch.zeros_like(codebook),
-            weights.project,
+            fast.project,
         ),
     )
 
 
-def _stack(weights: StackWeights, config: StackConfig, positions: int) -> StackTensors:
-    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_base), dim=1).to(weights.norm.device, weights.norm.dtype)
+def stack_tensors(weights: StackWeights, config: DualArStack, positions: int) -> StackTensors:
+    """A transformer as a frame takes it, with the published tables for so many positions."""
+    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(weights.norm.device, weights.norm.dtype)
     return weights.tensors(config, table, wide_rope=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
@@ -16,11 +17,10 @@ from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
-from pipelines.fish_speech.language_model import LanguageModel
+from pipelines.fish_speech.engines import model_spec, open_host, plan_sizes
+from pipelines.fish_speech.model import FishModel, load_weights
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
-from pipelines.fish_speech.native import load_model, open_host, plan_sizes
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
-from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
@@ -109,17 +109,13 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     config = FishConfig.from_folder(folder)
-    check_language_model(config)
+    # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
+    load_weights(config, torch.float32, torch.device("meta"))
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
-    model = LanguageModel(config, chosen.share_prefixes)
-    try:
-        # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-        host = VllmHost(model.spec, chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.max_positions))
-    except BaseException:
-        model.close()
-        raise
-    return FishPipeline(config, vocabulary, codec, model, host, keep_unfinished=chosen.keep_unfinished)
+    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.slow.max_positions))
+    return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
 def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
@@ -132,10 +128,11 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)
-    model = load_model(config, sizes, device, dtype)
+    with torch.inference_mode():
+        model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
     stage = open_stage(codec.decoder, sizes.decode_frames)
     host = open_host(config, model, sizes, chosen, stage)
-    return FishPipeline(config, vocabulary, codec, None, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished)
+    return FishPipeline(config, vocabulary, codec, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished)
 
 
 class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
@@ -146,14 +143,13 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         config: FishConfig,
         vocabulary: Vocabulary,
         codec: Codec,
-        model: LanguageModel | None,
         host: TokenHost,
         stage: CodecStage[CodecState] | None = None,
         streamer: type[FishStreamer] = FishStreamer,
         *,
         keep_unfinished: bool = False,
     ) -> None:
-        """`model`: what vLLM reads for as long as it runs; `stage`: where our own engine knows it, else a new one."""
+        """`stage`: where our own engine knows it, else a new one."""
         self.config = config
         self.vocabulary = vocabulary
         self.codec = codec
@@ -162,19 +158,12 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         self.name = config.folder.name
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
-        self._model = model
         self._keep_unfinished = keep_unfinished
         info = host.info
         self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
         if info.engine == "native":
             self._meta["executor"] = info.executor
         super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtteranceFuture, streamer)
-
-    def close(self) -> None:
-        """Frees the engine; see `Pipeline.close`."""
-        super().close()
-        if self._model is not None:
-            self._model.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipelines.engine_choice import VISIBLE, has_gpu
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
+from pipelines.nn.config_keys import bad_checkpoint, read_table
+
+if TYPE_CHECKING:
+    import hashlib
 
 log = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_ADVICE = "Download the checkpoint again, or check that it belongs to this model family."
-
-
-def bad_checkpoint(message: str, advice: str = _ADVICE) -> ModelError:
-    """The error for a checkpoint that cannot be used; `message` names the tensor or the file."""
-    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, advice)
-
-
-class Digest(Protocol):
-    """An object of `hashlib`."""
-
-    def update(self, data: Any, /) -> None: ...
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a `Checkpoint`, or anything that makes tensors by name and shape."""
+    """Where weights come from: a `TensorTable`, or anything that makes tensors by name and shape."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it holds a name of which a family knows alternatives."""
+        ...
 
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Tensor: ...
+
+
+class Shapes:
+    """A source of tensors without values, which keeps the shapes that were asked for by name; `held`: which alternative names it has."""
+
+    def __init__(self, held: Collection[str] = ()) -> None:
+        self.taken: dict[str, tuple[int, ...]] = {}
+        self._held = held
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        self.taken[name] = tuple(shape)
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +79,103 @@ class Loader:
         return replace(self, dtype=torch.float32)
 
 
-class Checkpoint:
-    """The tensors of one checkpoint folder, taken out one by one; `finish` refuses what nobody took.
+class TensorTable:
+    """Tensors of a folder or a file by name, taken out one by one; `finish` refuses what nobody took."""
 
-    Opens `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists. Tensors are read when taken.
+    def __init__(self, place: Path, names: Iterable[str]) -> None:
+        self.place = place
+        self._names = frozenset(names)
+        self._left = set(self._names)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes what is open; tensors already taken stay valid."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all tensors that start with `prefix`, sorted, whether taken or not."""
+        return sorted(name for name in self._names if name.startswith(prefix))
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one.
+
+        Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another shape, or is stored in a
+        type that cannot be turned into `dtype` without scales.
+        """
+        self._check_name(name)
+        tensor = self._read(name)
+        self._check_shape(name, tensor.shape, shape)
+        if dtype is not None and dtype.is_floating_point and not (tensor.is_floating_point() and tensor.element_size() > 1):
+            raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
+        # What was read goes to the device as it is, and changes its type there.
+        return tensor.to(device=device).to(dtype=dtype)
+
+    def ignore(self, *patterns: str) -> None:
+        """Marks tensors as not needed, by shell patterns such as `*rotary_emb*`."""
+        self._left = {name for name in self._left if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+    def left(self, prefix: str = "") -> list[str]:
+        """The names under `prefix` that were neither taken nor ignored, sorted."""
+        return sorted(name for name in self._left if name.startswith(prefix))
+
+    def finish(self, prefix: str = "") -> None:
+        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that are left."""
+        if extra := self.left(prefix):
+            raise bad_checkpoint(f"{self.place} holds tensors that the config does not account for: {shown(extra)}.")
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._names:
+            raise bad_checkpoint(f"Tensor {name} is missing from {self.place}.")
+
+    def _check_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+        if tuple(found) != tuple(wanted):
+            raise bad_checkpoint(f"Tensor {name} has shape {list(found)}, but the config asks for {list(wanted)}.")
+        self._left.discard(name)
+
+    def _read(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class PickledTensors(TensorTable):
+    """The tensors of a pickled state dictionary, of which nothing but tensors is read, never code."""
+
+    def __init__(self, place: Path, tensors: dict[str, Tensor]) -> None:
+        super().__init__(place, tensors)
+        self.tensors = tensors
+
+    @classmethod
+    def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
+        """`wrappers`: keys under which the dictionary may lie. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+        try:
+            held: Any = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise bad_checkpoint(f"{path} is missing.") from error
+        except Exception as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
+            raise bad_checkpoint(f"{path} cannot be read as tensors: {str(error)[:200]}.") from error
+        for wrapper in wrappers:
+            if isinstance(held, dict) and isinstance(inner := held.get(wrapper), dict):
+                held = inner
+        if not isinstance(held, dict):
+            raise bad_checkpoint(f"{path} does not hold tensors by name.")
+        return cls(path, {str(name): tensor for name, tensor in held.items() if isinstance(tensor, Tensor)})
+
+    def _read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+class Checkpoint(TensorTable):
+    """The tensors of one checkpoint folder, read when they are taken.
+
+    Opens `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
 
         with Checkpoint.open(folder) as weights:
             norm = weights.take("model.norm.weight", (1024,), torch.float32)
@@ -79,11 +184,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        self.folder = folder
+        super().__init__(folder, files)
         self._files = files
+        self._contexts = ExitStack()
         self._open: dict[str, Any] = {}
-        self._contexts: list[AbstractContextManager[Any]] = []
-        self._left = set(files)
 
     @classmethod
     def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
@@ -107,96 +211,87 @@ class Checkpoint:
             )
         raise bad_checkpoint(f"{folder} has neither {single.name} nor {index.name}.")
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._contexts.close()
+        self._open.clear()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Counts tensors of these shapes as taken without reading them; raises as `take`.
 
-    def names(self, prefix: str = "") -> list[str]:
-        """The names of all tensors that start with `prefix`, sorted, whether taken or not."""
-        return sorted(name for name in self._files if name.startswith(prefix))
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one.
-
-        Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another shape, or is stored in a
-        type that cannot be turned into `dtype` without scales.
+        vLLM reads them in a process of its own, where an error would only be a dead engine.
         """
-        if name not in self._files:
-            raise bad_checkpoint(f"Tensor {name} is missing from {self.folder}.")
-        file = self._files[name]
-        try:
-            tensor: Tensor = self._handle(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise bad_checkpoint(f"Tensor {name} cannot be read from {self.folder / file}: {error}.") from error
-        if tuple(tensor.shape) != tuple(shape):
-            raise bad_checkpoint(f"Tensor {name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}.")
-        if dtype is not None and dtype.is_floating_point and not (tensor.is_floating_point() and tensor.element_size() > 1):
-            raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
-        self._left.discard(name)
-        # The file's pages go to the device as they are, and change their type there.
-        return tensor.to(device=device).to(dtype=dtype)
+        for name, shape in shapes.items():
+            self._check_name(name)
+            self._check_shape(name, self._shape(name), shape)
 
     def values(self) -> int:
         """Numbers in all tensors together; reads no tensor."""
-        return sum(math.prod(self._handle(file).get_slice(name).get_shape()) for name, file in self._files.items())
+        return sum(math.prod(self._shape(name)) for name in self._names)
 
-    def update_digest(self, digest: Digest, prefix: str = "") -> None:
+    def update_digest(self, digest: hashlib._Hash, prefix: str = "") -> None:
         """Adds all tensors under `prefix` to a digest: their names, types, shapes and contents."""
         for name in self.names(prefix):
-            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+            tensor = self._read(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
 
-    def ignore(self, pattern: str) -> None:
-        """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""
-        self._left = {name for name in self._left if not fnmatchcase(name, pattern)}
+    def _read(self, name: str) -> Tensor:
+        try:
+            return self._handle(name).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise bad_checkpoint(f"Tensor {name} cannot be read from {self.place / self._files[name]}: {error}.") from error
 
-    def finish(self, prefix: str = "") -> None:
-        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that were neither taken nor ignored."""
-        extra = sorted(name for name in self._left if name.startswith(prefix))
-        if extra:
-            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            raise bad_checkpoint(f"{self.folder} holds tensors that the config does not account for: {shown}.")
+    def _shape(self, name: str) -> list[int]:
+        return self._handle(name).get_slice(name).get_shape()
 
-    def close(self) -> None:
-        """Closes the files; tensors already taken stay valid."""
-        for context in self._contexts:
-            context.__exit__(None, None, None)
-        self._contexts.clear()
-        self._open.clear()
-
-    def _handle(self, file: str) -> Any:
+    def _handle(self, name: str) -> Any:
+        file = self._files[name]
         if file not in self._open:
-            context = _opened(self.folder / file)
-            self._open[file] = context.__enter__()
-            self._contexts.append(context)
+            self._open[file] = self._contexts.enter_context(_opened(self.place / file))
         return self._open[file]
 
 
-def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming a tensor that a folder lacks, or those that it holds and nobody wants."""
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
-    if extra := sorted(held - wanted):
-        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+#: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded in.
+_NORMS = (("parametrizations.weight.original0", "parametrizations.weight.original1"), ("weight_g", "weight_v"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) naming the file when it is not one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise bad_checkpoint(f"{path} is missing.") from error
-    except (OSError, ValueError) as error:
-        raise bad_checkpoint(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise bad_checkpoint(f"{path} does not hold a JSON object.")
-    return content
+def take_normed(source: TensorSource, prefix: str, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+    """A convolution's weight in float32 with its weight norm folded in: gain * v / |v|, the norm over all but the first dimension."""
+    for gain, direction in _NORMS:
+        if prefix + direction in source:
+            v = source.take(prefix + direction, shape, torch.float32, device)
+            g = source.take(prefix + gain, (shape[0], 1, 1), torch.float32, device)
+            return v * (g / v.flatten(1).norm(dim=1)[:, None, None])
+    return source.take(f"{prefix}weight", shape, torch.float32, device)
+
+
+def fill_module(
+    module: nn.Module,
+    source: TensorSource,
+    prefix: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    published: Mapping[str, str | Callable[[re.Match[str]], str]] = MappingProxyType({}),
+) -> None:
+    """Fills a module made on the meta device with the tensors `prefix` + their names, of which parts may be `published` otherwise.
+
+    `published`: expressions of our names, and what stands in their place, as for `re.sub`, one after the other. Weight norms that the
+    module does not have are folded. Raises as the source does.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, empty in module.state_dict().items():
+        place = name
+        for ours, theirs in published.items():
+            place = re.sub(ours, theirs, place)
+        place = prefix + place
+        if not empty.is_floating_point():
+            tensors[name] = source.take(place, empty.shape, None, device)
+        elif place.endswith(".weight") and place not in source:
+            tensors[name] = take_normed(source, place.removesuffix("weight"), empty.shape, device).to(dtype)
+        else:
+            tensors[name] = source.take(place, empty.shape, torch.float32, device).to(dtype)
+    module.load_state_dict(tensors, assign=True)
+    module.requires_grad_(False).eval()
 
 
 def _opened(path: Path) -> Any:
@@ -210,7 +305,7 @@ def _opened(path: Path) -> Any:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The tensor-to-file table of an index, checked against the shards themselves."""
-    table = read_json(index).get("weight_map")
+    table = read_table(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise bad_checkpoint(f"{index} has no weight_map.")
     files: dict[str, str] = {}

@@ -1,149 +1,145 @@
-"""The configs of a checkpoint folder, read with errors that name file and key; and what tells checkpoints apart. Imports no torch."""
+"""The configs of a checkpoint folder, read by annotations, with errors that name file and key; and what tells checkpoints apart.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
+
+import msgspec
 
 from pipelines.errors import ErrorCode, ModelError
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
 
+#: The `description` is what an error says that a value must be.
+Size = Annotated[int, msgspec.Meta(ge=1, description="a whole number above 0")]
+Whole = Annotated[int, msgspec.Meta(ge=0, description="a whole number that is not negative")]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max, description="a number that is not negative")]
+Sizes = Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, description="a list of whole numbers above 0")]
+#: What to do about most faults.
+DOWNLOAD_AGAIN = "Download the checkpoint again, or check that it belongs to this model family."
+
+T = TypeVar("T")
+
+
+def bad_checkpoint(message: str, advice: str = DOWNLOAD_AGAIN) -> ModelError:
+    """The error for a checkpoint that cannot be used; `message` names the tensor, or the file and its key."""
+    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, advice)
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """The shape of a stack of Qwen2's or Qwen3's decoder layers, by the keys of transformers."""
+
+    hidden: Annotated[Size, "hidden_size"]
+    intermediate: Annotated[Size, "intermediate_size"]
+    layers: Annotated[Size, "num_hidden_layers"]
+    heads: Annotated[Size, "num_attention_heads"]
+    kv_heads: Annotated[Size, "num_key_value_heads"]
+    head_dim: Size
+    eps: Annotated[Positive, "rms_norm_eps"]
+    rope_theta: Positive
+    vocab: Annotated[Size, "vocab_size"]
+    max_positions: Annotated[Size, "max_position_embeddings"]
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
 
 class Keys:
-    """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`).
+    """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`) that names file and key.
 
-    A `default` stands for a key that is absent or null.
+        config = Keys.read(folder / "config.json", advice).section("text_config").take(StackConfig)
+
+    A key that is null is absent.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], advice: str, prefix: str = "") -> None:
         self._path = path
-        self._values = values
+        self._values = {name: value for name, value in values.items() if value is not None}
         self._advice = advice
         self._prefix = prefix
 
     @classmethod
     def read(cls, path: Path, advice: str) -> Keys:
         """The top of a file; `advice` is what to do about any fault in it."""
-
-        def bad(what: str) -> ModelError:
-            return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{path} {what}.", advice)
-
-        try:
-            values = _load(path)
-        except FileNotFoundError as error:
-            raise bad("is missing") from error
-        except (OSError, ValueError) as error:
-            raise bad(f"cannot be read: {error}") from error
-        if not isinstance(values, dict):
-            raise bad("does not hold a table of keys")
-        return cls(path, cast("dict[str, Any]", values), advice)
+        return cls(path, read_table(path, advice), advice)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
     def section(self, key: str) -> Keys:
-        return Keys(self._path, self.table(key), self._advice, f"{self._prefix}{key}.")
+        return Keys(self._path, self.value(key, dict[str, Any]), self._advice, f"{self._prefix}{key}.")
 
-    def table(self, key: str) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._typed(key, dict, "a table of keys"))
+    def value(self, key: str, kind: Any, default: Any = MISSING) -> Any:
+        """The value of a key as msgspec converts it to this type; with dots, of a key in a section; `default`: where there is none."""
+        section, _, rest = key.partition(".")
+        if rest:
+            return self.section(section).value(rest, kind, default)
+        if key not in self._values:
+            if default is MISSING:
+                raise self.error(key, "is missing")
+            return default
+        try:
+            return msgspec.convert(self._values[key], kind)
+        except msgspec.ValidationError as error:
+            told = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+            what = f"must be {told[0]}" if told else f"is {self._values[key]!r}: {error}"
+            raise self.error(key, what) from error
 
-    def ids(self, key: str) -> dict[str, int]:
-        """A table of names, in lower case, and whole numbers."""
-        table = self.table(key)
-        if not all(type(value) is int for value in table.values()):
-            raise self.error(key, "must map names to whole numbers")
-        return {name.lower(): value for name, value in table.items()}
+    def take(self, kind: type[T], **known: Any) -> T:
+        """A dataclass whose fields are keys of this section, and other dataclasses its sections.
 
-    def whole(self, key: str) -> int:
-        """A whole number that is not negative."""
-        value = self._typed(key, int, "a whole number")
-        if value < 0:
-            raise self.error(key, "must not be negative")
-        return int(value)
+        A key bears the name of its field, or the one that its annotation holds: `width: Annotated[Size, "sizes.width"]`. It may be absent
+        where the field has a default. `known`: fields that are not read here.
+        """
+        types = get_type_hints(kind, include_extras=True)
+        for one in fields(cast("Any", kind)):
+            if one.name not in known:
+                wanted = types[one.name]
+                name = next((told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name)
+                section = getattr(wanted, "__origin__", wanted)
+                known[one.name] = self.section(name).take(section) if is_dataclass(section) else self.value(name, wanted, one.default)
+        return kind(**known)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0."""
-        value = self._typed(key, int, "a whole number", default)
-        if value < 1:
-            raise self.error(key, "must be at least 1")
-        return int(value)
-
-    def wholes(self, key: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """A list of whole numbers above 0."""
-        values = self._typed(key, (list, tuple), "a list of whole numbers", default)
-        if not values or not all(type(value) is int and value > 0 for value in values):
-            raise self.error(key, "must be a list of whole numbers above 0")
-        return tuple(values)
-
-    def number(self, key: str) -> float:
-        return float(self._typed(key, (int, float), "a number"))
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = float(self._typed(key, (int, float), "a number", default))
-        if not 0 < value < math.inf:
-            raise self.error(key, "must be above 0")
-        return value
+    def expect(self, **values: object) -> None:
+        """Raises the error for a key that has another value than the only one that the code can run; it may be absent."""
+        for key, value in values.items():
+            if (found := self._values.get(key, value)) != value:
+                raise self.error(key, f"is {found!r}; only {value!r} is supported")
 
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
-        rope = self.get("rope_scaling", None) or self.get("rope_parameters", None) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind != "default":
+        name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)
+        rope = self.section(name) if name else Keys(self._path, {}, self._advice, self._prefix)
+        if rope.value("rope_type", str, rope.value("type", str, "default")) != "default":
             raise self.error("rope_scaling", "asks for a scaled rope, which is not supported")
-        theta = self.number("rope_theta") if "rope_theta" in self else rope.get("rope_theta")
-        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            raise self.error("rope_theta", "is missing or not above 0")
-        return float(theta)
-
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        value = self._found(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, "must be true or false")
-        return value
-
-    def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-        """One of the words that the code can run."""
-        value = self._found(key, default)
-        if value not in allowed:
-            raise self.error(key, f"is {value!r}; it must be {' or '.join(allowed)}")
-        return value
-
-    def text(self, key: str) -> str:
-        return str(self._typed(key, str, "text"))
+        return (self if "rope_theta" in self else rope).value("rope_theta", Positive)
 
     def error(self, key: str, what: str) -> ModelError:
         """The error that says of a key what is wrong with it."""
-        return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{self._path}: {self._prefix}{key} {what}.", self._advice)
+        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.", self._advice)
 
     def require(self, holds: bool, what: str) -> None:
         """Raises the error that says `what` of this section, unless a relation holds that the code relies on."""
         if not holds:
             section = f" {self._prefix[:-1]}:" if self._prefix else ""
-            raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{self._path}:{section} {what}.", self._advice)
-
-    def _found(self, key: str, default: Any = None) -> Any:
-        value = self._values.get(key)
-        if value is None and default is not None:
-            return default
-        if key not in self._values:
-            raise self.error(key, "is missing")
-        return value
-
-    def _typed(self, key: str, types: type | tuple[type, ...], words: str, default: Any = None) -> Any:
-        value = self._found(key, default)
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise self.error(key, f"must be {words}")
-        return value
+            raise bad_checkpoint(f"{self._path}:{section} {what}.", self._advice)
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:
@@ -157,6 +153,19 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
                 file.seek(probe * size // _PROBES)
                 digest.update(file.read(_PROBE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
+    """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+    try:
+        values = _load(path)
+    except FileNotFoundError as error:
+        raise bad_checkpoint(f"{path} is missing.", advice) from error
+    except (OSError, ValueError) as error:
+        raise bad_checkpoint(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice) from error
+    if not isinstance(values, dict):
+        raise bad_checkpoint(f"{path} does not hold a table of keys.", advice)
+    return cast("dict[str, Any]", values)
 
 
 def _load(path: Path) -> Any:

@@ -13,7 +13,7 @@ from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
 from pipelines.options import Count, read_options
-from pipelines.vllm_engine.options import VllmOptions
+from pipelines.vllm_engine.library import VllmOptions
 
 #: The option that chooses the engine of a model that both can run.
 ENGINE = "engine"

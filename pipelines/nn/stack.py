@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.frame import Heads, Layer, StackTensors
+from kernels.frame import Layer, StackTensors
 from pipelines.nn.checkpoint import TensorSource
-
-
-class StackShape(Heads, Protocol):
-    """The sizes of a stack, as a family's config gives them."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def eps(self) -> float: ...
+from pipelines.nn.config_keys import StackConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +19,7 @@ class StackWeights:
     layers: tuple[Layer, ...]
     norm: Tensor
 
-    def tensors(self, shape: StackShape, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
+    def tensors(self, shape: StackConfig, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
         """The stack as a frame takes it, with attention scaled by the root of `head_dim`."""
         scale = shape.head_dim**-0.5
         return StackTensors(self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope)
@@ -41,7 +28,7 @@ class StackWeights:
 def take_stack(
     source: TensorSource,
     prefix: str,
-    shape: StackShape,
+    shape: StackConfig,
     dtype: torch.dtype,
     device: torch.device | str,
     *,

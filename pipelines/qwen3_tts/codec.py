@@ -65,10 +65,6 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     widths = {"q": queries, "k": keys, "v": keys}
     attention = load.at("self_attn.")
-    qkv_bias = out_bias = None
-    if config.attention_bias:
-        qkv_bias = torch.cat([attention(f"{name}_proj.bias", width) for name, width in widths.items()])
-        out_bias = attention("o_proj.bias", hidden)
     return LayerWeights(
         norm1=load("input_layernorm.weight", hidden),
         qkv=torch.cat([attention(f"{name}_proj.weight", width, hidden) for name, width in widths.items()]),
@@ -78,8 +74,6 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
         gate_up=torch.cat([load(f"mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up")]),
         down=load("mlp.down_proj.weight", hidden, inner),
         scale2=load("mlp_layer_scale.scale", hidden),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
     )
 
 
@@ -132,10 +126,7 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     """
     size, width, dim = config.codebook_size, config.codebook_dim // 2, config.codebook_dim
     tables: list[Tensor] = []
-    for name, layers in (
-        ("rvq_first", config.num_semantic_quantizers),
-        ("rvq_rest", config.num_quantizers - config.num_semantic_quantizers),
-    ):
+    for name, layers in (("rvq_first", 1), ("rvq_rest", config.num_quantizers - 1)):
         load(f"{name}.input_proj.weight", width, dim, 1)  # part of the file, used for encoding only
         projection = load(f"{name}.output_proj.weight", dim, width, 1).squeeze(2)
         for i in range(layers):

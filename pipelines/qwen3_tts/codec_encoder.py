@@ -75,7 +75,7 @@ def _conv_stack(load: Loader, config: CodecEncoderConfig) -> list[_Conv | _Resid
     """The strided convolution stack; positions in the list are the numbers in the tensor names."""
     width = config.num_filters
     mode = config.pad_mode
-    stack: list[_Conv | _Residual | _Elu] = [_Conv(load.at("0.conv."), config.audio_channels, width, config.kernel_size, mode)]
+    stack: list[_Conv | _Residual | _Elu] = [_Conv(load.at("0.conv."), 1, width, config.kernel_size, mode)]
     for ratio in reversed(config.upsampling_ratios):
         for j in range(config.num_residual_layers):
             stack.append(_Residual(load.at(f"{len(stack)}."), config, width, config.dilation_growth_rate**j))
@@ -121,11 +121,9 @@ class _Residual:
         inner = width // config.compress
         self.conv1 = _Conv(load.at("block.1.conv."), width, inner, config.residual_kernel_size, config.pad_mode, dilation=dilation)
         self.conv2 = _Conv(load.at("block.3.conv."), inner, width, 1, config.pad_mode)
-        self.shortcut = _Conv(load.at("shortcut.conv."), width, width, 1, config.pad_mode) if config.use_conv_shortcut else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        hidden = self.conv2(elu(self.conv1(elu(x))))
-        return hidden + (x if self.shortcut is None else self.shortcut(x))
+        return self.conv2(elu(self.conv1(elu(x)))) + x
 
 
 class _Layer:
@@ -141,7 +139,6 @@ class _Layer:
         shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
         attention = load.at("self_attn.")
         self.weights = {name: attention(f"{name}_proj.weight", *shape) for name, shape in shapes.items()}
-        self.biases = {name: attention(f"{name}_proj.bias", shape[0]) if config.attention_bias else None for name, shape in shapes.items()}
         self.wide, self.narrow = load("mlp.fc1.weight", inner, hidden), load("mlp.fc2.weight", hidden, inner)
         self.scale1, self.scale2 = load("self_attn_layer_scale.scale", hidden), load("mlp_layer_scale.scale", hidden)
 
@@ -151,12 +148,10 @@ class _Layer:
         return x + self.scale2 * linear(hidden, self.narrow)
 
     def _attention(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        query, key, value = (
-            linear(x, self.weights[name], self.biases[name]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for name in "qkv"
-        )
+        query, key, value = (linear(x, self.weights[name]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for name in "qkv")
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        return linear(attended.transpose(1, 2).flatten(2), self.weights["o"], self.biases["o"])
+        return linear(attended.transpose(1, 2).flatten(2), self.weights["o"])
 
 
 class _Quantizer:

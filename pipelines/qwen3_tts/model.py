@@ -34,8 +34,8 @@ class Qwen3TTSModel(FrameModel):
         self.weights = weights
         self.text = TextTable(weights.talker)
         self._codec_starts = weights.codec_starts.to("cpu")
-        super().__init__(_frame_tensors(config, weights, self.text.rows, max_context), config.ids.tts_pad)
-        self.text.ensure(torch.tensor([config.ids.tts_pad]))
+        super().__init__(_frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad)
+        self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
 
     def embed(self, prompt: Prompt) -> Tensor:
         """Embeddings [length, hidden] of a prompt: projected text, plus the sum of its codec embeddings, plus the voice vector."""

@@ -187,7 +187,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
 
     def warm_up(self) -> None:
         """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the first on its way."""
-        shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.ids
+        shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.text_ids
         prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
         wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
@@ -231,7 +231,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             wanted = replace(wanted, stream=True, text_open=not final)
             return wanted, self._start(wanted, info, heard)
 
-        stream = OpenText(self.engine, begin, parts.streamed_ids, self.config.ids.tts_eos, heard)
+        stream = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, heard)
         stream.append(task.body_ids, False)
         return stream
 

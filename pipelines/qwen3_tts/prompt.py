@@ -93,19 +93,19 @@ def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
 
     Raises `InputError` for a language or a speaker that the checkpoint does not have.
     """
-    ids = config.ids
+    ids, text_ids = config.ids, config.text_ids
     prefix = codec_prefix(config, parts)
     columns = _Columns(config.codebooks)
     head = [*(parts.instruct_ids if config.takes_instructions else ()), *parts.role_ids]
     columns.add(head, [NONE] * len(head))
-    columns.add([ids.tts_pad] * (len(prefix) - 2) + [ids.tts_bos], prefix[:-1])
+    columns.add([text_ids.tts_pad] * (len(prefix) - 2) + [text_ids.tts_bos], prefix[:-1])
     voice_at = len(head) + len(prefix) - 3 if parts.voice is not None else None
     if parts.reference is not None:
         trailing = _clone_in_context(config, columns, parts.reference, parts)
     elif parts.text_first:
-        body = [*parts.body_ids, ids.tts_eos]
+        body = [*parts.body_ids, text_ids.tts_eos]
         columns.add(body, [ids.pad] * len(body))
-        columns.add([ids.tts_pad], [ids.bos])
+        columns.add([text_ids.tts_pad], [ids.bos])
         trailing = []
     else:
         columns.add(parts.body_ids[:1], [ids.bos])
@@ -161,22 +161,22 @@ def speaker_id(config: Qwen3TTSConfig, speaker: str) -> int:
 
 def _clone_in_context(config: Qwen3TTSConfig, columns: _Columns, reference: Reference, parts: PromptParts) -> list[int]:
     """Adds the reference's text and codes with the text to speak; returns the trailing text."""
-    ids = config.ids
+    ids, text_ids = config.ids, config.text_ids
     text = [*reference.text_ids, *parts.body_ids, *_end_of_text(config, parts)]
     frames = np.full((len(reference.codes) + 1, config.codebooks), NONE, np.int64)
     frames[0, 0] = ids.bos
     frames[1:] = reference.codes
     if parts.text_first:
         columns.add(text, [ids.pad] * len(text))
-        columns.add_frames([ids.tts_pad] * len(frames), frames)
+        columns.add_frames([text_ids.tts_pad] * len(frames), frames)
         return []
-    padding = [ids.tts_pad] * (len(frames) - len(text))
+    padding = [text_ids.tts_pad] * (len(frames) - len(text))
     columns.add_frames((text + padding)[: len(frames)], frames)
     return text[len(frames) :]
 
 
 def _end_of_text(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
-    return [] if parts.text_open else [config.ids.tts_eos]
+    return [] if parts.text_open else [config.text_ids.tts_eos]
 
 
 #: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import conv1d, pad, relu, softmax
+from torch import Tensor, nn
+from torch.nn.functional import pad, relu, softmax
 
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
+from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
+from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
@@ -31,11 +30,6 @@ FMAX_HZ = 12_000.0
 MAGNITUDE_FLOOR = 1e-9
 MEL_FLOOR = 1e-5
 
-_LINEAR_HZ_PER_MEL = 200.0 / 3.0
-_BREAK_HZ = 1000.0
-_BREAK_MEL = _BREAK_HZ / _LINEAR_HZ_PER_MEL
-_LOG_STEP = math.log(6.4) / 27.0
-
 
 def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Tensor:
     """Log-mel spectrogram of mono audio, float32 on the CPU: samples [n] -> [n // 256, bands].
@@ -48,30 +42,8 @@ def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Ten
     window = torch.hann_window(N_FFT)
     spectrum = torch.stft(audio, N_FFT, hop_length=HOP, win_length=N_FFT, window=window, center=False, return_complex=True)
     magnitude = torch.sqrt(torch.view_as_real(spectrum).square().sum(-1) + MAGNITUDE_FLOOR)
-    mel = torch.matmul(slaney_filters(sample_rate, bands), magnitude)[0]
-    return mel.clamp(min=MEL_FLOOR).log().T
-
-
-@lru_cache(maxsize=4)
-def slaney_filters(sample_rate: int, bands: int) -> Tensor:
-    """Triangular mel filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [bands, N_FFT // 2 + 1]."""
-    low, high = _hz_to_mel(FMIN_HZ), _hz_to_mel(FMAX_HZ)
-    edges = _mel_to_hz(torch.linspace(low, high, bands + 2, dtype=torch.float64))
-    bins = torch.linspace(0.0, sample_rate / 2.0, N_FFT // 2 + 1, dtype=torch.float64)
-    widths = edges.diff()
-    ramps = edges[:, None] - bins[None, :]
-    rising = -ramps[:-2] / widths[:-1, None]
-    falling = ramps[2:] / widths[1:, None]
-    triangles = torch.minimum(rising, falling).clamp(min=0.0)
-    return (triangles * (2.0 / (edges[2:] - edges[:-2]))[:, None]).float()
-
-
-def _hz_to_mel(hz: float) -> float:
-    return hz / _LINEAR_HZ_PER_MEL if hz < _BREAK_HZ else _BREAK_MEL + math.log(hz / _BREAK_HZ) / _LOG_STEP
-
-
-def _mel_to_hz(mel: Tensor) -> Tensor:
-    return torch.where(mel < _BREAK_MEL, mel * _LINEAR_HZ_PER_MEL, _BREAK_HZ * torch.exp(_LOG_STEP * (mel - _BREAK_MEL)))
+    filters = mel_bands(N_FFT, bands, FMIN_HZ, FMAX_HZ, sample_rate).T.contiguous()
+    return torch.matmul(filters, magnitude)[0].clamp(min=MEL_FLOOR).log().T
 
 
 PREFIX = "speaker_encoder."
@@ -80,8 +52,23 @@ VARIANCE_FLOOR = 1e-12
 _REVISION = 1
 
 
-class SpeakerEncoder:
-    """ECAPA-TDNN (Desplanques et al. 2020, arXiv 2005.07143) over log-mel frames.
+#: Where the published network has other names than ours.
+_PUBLISHED = {
+    "ecapa.first": "blocks.0",
+    r"ecapa.blocks.(\d+)": lambda found: f"blocks.{int(found[1]) + 1}",
+    r"\.before": ".tdnn1",
+    r"\.groups": ".res2net_block.blocks",
+    r"\.after": ".tdnn2",
+    r"\.squeeze": ".se_block.conv1",
+    r"\.excite": ".se_block.conv2",
+    r"ecapa.last": "mfa.conv",
+    r"attend": "asp.tdnn.conv",
+    r"scores": "asp.conv",
+}
+
+
+class SpeakerEncoder(nn.Module):
+    """ECAPA-TDNN over log-mel frames, with attentive statistics pooling.
 
     Takes the tensors `speaker_encoder.*` of the main checkpoint from `source`.
     """
@@ -89,21 +76,22 @@ class SpeakerEncoder:
     def __init__(
         self, config: SpeakerEncoderConfig, source: TensorSource, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
+        super().__init__()
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
         self.sample_rate = config.sample_rate
-        channels, kernels, dilations = config.enc_channels, config.enc_kernel_sizes, config.enc_dilations
-        load = Loader(source, PREFIX, dtype, self.device)
-        self._first = _Conv(load.at("blocks.0.conv."), config.mel_dim, channels[0], kernels[0], dilations[0])
-        self._blocks = [
-            _SeRes2Net(load.at(f"blocks.{i}."), config, channels[i], kernels[i], dilations[i]) for i in range(1, len(channels) - 1)
-        ]
-        self._mfa = _Conv(load.at("mfa.conv."), channels[-1], channels[-1], kernels[-1], dilations[-1])
-        self._attend = _Conv(load.at("asp.tdnn.conv."), 3 * channels[-1], config.enc_attention_channels)
-        self._scores = _Conv(load.at("asp.conv."), config.enc_attention_channels, channels[-1])
-        self._out = _Conv(load.at("fc."), 2 * channels[-1], config.enc_dim)
-        reach = max((kernel - 1) * dilation // 2 for kernel, dilation in zip(kernels, dilations))
+        sizes = EcapaConfig(
+            config.mel_dim, config.enc_channels, config.enc_kernel_sizes, config.enc_dilations, config.enc_res2net_scale,
+            config.enc_se_channels, normed=False, edges="reflect", first_passes=True, weighs_by_convolution=True,
+        )  # fmt: skip
+        wide, narrow = config.enc_channels[-1], config.enc_attention_channels
+        with torch.device("meta"):
+            self.ecapa = Ecapa(sizes)
+            self.attend, self.scores = nn.Conv1d(3 * wide, narrow, 1), nn.Conv1d(narrow, wide, 1)
+            self.fc = nn.Conv1d(2 * wide, config.enc_dim, 1)
+        fill_module(self, source, PREFIX, self.device, dtype, _PUBLISHED)
+        reach = max((kernel - 1) * dilation // 2 for kernel, dilation in zip(config.enc_kernel_sizes, config.enc_dilations))
         self.least_samples = max((N_FFT - HOP) // 2, HOP * reach + HOP - 1) + 1
 
     @torch.inference_mode()
@@ -123,13 +111,8 @@ class SpeakerEncoder:
     @torch.inference_mode()
     def embed_mel(self, mel: Tensor) -> Tensor:
         """The speaker vector of log-mel frames: [T, mel_dim] -> [enc_dim]."""
-        x = relu(self._first(mel.to(self.device, self.dtype).T[None]))
-        outputs: list[Tensor] = []
-        for block in self._blocks:
-            x = block(x)
-            outputs.append(x)
-        x = relu(self._mfa(torch.cat(outputs, dim=1)))
-        return self._out(self._pool(x))[0, :, 0]
+        x = self.ecapa(mel.to(self.device, self.dtype).T[None])
+        return self.fc(self._pool(x))[0, :, 0]
 
     def _pool(self, x: Tensor) -> Tensor:
         """Attentive statistics pooling: [1, C, T] -> [1, 2 * C, 1]."""
@@ -137,7 +120,7 @@ class SpeakerEncoder:
         uniform = x.new_full((1, 1, frames), 1.0) / frames
         mean, deviation = _statistics(x, uniform)
         context = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), dim=1)
-        weights = softmax(self._scores(torch.tanh(relu(self._attend(context)))), dim=2)
+        weights = softmax(self.scores(torch.tanh(relu(self.attend(context)))), dim=2)
         return torch.cat(_statistics(x, weights), dim=1)
 
 
@@ -145,46 +128,6 @@ def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     mean = (weights * x).sum(dim=2, keepdim=True)
     variance = (weights * (x - mean).square()).sum(dim=2, keepdim=True)
     return mean, variance.clamp(VARIANCE_FLOOR).sqrt()
-
-
-class _Conv:
-    """Convolution that keeps the length by reflecting its input at both ends: [B, Cin, T] -> [B, Cout, T]."""
-
-    def __init__(self, load: Loader, channels_in: int, channels_out: int, kernel: int = 1, dilation: int = 1) -> None:
-        self.weight = load("weight", channels_out, channels_in, kernel)
-        self.bias = load("bias", channels_out)
-        self.dilation = dilation
-        self.border = (kernel - 1) * dilation // 2
-
-    def __call__(self, x: Tensor) -> Tensor:
-        padded = pad(x, (self.border, self.border), mode="reflect") if self.border else x
-        return conv1d(padded, self.weight, self.bias, dilation=self.dilation)
-
-
-class _SeRes2Net:
-    """1x1, Res2Net over `enc_res2net_scale` channel groups, 1x1, squeeze and excitation, residual."""
-
-    def __init__(self, load: Loader, config: SpeakerEncoderConfig, channels: int, kernel: int, dilation: int) -> None:
-        self.scale = config.enc_res2net_scale
-        group = channels // self.scale
-        self.before = _Conv(load.at("tdnn1.conv."), channels, channels)
-        self.groups = [_Conv(load.at(f"res2net_block.blocks.{i}.conv."), group, group, kernel, dilation) for i in range(self.scale - 1)]
-        self.after = _Conv(load.at("tdnn2.conv."), channels, channels)
-        self.squeeze = _Conv(load.at("se_block.conv1."), channels, config.enc_se_channels)
-        self.excite = _Conv(load.at("se_block.conv2."), config.enc_se_channels, channels)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        hidden = relu(self.after(self._res2net(relu(self.before(x)))))
-        gate = torch.sigmoid(self.excite(relu(self.squeeze(hidden.mean(dim=2, keepdim=True)))))
-        return hidden * gate + x
-
-    def _res2net(self, x: Tensor) -> Tensor:
-        first, *parts = x.chunk(self.scale, dim=1)
-        outputs, previous = [first], None
-        for conv, part in zip(self.groups, parts):
-            previous = relu(conv(part if previous is None else part + previous))
-            outputs.append(previous)
-        return torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True, slots=True)

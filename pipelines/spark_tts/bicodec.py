@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.registry import to_device
-from pipelines.nn.checkpoint import Checkpoint
-from pipelines.spark_tts.blocks import Encoder, Prenet, WNConv1d, load_module
+from pipelines.nn.checkpoint import Checkpoint, fill_module
+from pipelines.spark_tts.blocks import Encoder, Prenet
 from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig
-from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
+from pipelines.spark_tts.speaker import PUBLISHED, MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, prepared
 
 #: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel filters.
@@ -31,8 +31,8 @@ class SemanticQuantizer(nn.Module):
 
     def __init__(self, dim: int, codes: int, inner: int) -> None:
         super().__init__()
-        self.in_project = WNConv1d(dim, inner, 1)
-        self.out_project = WNConv1d(inner, dim, 1)
+        self.in_project = nn.Conv1d(dim, inner, 1)
+        self.out_project = nn.Conv1d(inner, dim, 1)
         self.codebook = nn.Embedding(codes, inner)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -129,12 +129,11 @@ def load_bicodec(
         quantizer = SemanticQuantizer(sizes.encoder.output, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
     with Checkpoint.open(config.folder / BICODEC) as checkpoint:
-        parts = (("encoder.", encoder), ("quantizer.", quantizer), ("speaker_encoder.", speaker), ("decoder.", wave))
-        for name, module in parts:
-            load_module(module, checkpoint, name, device, torch.float32)
-        load_module(prenet, checkpoint, "prenet.", device, dtype)
-        for pattern in _UNUSED:
-            checkpoint.ignore(pattern)
+        for name, module in (("encoder.", encoder), ("quantizer.", quantizer), ("decoder.", wave)):
+            fill_module(module, checkpoint, name, device)
+        fill_module(speaker, checkpoint, "speaker_encoder.", device, published=PUBLISHED)
+        fill_module(prenet, checkpoint, "prenet.", device, dtype)
+        checkpoint.ignore(*_UNUSED)
         checkpoint.finish()
     tokenizer = Tokenizer(encoder, quantizer, speaker, MelMagnitudes(sizes.mel, config.sample_rate, device))
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))

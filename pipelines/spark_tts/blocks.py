@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipelines.nn.checkpoint import Checkpoint
 from pipelines.spark_tts.config import VocosConfig
 
 _LAYER_NORM_EPS = 1e-6
@@ -20,14 +19,6 @@ SNAKE_EPS = 1e-9
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """x: [batch, channels, steps] with zeros behind the end of each row."""
     return x if mask is None else x * mask
-
-
-class WNConv1d(nn.Conv1d):
-    """A convolution whose checkpoint holds weight_g and weight_v; they are folded when loaded."""
-
-
-class WNConvTranspose1d(nn.ConvTranspose1d):
-    """A transposed convolution whose checkpoint holds weight_g and weight_v; they are folded when loaded."""
 
 
 class Snake(nn.Module):
@@ -136,28 +127,8 @@ class Sampling(nn.Sequential):
         return self[1](3 * x.transpose(1, 2), mask)
 
 
-def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills a module made on the meta device with the tensors `prefix` + their names; weight norms are folded in float32.
-
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault.
-    """
-    tensors: dict[str, Tensor] = {}
-    for place, part in module.named_modules():
-        at = f"{place}." if place else ""
-        for name, empty in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            if name == "weight" and isinstance(part, WNConv1d | WNConvTranspose1d):
-                direction = checkpoint.take(f"{prefix}{at}weight_v", empty.shape, torch.float32, device)
-                gain = checkpoint.take(f"{prefix}{at}weight_g", (empty.shape[0], 1, 1), torch.float32, device)
-                tensor = direction * (gain / direction.flatten(1).norm(dim=1)[:, None, None])
-            else:
-                tensor = checkpoint.take(f"{prefix}{at}{name}", empty.shape, torch.float32 if empty.is_floating_point() else None, device)
-            tensors[at + name] = tensor.to(dtype) if empty.is_floating_point() else tensor
-    module.load_state_dict(tensors, assign=True)
-    module.requires_grad_(False).eval()
-
-
 def _samplings(config: VocosConfig) -> nn.ModuleList:
-    return nn.ModuleList([Sampling(config) for _ in range(config.samplings)])
+    return nn.ModuleList([Sampling(config) for _ in config.ratios])
 
 
 def _norm(dim: int, condition: int | None) -> nn.Module:

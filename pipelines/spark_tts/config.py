@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pipelines.nn.config_keys import Keys, revision
+from pipelines.nn.config_keys import Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -16,97 +18,85 @@ _ADVICE = "Check that the folder holds an unchanged SparkTTS checkpoint."
 
 @dataclass(frozen=True, slots=True)
 class MelConfig:
-    """`mel_params` of BiCodec/config.yaml."""
+    """`mel_params` of BiCodec/config.yaml; frequencies in Hz."""
 
-    n_fft: int
-    win_length: int
-    hop_length: int
-    #: Hz; `mel_fmax` null means half the sample rate.
-    fmin: float
-    fmax: float
-    mels: int
+    sample_rate: Size
+    n_fft: Size
+    win_length: Size
+    hop_length: Size
+    mel_fmin: float
+    num_mels: Size
+    #: None: half the sample rate.
+    mel_fmax: float | None = None
+
+    @property
+    def highest(self) -> float:
+        return self.sample_rate / 2 if self.mel_fmax is None else self.mel_fmax
 
 
 @dataclass(frozen=True, slots=True)
 class VocosConfig:
     """One of `encoder` and `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two projections."""
 
-    input: int
-    dim: int
-    intermediate: int
-    layers: int
-    output: int
-    #: Sampling blocks; each is the factor 3 of the published block at ratio 1 and two ConvNeXt blocks.
-    samplings: int
+    input: Annotated[Size, "input_channels"]
+    dim: Annotated[Size, "vocos_dim"]
+    intermediate: Annotated[Size, "vocos_intermediate_dim"]
+    layers: Annotated[Size, "vocos_num_layers"]
+    output: Annotated[Size, "out_channels"]
+    #: Of sampling blocks; each is the factor 3 of the published block at ratio 1 and two ConvNeXt blocks.
+    ratios: Annotated[Sizes, "sample_ratios"]
 
 
 @dataclass(frozen=True, slots=True)
 class SpeakerConfig:
     """`speaker_encoder` of BiCodec/config.yaml."""
 
-    input: int
-    output: int
-    latent: int
+    input: Annotated[Size, "input_dim"]
+    output: Annotated[Size, "out_dim"]
+    latent: Annotated[Size, "latent_dim"]
     #: Global tokens of a voice.
-    tokens: int
-    levels: tuple[int, ...]
+    tokens: Annotated[Size, "token_num"]
+    levels: Annotated[Sizes, "fsq_levels"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaveConfig:
     """`decoder` of BiCodec/config.yaml."""
 
-    input: int
-    channels: int
-    rates: tuple[int, ...]
-    kernels: tuple[int, ...]
+    input: Annotated[Size, "input_channel"]
+    channels: Size
+    rates: Sizes
+    kernels: Annotated[Sizes, "kernel_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
 class BiCodecConfig:
     """The sizes of BiCodec."""
 
-    mel: MelConfig
+    mel: Annotated[MelConfig, "mel_params"]
     encoder: VocosConfig
     prenet: VocosConfig
-    speaker: SpeakerConfig
-    wave: WaveConfig
-    codebook_size: int
-    codebook_dim: int
+    speaker: Annotated[SpeakerConfig, "speaker_encoder"]
+    wave: Annotated[WaveConfig, "decoder"]
+    codebook_size: Annotated[Size, "quantizer.codebook_size"]
+    codebook_dim: Annotated[Size, "quantizer.codebook_dim"]
 
     @property
     def samples_per_token(self) -> int:
-        samples = 1
-        for rate in self.wave.rates:
-            samples *= rate
-        return samples
+        return math.prod(self.wave.rates)
 
     @property
     def global_codes(self) -> int:
         """How many values a global token can have."""
-        values = 1
-        for level in self.speaker.levels:
-            values *= level
-        return values
+        return math.prod(self.speaker.levels)
 
 
 @dataclass(frozen=True, slots=True)
-class LmConfig:
+class LmConfig(StackConfig):
     """What we need to know of LLM/config.json: the shape of a Qwen2. vLLM reads it itself."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_positions: int
-    rope_theta: float
-    tied: bool
-    eos: int
-    #: Of the norms.
-    eps: float = 1e-6
+    eos: Annotated[Whole, "eos_token_id"]
+    tied: Annotated[bool, "tie_word_embeddings"] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +115,12 @@ class SparkConfig:
     """One checkpoint folder."""
 
     folder: Path
-    sample_rate: int
+    sample_rate: Size
     #: Samples of the clip that the global tokens are made of.
     clip_samples: int
-    volume_normalize: bool
     bicodec: BiCodecConfig
     lm: LmConfig
+    volume_normalize: bool = False
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
@@ -143,86 +133,36 @@ class SparkConfig:
         folder = Path(folder)
         top = Keys.read(folder / "config.yaml", _ADVICE)
         bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml", _ADVICE).section("audio_tokenizer"))
-        rate, hop = top.whole("sample_rate"), top.whole("latent_hop_length")
+        hop = top.value("latent_hop_length", Whole)
         if hop != bicodec.samples_per_token:
             raise top.error("latent_hop_length", f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples a token")
-        clip = int(rate * top.number("ref_segment_duration")) // hop * hop
-        return cls(
-            folder, rate, clip, bool(top.get("volume_normalize", False)), bicodec, _lm(Keys.read(folder / LLM / "config.json", _ADVICE))
-        )
+        rate = top.value("sample_rate", Size)
+        clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
+        lm = _lm(Keys.read(folder / LLM / "config.json", _ADVICE))
+        return top.take(cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm, sampling=SamplingDefaults())
 
 
 def _bicodec(keys: Keys) -> BiCodecConfig:
-    mel, decoder, quantizer, speaker = (keys.section(name) for name in ("mel_params", "decoder", "quantizer", "speaker_encoder"))
-    top = mel.get("mel_fmax", None)
-    rate = mel.whole("sample_rate")
-    config = BiCodecConfig(
-        MelConfig(
-            mel.whole("n_fft"),
-            mel.whole("win_length"),
-            mel.whole("hop_length"),
-            mel.number("mel_fmin"),
-            rate / 2 if top is None else mel.number("mel_fmax"),
-            mel.whole("num_mels"),
-        ),
-        _vocos(keys.section("encoder")),
-        _vocos(keys.section("prenet")),
-        SpeakerConfig(
-            speaker.whole("input_dim"),
-            speaker.whole("out_dim"),
-            speaker.whole("latent_dim"),
-            speaker.whole("token_num"),
-            speaker.wholes("fsq_levels"),
-        ),
-        WaveConfig(decoder.whole("input_channel"), decoder.whole("channels"), decoder.wholes("rates"), decoder.wholes("kernel_sizes")),
-        quantizer.whole("codebook_size"),
-        quantizer.whole("codebook_dim"),
-    )
-    prenet = keys.section("prenet")
-    if prenet.get("use_tanh_at_final", False):
-        raise prenet.error("use_tanh_at_final", "is set, which is not supported")
-    if speaker.get("fsq_num_quantizers", 1) != 1:
-        raise speaker.error("fsq_num_quantizers", "must be 1")
-    if any(level < 2 or level % 2 for level in config.speaker.levels):
+    config = keys.take(BiCodecConfig)
+    prenet, speaker = keys.section("prenet"), keys.section("speaker_encoder")
+    prenet.expect(use_tanh_at_final=False, condition_dim=config.speaker.output, out_channels=config.speaker.output)
+    speaker.expect(fsq_num_quantizers=1)
+    if any(level % 2 for level in config.speaker.levels):
         raise speaker.error("fsq_levels", "must be even numbers")
-    if prenet.whole("condition_dim") != config.speaker.output or config.prenet.output != config.speaker.output:
-        raise prenet.error("condition_dim", "and out_channels must equal the speaker encoder's out_dim")
-    if len(config.wave.rates) != len(config.wave.kernels) or any((k - s) % 2 for k, s in zip(config.wave.kernels, config.wave.rates)):
-        raise decoder.error("kernel_sizes", "do not fit the rates")
+    for name, vocos in (("encoder", config.encoder), ("prenet", config.prenet)):
+        keys.section(name).expect(sample_ratios=[1] * len(vocos.ratios))
+    wave = config.wave
+    if len(wave.rates) != len(wave.kernels) or any((k - s) % 2 for k, s in zip(wave.kernels, wave.rates)):
+        raise keys.error("decoder.kernel_sizes", "do not fit the rates")
     return config
 
 
-def _vocos(keys: Keys) -> VocosConfig:
-    ratios = keys.wholes("sample_ratios")
-    if any(ratio != 1 for ratio in ratios):
-        raise keys.error("sample_ratios", f"are {list(ratios)}; only ratios of 1 are supported")
-    names = ("input_channels", "vocos_dim", "vocos_intermediate_dim", "vocos_num_layers", "out_channels")
-    sizes = [keys.whole(name) for name in names]
-    return VocosConfig(*sizes, samplings=len(ratios))
-
-
 def _lm(keys: Keys) -> LmConfig:
-    if (kind := keys.get("model_type", None)) != "qwen2":
-        raise keys.error("model_type", f"is {kind!r}, not 'qwen2'")
-    if keys.get("use_sliding_window", False):
-        raise keys.error("use_sliding_window", "is set, which is not supported")
-    keys.choice("hidden_act", ("silu",), "silu")
-    heads, kv_heads, hidden = keys.size("num_attention_heads"), keys.size("num_key_value_heads"), keys.size("hidden_size")
-    keys.require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
-    return LmConfig(
-        hidden=hidden,
-        layers=keys.size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=keys.size("head_dim", hidden // heads),
-        intermediate=keys.size("intermediate_size"),
-        vocab=keys.size("vocab_size"),
-        max_positions=keys.size("max_position_embeddings"),
-        rope_theta=keys.rope_theta(),
-        tied=bool(keys.get("tie_word_embeddings", False)),
-        eos=keys.whole("eos_token_id"),
-        eps=keys.positive("rms_norm_eps", 1e-6),
-    )
+    keys.expect(model_type="qwen2", use_sliding_window=False, hidden_act="silu")
+    heads, hidden = keys.value("num_attention_heads", Size), keys.value("hidden_size", Size)
+    config = keys.take(LmConfig, rope_theta=keys.rope_theta(), head_dim=keys.value("head_dim", Size, hidden // heads))
+    keys.require(heads % config.kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
+    return config
 
 
 #: Labels of created voices, in the order of their token numbers (`gender_0` is female, `pitch_label_0` very low).

@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, Precision, open_device, precision, require_names, type_name
+from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
 from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
-from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, LmConfig, SparkConfig
+from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.native import CONTEXT, load_lm, open_host, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
+from pipelines.spark_tts.weights import check_weights
 from pipelines.tokens import (
     Finish,
     TokenHost,
@@ -36,8 +37,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
-from pipelines.vllm_engine.options import ModelSpec, VllmOptions
+from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm, qwen2_overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +123,6 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 def model_spec(config: SparkConfig) -> ModelSpec:
     """What vLLM is told. Call it after `load_vllm`."""
     return ModelSpec(config.folder / LLM, qwen2_overrides(config.lm.head_dim, config.lm.rope_theta))
-
-
-def check_weights(config: SparkConfig) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one or holds one too many.
-
-    vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
-    """
-    folder = config.folder / LLM
-    with Checkpoint.open(folder) as checkpoint:
-        held = {name for name in checkpoint.names() if "rotary_emb" not in name}
-    if config.lm.tied:
-        held.discard("lm_head.weight")
-    require_names(folder, held, _names(config.lm))
-
-
-def _names(lm: LmConfig) -> set[str]:
-    """The tensors of a Qwen2 model in transformers' names."""
-    parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
-    parts += ["self_attn.o_proj.weight", *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))]
-    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    names = {f"model.layers.{layer}.{part}" for layer in range(lm.layers) for part in parts}
-    return names | {"model.embed_tokens.weight", "model.norm.weight"} | (set() if lm.tied else {"lm_head.weight"})
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks

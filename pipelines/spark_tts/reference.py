@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
-from pipelines.nn.checkpoint import bad_checkpoint, read_json
+from pipelines.nn.checkpoint import Checkpoint, PickledTensors, TensorTable, fill_module
+from pipelines.nn.config_keys import bad_checkpoint, read_table
 from pipelines.recording import RecordingCache, read_recording
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
@@ -26,13 +24,13 @@ LAYERS = (11, 14, 16)
 #: One more than needed: the last recorded state lies behind the final layer norm in some versions of transformers.
 KEPT_LAYERS = max(LAYERS) + 1
 _VARIANCE_FLOOR = 1e-7
-_FILE = "pytorch_model.bin"
-#: Heads of the pretraining, and the vector that masks training input.
-_UNUSED = ("quantizer.", "project_hid.", "project_q.", "wav2vec2.masked_spec_embed")
-_RENAMED = {
-    "encoder.pos_conv_embed.conv.parametrizations.weight.original0": "encoder.pos_conv_embed.conv.weight_g",
-    "encoder.pos_conv_embed.conv.parametrizations.weight.original1": "encoder.pos_conv_embed.conv.weight_v",
+#: Where the published names differ from those of transformers.
+_PUBLISHED = {
+    r"conv\.parametrizations\.weight\.original0": "conv.weight_g",
+    r"conv\.parametrizations\.weight\.original1": "conv.weight_v",
 }
+#: Heads of the pretraining, and the vector that masks training input.
+_UNUSED = ("quantizer.*", "project_hid.*", "project_q.*", "wav2vec2.masked_spec_embed")
 
 
 class SemanticFeatures:
@@ -40,33 +38,20 @@ class SemanticFeatures:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Reads a folder of wav2vec2. Raises `ModelError` (`model.bad_checkpoint`) that names the file or tensor at fault."""
-        config = Wav2Vec2Config.from_dict(read_json(folder / "config.json"))
+        config = Wav2Vec2Config.from_dict(read_table(folder / "config.json"))
         if config.num_hidden_layers < KEPT_LAYERS:
             raise bad_checkpoint(f"{folder / 'config.json'}: num_hidden_layers must be {KEPT_LAYERS} or more.")
-        stored = config.num_hidden_layers
+        dropped = [f"wav2vec2.encoder.layers.{index}.*" for index in range(KEPT_LAYERS, config.num_hidden_layers)]
         config.num_hidden_layers = KEPT_LAYERS
         config.apply_spec_augment = False
-        self.normalize = bool(read_json(folder / "preprocessor_config.json").get("do_normalize", True))
+        config.mask_time_prob = config.mask_feature_prob = 0.0
+        self.normalize = bool(read_table(folder / "preprocessor_config.json").get("do_normalize", True))
         with torch.device("meta"):
-            model = Wav2Vec2Model(config)
-        tensors = _tensors(folder)
-        dropped = [f"wav2vec2.encoder.layers.{index}." for index in range(KEPT_LAYERS, stored)]
-        weights: dict[str, Tensor] = {}
-        for name, empty in model.state_dict().items():
-            published = f"wav2vec2.{_RENAMED.get(name, name)}"
-            if name == "masked_spec_embed":
-                weights[name] = torch.zeros(empty.shape, device=device)
-                continue
-            tensor = tensors.pop(published, None)
-            if tensor is None:
-                raise bad_checkpoint(f"Tensor {published} is missing from {folder}.")
-            if tensor.shape != empty.shape:
-                raise bad_checkpoint(f"Tensor {published} has shape {list(tensor.shape)}, but the config asks for {list(empty.shape)}.")
-            weights[name] = tensor.to(device, torch.float32)
-        if extra := sorted(name for name in tensors if not name.startswith((*_UNUSED, *dropped))):
-            raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
-        model.load_state_dict(weights, assign=True)
-        self.model = model.requires_grad_(False).eval()
+            self.model = Wav2Vec2Model(config)
+        with _tensors(folder) as tensors:
+            fill_module(self.model, tensors, "wav2vec2.", device, published=_PUBLISHED)
+            tensors.ignore(*_UNUSED, *dropped)
+            tensors.finish()
         self.device = device
 
     def values(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -87,18 +72,12 @@ class SemanticFeatures:
         return self.model(values.to(self.device), output_hidden_states=True).hidden_states
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path) -> TensorTable:
     """The tensors of a folder: safetensors, or the published pickle, of which nothing but tensors is read."""
-    single, path = folder / "model.safetensors", folder / _FILE
-    try:
-        tensors = load_file(single) if single.is_file() else torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise bad_checkpoint(f"{folder} has neither {single.name} nor {path.name}.") from error
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, SafetensorError) as error:
-        raise bad_checkpoint(f"The weights of {folder} cannot be read as tensors: {str(error)[:200]}.") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise bad_checkpoint(f"{path} holds more than tensors.")
-    return tensors
+    pickled = folder / "pytorch_model.bin"
+    if pickled.is_file() and not (folder / "model.safetensors").is_file():
+        return PickledTensors.read(pickled)
+    return Checkpoint.open(folder)
 
 
 #: Of the published volume normalisation (utils/audio.py, `audio_volume_normalize`).

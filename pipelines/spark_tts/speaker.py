@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.spark_tts.config import MelConfig, SpeakerConfig
 
 #: Sizes that the published code fixes (ECAPA_TDNN_GLOB_c512, PerceiverResampler), beside the config.
-_ECAPA, _SCALE, _BOTTLENECK, _CONTEXT = 512, 8, 128, 1536
+_WIDTH, _CONTEXT = 512, 1536
 _HEADS, _HEAD_DIM, _DEPTH, _FEED_FORWARD = 8, 64, 2, 4
 #: lucidrains' FSQ bounds its input a thousandth wider than the levels.
 _FSQ_WIDEN = 1.001
@@ -22,11 +23,8 @@ class MelMagnitudes:
     """Magnitudes, not their logarithm, in Slaney's mel bands: [batch, samples] -> [batch, mels, samples // hop + 1]."""
 
     def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
-        from transformers.audio_utils import mel_filter_bank
-
-        bank = mel_filter_bank(config.n_fft // 2 + 1, config.mels, config.fmin, config.fmax, sample_rate, norm="slaney", mel_scale="slaney")
         self._config = config
-        self._bank = torch.from_numpy(bank).to(device, torch.float32)
+        self._bands = mel_bands(config.n_fft, config.num_mels, config.mel_fmin, config.highest, sample_rate).to(device)
         self._window = torch.hann_window(config.win_length, device=device)
 
     def __call__(self, samples: Tensor) -> Tensor:
@@ -34,78 +32,31 @@ class MelMagnitudes:
         spectrum = torch.stft(
             samples, size.n_fft, size.hop_length, size.win_length, self._window, center=True, pad_mode="reflect", return_complex=True
         )
-        return (spectrum.abs().transpose(1, 2) @ self._bank).transpose(1, 2)
+        return (spectrum.abs().transpose(1, 2) @ self._bands).transpose(1, 2)
 
 
-class TdnnBlock(nn.Module):
-    """Convolution, ReLU, batch norm, in this order."""
-
-    def __init__(self, input: int, output: int, kernel: int, padding: int = 0) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(input, output, kernel, padding=padding)
-        self.bn = nn.BatchNorm1d(output)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(torch.relu(self.conv(x)))
-
-
-class Res2(nn.Module):
-    """Convolutions over slices of the channels, each on top of the one before; the last slice passes."""
-
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        width = channels // _SCALE
-        self.convs = nn.ModuleList([nn.Conv1d(width, width, 3, dilation=dilation, padding=dilation) for _ in range(_SCALE - 1)])
-        self.bns = nn.ModuleList([nn.BatchNorm1d(width) for _ in range(_SCALE - 1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = list(x.chunk(_SCALE, dim=1))
-        for index, (conv, bn) in enumerate(zip(self.convs, self.bns)):
-            before = parts[index] if index == 0 else parts[index] + parts[index - 1]
-            parts[index] = bn(torch.relu(conv(before)))
-        return torch.cat(parts, dim=1)
-
-
-class SqueezeExcite(nn.Module):
-    """Channels weighted by what the whole recording says of them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(channels, _BOTTLENECK)
-        self.linear2 = nn.Linear(_BOTTLENECK, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))[:, :, None]
-
-
-class SERes2Block(nn.Module):
-    def __init__(self, dilation: int) -> None:
-        super().__init__()
-        self.se_res2block = nn.ModuleList(
-            [TdnnBlock(_ECAPA, _ECAPA, 1), Res2(_ECAPA, dilation), TdnnBlock(_ECAPA, _ECAPA, 1), SqueezeExcite(_ECAPA)]
+def ecapa(bands: int) -> Ecapa:
+    """The published network, whose pooling is not used."""
+    widths, kernels = (_WIDTH, _WIDTH, _WIDTH, _WIDTH, _CONTEXT), (5, 3, 3, 3, 1)
+    return Ecapa(
+        EcapaConfig(
+            bands, widths, kernels, (1, 2, 3, 4, 1), groups=8, squeezed=128, normed=True, edges="zeros", first_passes=False,
+            weighs_by_convolution=False,
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for part in self.se_res2block:
-            y = part(y)
-        return x + y
+    )  # fmt: skip
 
 
-class Ecapa(nn.Module):
-    """ECAPA-TDNN (Desplanques et al., 2020) without its pooling: [batch, mels, steps] -> [batch, steps, 1536]."""
-
-    def __init__(self, input: int) -> None:
-        super().__init__()
-        self.layer1 = TdnnBlock(input, _ECAPA, 5, padding=2)
-        self.layer2, self.layer3, self.layer4 = (SERes2Block(dilation) for dilation in (2, 3, 4))
-        self.conv = nn.Conv1d(3 * _ECAPA, _CONTEXT, 1)
-
-    def forward(self, mel: Tensor) -> Tensor:
-        first = self.layer2(self.layer1(mel))
-        second = self.layer3(first)
-        third = self.layer4(second)
-        return torch.relu(self.conv(torch.cat((first, second, third), dim=1))).transpose(1, 2)
+#: Where the published network has other names than ours, as for `pipelines.nn.checkpoint.fill_module`.
+PUBLISHED = {
+    r"^(speaker_encoder\.)first": r"\1layer1",
+    r"blocks\.(\d+)": lambda found: f"layer{int(found[1]) + 2}.se_res2block",
+    r"\.before": ".0",
+    r"\.groups\.(\d+)\.(conv|bn)": r".1.\2s.\1",
+    r"\.after": ".2",
+    r"\.squeeze": ".3.linear1",
+    r"\.excite": ".3.linear2",
+    r"^(speaker_encoder\.)last": r"\1conv",
+}
 
 
 class PerceiverAttention(nn.Module):
@@ -200,14 +151,18 @@ class SpeakerEncoder(nn.Module):
 
     def __init__(self, config: SpeakerConfig) -> None:
         super().__init__()
-        self.speaker_encoder = Ecapa(config.input)
+        self.speaker_encoder = ecapa(config.input)
         self.perceiver_sampler = Perceiver(config.latent, config.tokens)
         self.quantizer = Fsq(config.latent, config.levels)
         self.project = nn.Linear(config.latent * config.tokens, config.output)
 
     def tokens(self, mel: Tensor) -> Tensor:
         """mel: [batch, mels, steps] -> int64 [batch, tokens]."""
-        return self.quantizer.indices(self.perceiver_sampler(self.speaker_encoder(mel)))
+        return self.quantizer.indices(self.perceiver_sampler(self.context(mel)))
+
+    def context(self, mel: Tensor) -> Tensor:
+        """mel: [batch, mels, steps] -> [batch, steps, 1536]."""
+        return self.speaker_encoder(mel).transpose(1, 2)
 
     def vector(self, tokens: Tensor) -> Tensor:
         """int64 [batch, tokens] -> [batch, output]. The published projection takes the latent index first, then the token's."""

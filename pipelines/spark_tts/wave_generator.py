@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
 from pipelines.codec.fused import FusedUnit, codec_kernels, tap_major
-from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, WNConv1d, WNConvTranspose1d, masked
+from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, masked
 from pipelines.spark_tts.config import WaveConfig
 
 _DILATIONS = (1, 3, 9)
@@ -29,9 +29,9 @@ class ResidualUnit(nn.Module):
         self.block = nn.ModuleList(
             [
                 Snake(channels),
-                WNConv1d(channels, channels, 7, dilation=dilation, padding=3 * dilation),
+                nn.Conv1d(channels, channels, 7, dilation=dilation, padding=3 * dilation),
                 Snake(channels),
-                WNConv1d(channels, channels, 1),
+                nn.Conv1d(channels, channels, 1),
             ]
         )
 
@@ -47,7 +47,7 @@ class UpBlock(nn.Module):
     def __init__(self, channels: int, kernel: int, rate: int) -> None:
         super().__init__()
         self.rate = rate
-        up = WNConvTranspose1d(channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2)
+        up = nn.ConvTranspose1d(channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2)
         self.block = nn.ModuleList([Snake(channels), up, *(ResidualUnit(channels // 2, dilation) for dilation in _DILATIONS)])
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -66,8 +66,8 @@ class WaveGenerator(nn.Module):
         super().__init__()
         channels = [config.channels >> index for index in range(len(config.rates) + 1)]
         blocks = [UpBlock(wide, kernel, rate) for wide, kernel, rate in zip(channels, config.kernels, config.rates)]
-        first = WNConv1d(config.input, config.channels, 7, padding=3)
-        self.model = nn.ModuleList([first, *blocks, Snake(channels[-1]), WNConv1d(channels[-1], 1, 7, padding=3)])
+        first = nn.Conv1d(config.input, config.channels, 7, padding=3)
+        self.model = nn.ModuleList([first, *blocks, Snake(channels[-1]), nn.Conv1d(channels[-1], 1, 7, padding=3)])
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = masked(self.model[0](masked(x, mask)), mask)

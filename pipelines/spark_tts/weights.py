@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pipelines.nn.checkpoint import Checkpoint, TensorSource, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, Shapes, TensorSource, bad_checkpoint
 from pipelines.nn.stack import StackWeights, take_stack
 from pipelines.spark_tts.config import LLM, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
@@ -66,15 +66,28 @@ def take_weights(source: TensorSource, lm: LmConfig, drawable: Drawable, dtype: 
     return LmWeights(stack, table, codes, head)
 
 
+def check_weights(config: SparkConfig) -> None:
+    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one, holds one too many, or of another shape."""
+    wanted = Shapes()
+    take_weights(wanted, config.lm, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
+    with _opened(config) as checkpoint:
+        checkpoint.require(wanted.taken)
+        checkpoint.finish()
+
+
 def load_weights(config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device) -> LmWeights:
     """The LM of a checkpoint folder. Raises as `take_weights`, and for a tensor too many."""
-    with Checkpoint.open(config.folder / LLM) as checkpoint:
+    with _opened(config) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
-        checkpoint.ignore("*rotary_emb*")
-        if config.lm.tied:
-            checkpoint.ignore("lm_head.weight")
         checkpoint.finish()
     return weights
+
+
+def _opened(config: SparkConfig) -> Checkpoint:
+    """LLM/ without what may be stored and is not needed."""
+    checkpoint = Checkpoint.open(config.folder / LLM)
+    checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tied else []))
+    return checkpoint
 
 
 def _rows(table: Tensor, drawable: Drawable) -> Tensor:

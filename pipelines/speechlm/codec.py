@@ -14,7 +14,8 @@ from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
 from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import Decoder
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.config_keys import read_table
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.weights import CODEC
 
@@ -91,7 +92,7 @@ def _sizes(folder: Path, tag: str) -> Any:
     place = folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()
-    table = read_json(place)
+    table = read_table(place)
     try:
         return XcodecConfig(**{key: value for key, value in table.items() if key != "model_type"})
     except (TypeError, ValueError) as error:

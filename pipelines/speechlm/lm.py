@@ -9,28 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.speechlm.output import Phase
 from pipelines.tokens import TokenRequest, TokenSampling
-from pipelines.vllm_engine.library import head_overrides, on_cpu
-from pipelines.vllm_engine.options import PRIVATE, ModelSpec
+from pipelines.vllm_engine.library import PRIVATE, ModelSpec, head_overrides
 from pipelines.vllm_engine.pairs import pair_extra
-
-_SCHEDULERS = "pipelines.vllm_engine.pair_scheduler"
 
 
 def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> ModelSpec:
-    """What vLLM is told. Call it after `load_vllm`.
-
-    `share_prefixes` None: on a GPU. On a CPU a hit would be the same arithmetic in another order, and results are equal there to the bit.
-    """
-    cpu = on_cpu()
-    changes = {"architectures": ["NightjarSpeechLmForCausalLM"], **head_overrides(config.backbone.head_dim, config.backbone.rope_theta)}
-    engine = {
-        "enable_prefix_caching": not cpu if share_prefixes is None else share_prefixes,
-        "scheduler_cls": f"{_SCHEDULERS}.{'PairScheduler' if cpu else 'AsyncPairScheduler'}",
-    }
-    return ModelSpec(config.folder, changes, codes_per_step=config.streams, v2_runner=True, engine=engine)
+    """What vLLM is told. Call it after `load_vllm`."""
+    return ModelSpec(
+        config.folder,
+        {**own_keys(config.text), **head_overrides(config.backbone.head_dim, config.backbone.rope_theta)},
+        "SpeechLmForCausalLM",
+        codes_per_step=config.streams,
+        share_prefixes=share_prefixes,
+        pairs=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

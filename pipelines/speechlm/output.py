@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.config import Specials, SpeechLmConfig
 
 #: First code of the row that ends the audio, whose token is always eos: what ended it.
 ENDED_BY_EOT, ENDED_BY_LIMIT = 1, 2
@@ -79,16 +79,14 @@ class Phase(IntEnum):
     AUDIO = 4
 
 
-def phase_after(start: Phase, written: Sequence[int], assistant: int, audio: int, eot: int) -> tuple[Phase, int]:
+def phase_after(start: Phase, written: Sequence[int], special: Specials) -> tuple[Phase, int]:
     """The phase of a request that began in `start` and wrote these stream-0 ids, and how many of them came before its audio."""
-    if start is Phase.AUDIO:
+    if start is Phase.AUDIO or not written:
         return start, 0
-    if audio in written:
-        return Phase.AUDIO, written.index(audio) + 1
-    last = written[-1] if written else None
-    if last is None:
-        return start, 0
-    return (Phase.AUDIO_MARK if last == assistant else Phase.ASSISTANT if last == eot else Phase.TEXT), 0
+    if special.audio in written:
+        return Phase.AUDIO, written.index(special.audio) + 1
+    after = {special.assistant: Phase.AUDIO_MARK, special.eot: Phase.ASSISTANT}
+    return after.get(written[-1], Phase.TEXT), 0
 
 
 def next_phase(phase: Tensor, token: Tensor, eot: int) -> Tensor:

@@ -20,10 +20,18 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.tokens import TokenRequest
-from pipelines.vllm_engine.library import on_cpu
-from pipelines.vllm_engine.options import AT_ONCE, CODE_SPAN, EngineMoment, ModelSpec, VllmOptions
-
-__all__ = ["AsyncLLM", "check_runner", "codes_of", "device_name", "engine_arguments", "kv_sizes", "sampling_params", "start_engine"]
+from pipelines.vllm_engine.library import (
+    AT_ONCE,
+    CODE_SPAN,
+    EngineMoment,
+    ModelSpec,
+    VllmOptions,
+    architecture,
+    check_plugin,
+    on_cpu,
+    refuse,
+)
+from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
@@ -33,34 +41,33 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 _GRAPHED_SEQUENCES = 512
 #: The sizes that it captures end in multiples of this.
 _GRAPH_STEP = 16
-_SCHEDULERS = "pipelines.vllm_engine.group_scheduler"
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for a step that is too small."""
-    cpu = on_cpu()
+    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for what the model cannot run with."""
+    cpu, frames = on_cpu(), bool(spec.model)
     sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     context = options.max_context or _CONTEXT
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
-        "hf_overrides": dict(spec.overrides),
+        "hf_overrides": dict(spec.config),
         "skip_tokenizer_init": True,
         "dtype": options.dtype or ("float32" if cpu else "bfloat16"),
         "max_num_seqs": sequences,
         "max_model_len": context,
         "tensor_parallel_size": options.tensor_parallel,
         "enforce_eager": cpu if options.eager is None else options.eager,
-        # Hashes cost time in every step. A model whose prompts begin alike asks for it; those of SparkTTS begin with the text.
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": not cpu if spec.share_prefixes is None else spec.share_prefixes,
         "enable_log_requests": False,
         "trust_remote_code": False,
         "async_scheduling": not cpu,
+        "max_num_batched_tokens": _step_tokens(frames, options, cpu, sequences, context),
+        "scheduler_cls": _scheduler(spec.pairs, asynchronous=not cpu),
     }
-    arguments["max_num_batched_tokens"] = _step_tokens(spec, options, cpu, sequences, context)
     if cpu:
         arguments["disable_custom_all_reduce"] = True
-        if not spec.v2_runner:
+        if not frames:
             # No step's budget may cut a prompt off: one with a seed ends the V1 runner, which then turns back a generator as only CUDA can.
             arguments["enable_chunked_prefill"] = False
     elif sequences > _GRAPHED_SEQUENCES:
@@ -69,32 +76,41 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = options.memory_share
     if spec.codes_per_step > 1:
         arguments["max_logprobs"] = spec.codes_per_step
-    if spec.v2_runner:
+    if frames:
+        arguments |= {"config_format": CONFIG_FORMAT, "hf_overrides": {**spec.config, "architectures": [architecture(spec.model)]}}
         if not cpu:
             # vLLM 0.26 takes it for some architectures only when it is asked to.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     arguments |= spec.engine
-    arguments.setdefault("scheduler_cls", f"{_SCHEDULERS}.{'AsyncGroupScheduler' if arguments['async_scheduling'] else 'GroupScheduler'}")
+    if "architectures" in arguments["hf_overrides"]:
+        check_plugin()
+    register()
+    if frames:
+        _check_runner(arguments)
     return arguments
 
 
-def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
+def _scheduler(pairs: bool, asynchronous: bool) -> str:
+    """The path of our scheduler."""
+    kind = "Pair" if pairs else "Group"
+    return f"pipelines.vllm_engine.{kind.lower()}_scheduler.{'Async' if asynchronous else ''}{kind}Scheduler"
+
+
+def _step_tokens(frames: bool, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
     """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a prompt where none may be cut."""
     # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one beside all that runs.
     tokens = options.step_tokens or (max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences))
-    least = max(sequences, context) if cpu and not spec.v2_runner else sequences
+    least = max(sequences, context) if cpu and not frames else sequences
     if tokens < least:
         message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context.")
     return tokens
 
 
-def check_runner(arguments: dict[str, Any]) -> None:
+def _check_runner(arguments: dict[str, Any]) -> None:
     """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only say in its log."""
-    from pipelines.vllm_engine.options import refuse
-
     try:
         refuse(AsyncEngineArgs(**arguments).create_engine_config())
     except ValueError as error:

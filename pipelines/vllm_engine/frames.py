@@ -1,7 +1,8 @@
 """Models with several codes a step, on vLLM's V2 runner: a frame of codes beside every token.
 
 A model mixes `FrameModel` in before its vLLM class and names a subclass of `FrameState`, which says how frames are embedded and
-drawn. Its sequences run with `ModelSpec(codes_per_step=1 + width, v2_runner=True)`; a step's codes come back in `Tokens.codes`.
+drawn; `EngineFrameState` draws them as our own engine does. Its sequences run with `ModelSpec(model=..., codes_per_step=1 + width)`; a
+step's codes come back in `Tokens.codes`.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -21,9 +22,11 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from kernels.frame import FrameTensors
 from kernels.registry import to_device
-from kernels.sampler import frame_noise
-from pipelines.vllm_engine.options import CODE_SPAN, refuse
+from pipelines.engine.state import Placement, SamplingParams, SlotState
+from pipelines.vllm_engine.engine_frames import EngineFrames
+from pipelines.vllm_engine.library import CODE_SPAN, refuse
 
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.
 _KEPT = 4
@@ -34,7 +37,6 @@ class Admitted:
     """A request that got a slot, for the first time or again after a preemption."""
 
     slot: int
-    request_id: str
     prompt_ids: list[int]
     #: What it wrote before it was preempted.
     written_ids: list[int]
@@ -92,9 +94,6 @@ class FrameState(DefaultModelState):
         slots, width = self.max_num_reqs, model.width
         #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there are none.
         self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
-        #: int64 [slots]: key of the request's noise, and the position that its noise counts from.
-        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.origins = torch.zeros(slots, dtype=torch.int64, device=device)
         # CUDA graphs read their input here.
         self._embeds = torch.zeros(self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device)
         self._slots: dict[str, int] = {}
@@ -103,7 +102,10 @@ class FrameState(DefaultModelState):
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def admit(self, request: Admitted) -> None:
-        """A request enters its slot. Codes of its prompt may be written to `self.codes[slot, :len(prompt_ids)]`, which is zero."""
+        """A request enters its slot, which has the codes of what it wrote.
+
+        Codes of its prompt may be written to `self.codes[slot, :len(prompt_ids)]`, which is zero.
+        """
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Input embeddings [tokens, hidden] of tokens with their codes. ids, slots, positions: [tokens]; codes: int16 [tokens, width]."""
@@ -113,25 +115,18 @@ class FrameState(DefaultModelState):
         """The token int64 [n] and its codes [n, width] of every row. logits: [n, vocab]; hidden: [n, hidden]."""
         raise NotImplementedError
 
-    def noise(self, step: FrameStep, streams: int) -> Tensor:
-        """Random words int64 [n, streams] in [0, 2**32): of the request's seed, its place in its own output, and the stream alone."""
-        return frame_noise(self.seeds[step.slots], step.positions - self.origins[step.slots], streams)
-
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """See vLLM's `ModelState`."""
         super().add_request(req_index, new_req_data)
         prompt = list(new_req_data.prompt_token_ids)
         sampling = new_req_data.sampling_params
-        extra = sampling.extra_args or {}
         self._slots[new_req_data.req_id] = req_index
         self._starts[req_index] = self._ends[req_index] = len(prompt)
-        self.seeds[req_index] = sampling.seed or 0
-        self.origins[req_index] = extra.get("noise_origin", len(prompt))
         self.codes[req_index, : len(prompt)] = 0
         written = list(new_req_data.prefill_token_ids or prompt)[len(prompt) :]
-        self.admit(Admitted(req_index, new_req_data.req_id, prompt, written, extra, sampling))
         if written:
             self._restore(req_index, new_req_data.req_id, len(prompt), len(written))
+        self.admit(Admitted(req_index, prompt, written, sampling.extra_args or {}, sampling))
 
     def remove_request(self, req_id: str) -> None:
         """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes back for them."""
@@ -218,3 +213,50 @@ class FrameSampler:
             num_sampled=step.whole.to(torch.int32),
             num_rejected=torch.zeros_like(step.whole, dtype=torch.int32),
         )
+
+
+class EngineFrameState(FrameState):
+    """Requests whose frames are drawn as our own engine draws them, with the noise of their seeds; vLLM runs their backbone.
+
+    A subclass gives `frame_tensors`, whose backbone has no layers, and `token_ids`.
+    """
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        tensors, slots = self.frame_tensors(), self.max_num_reqs
+        self._prompt = torch.zeros(tensors.backbone.hidden, dtype=self.dtype, device=device)
+        self.drawing = SlotState(slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window)
+        self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
+        # A row that is broken may draw any row of the head: it ends.
+        ids = self.token_ids()
+        self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
+
+    def frame_tensors(self) -> FrameTensors:
+        """The frame of the loaded model."""
+        raise NotImplementedError
+
+    def token_ids(self) -> list[int]:
+        """The id of every code 0, the end last."""
+        raise NotImplementedError
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Captures the graphs before vLLM measures the memory that is left."""
+        self._frames.capture()
+        return super().custom_sampler(sampler)
+
+    def admit(self, request: Admitted) -> None:
+        asked, state, written = request.sampling, self.drawing, len(request.written_ids)
+        how = asked.temperature, max(asked.top_k, 0), asked.top_p
+        sampling = SamplingParams(*how, 1.0, *how, min_new_tokens=0)
+        nothing = np.zeros(0, np.int64)
+        state.place([Placement(request.slot, (), asked.seed or 0, sampling, nothing, self._prompt, 0)])
+        state.frames[request.slot] = written
+        window = state.recent.shape[1]
+        if window and written > 1:
+            # A request's first code is never looked back at.
+            frames = torch.arange(max(written - window, 1), written, device=self.device)
+            state.recent[request.slot, frames % window] = self.codes[request.slot, len(request.prompt_ids) + frames, 0].long()
+
+    def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
+        codes = self._frames(hidden, torch.where(step.whole, step.slots, self.drawing.dead))
+        return self._ids[codes[:, 0]], codes

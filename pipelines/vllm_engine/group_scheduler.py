@@ -1,11 +1,18 @@
-"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step takes.
+"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step takes; and what they may share.
 
 Newcomers enter in groups, since a step that holds a prompt runs without the CUDA graph of a whole step; and a sequence that has room in
 its last block of KV is not asked for a new one.
+
+vLLM finds a block of KV in its prefix cache by a hash of all ids up to its end, which do not say what the KV of their positions holds.
+Here a block of a prompt is also hashed with the salts of the positions up to its end (`SALTS` of a request's extras), and blocks that a
+request generates are never found (`PRIVATE`).
 """
 
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,9 +24,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
-from pipelines.vllm_engine.options import AT_ONCE
-from pipelines.vllm_engine.prefix_cache import SharedPrompts, request_extra
+from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS
 
+#: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
+GROUP_SHARE = 16
+#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the shorter time.
+GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 #: vLLM 0.32 has a second one, for admission.
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
 
@@ -37,14 +47,57 @@ def running_limit(scheduler: Any, maximum: int) -> Generator[None]:
             setattr(scheduler, name, value)
 
 
-# vLLM is an extra: its imports are checked where it is installed.
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+class SharedPrompts:
+    """Mixed in before one of vLLM's schedulers."""
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        if self.kv_cache_manager.enable_caching:
+            coordinator = self.kv_cache_manager.coordinator
+            coordinator.cache_blocks = self.kv_cache_manager.cache_blocks = _hashed_blocks(coordinator, self._hash_size)
+
+    @property
+    def _hash_size(self) -> int:
+        """Positions that one hash stands for."""
+        return getattr(self, "hash_block_size", self.block_size)
+
+    def add_request(self, request: Any) -> None:
+        if request._block_hasher is not None:
+            extra = request_extra(request)
+            request.block_hashes[:] = salted(request.block_hashes, self._hash_size, extra.get(SALTS, ()))
+            if extra.get(PRIVATE):
+                # Blocks behind the prompt get no hash.
+                request._block_hasher = None
+        super().add_request(request)
 
 
-#: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
-GROUP_SHARE = 16
-#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the shorter time.
-GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
+def salted(hashes: list[bytes], size: int, salts: list[tuple[int, bytes]]) -> list[bytes]:
+    """Hashes of a prompt's blocks of `size` positions, each with the salts that begin before its end; `salts` have one length."""
+    known = [b"".join(salt for position, salt in salts if position < end * size) for end in range(1, len(hashes) + 1)]
+    return [hashlib.sha256(salt + plain).digest() if salt else plain for salt, plain in zip(known, hashes)]
+
+
+def request_extra(request: Any) -> dict[str, Any]:
+    """`TokenRequest.extra` of vLLM's request."""
+    parameters = request.sampling_params
+    return (parameters.extra_args or {}) if parameters is not None else {}
+
+
+def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
+    """`cache_blocks` of vLLM's coordinator, which itself takes a hash of every full block for granted."""
+    plain, managers = coordinator.cache_blocks, coordinator.single_type_managers
+    cached = managers[0].num_cached_block if len(managers) == 1 and managers[0].block_size == size else None
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if request._block_hasher is None:
+            hashes = len(request.block_hashes)
+            # Asked in every step of every sequence; once a prompt's blocks are in, there is nothing more to do.
+            if cached is not None and cached.get(request.request_id, 0) >= hashes:
+                return
+            num_computed_tokens = min(num_computed_tokens, hashes * size)
+        plain(request, num_computed_tokens)
+
+    return cache_blocks
 
 
 class _Grouped(SharedPrompts):

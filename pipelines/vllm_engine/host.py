@@ -18,8 +18,7 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
-from pipelines.vllm_engine.library import check_plugin, load_vllm, on_cpu
-from pipelines.vllm_engine.options import EngineMoment, ModelSpec, VllmOptions
+from pipelines.vllm_engine.library import EngineMoment, ModelSpec, VllmOptions, load_vllm, on_cpu
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +45,9 @@ class VllmHost:
         options = options or VllmOptions()
         load_vllm(options.cpu_kv_gib)
         from pipelines.vllm_engine import adapter
-        from pipelines.vllm_engine.plugin import ARCHITECTURES, register
 
-        if set(spec.overrides.get("architectures", ())) & set(ARCHITECTURES):
-            check_plugin()
-            register()
         self._adapter = adapter
         self._arguments = adapter.engine_arguments(spec, options)
-        if spec.v2_runner:
-            adapter.check_runner(self._arguments)
         self._codes = spec.codes_per_step
         self._extra = spec.extra
         self._moment = EngineMoment()

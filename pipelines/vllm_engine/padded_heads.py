@@ -1,4 +1,4 @@
-"""Qwen2 with attention heads that are padded to a width that the CPU's attention kernels know.
+"""Qwen2 and Qwen3 with attention heads that are padded to a width that the device's attention kernels know.
 
 Zeros in the padded part of queries, keys, values and of the output projection change nothing. Rotary embedding turns pairs
 (i, i + width / 2), so the real halves go to the start of the padded halves, and theta is raised so that pair i keeps its
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from pipelines.vllm_engine.library import STORED_WIDTH
 
@@ -28,6 +29,23 @@ class PaddedQwen2ForCausalLM(LlamaForCausalLM):
         config: Any = self.config
         width, padded = getattr(config, STORED_WIDTH), config.head_dim
         return super().load_weights((name, pad(name, tensor, width, padded)) for name, tensor in weights)
+
+
+class PaddedQwen3ForCausalLM(Qwen3ForCausalLM):
+    """Qwen3 with heads as they are stored, or padded where its config says so."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config: Any = self.config
+        #: Of the stored heads, and of those that vLLM runs.
+        self.widths: tuple[int, int] = (getattr(config, STORED_WIDTH, config.head_dim), config.head_dim)
+        for layer in self.model.layers:
+            attention: Any = layer.self_attn
+            for norm in (attention.q_norm, attention.k_norm):
+                norm.variance_epsilon *= self.widths[0] / self.widths[1]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights((name, pad_normed(name, tensor, *self.widths)) for name, tensor in weights)
 
 
 def pad(name: str, tensor: Tensor, width: int, padded: int) -> Tensor:
@@ -48,11 +66,11 @@ def pad_normed(name: str, tensor: Tensor, width: int, padded: int) -> Tensor:
     The mean of squares over the padded width is smaller by width / padded, so normed values are larger by the root of padded / width.
     For queries that is just the factor that the attention's own scale lacks; for keys their norm's weight takes it back.
     """
-    if "_norm." in name and ".self_attn." in name:
+    if width == padded or ".self_attn." not in name:
+        return tensor
+    if ".q_proj." in name or "_norm." in name:
         spread = _spread(tensor, width, padded, halves=2)
         return spread * math.sqrt(width / padded) if ".k_norm." in name else spread
-    if ".self_attn.q_proj." in name:
-        return _spread(tensor, width, padded, halves=2)
     return pad(name, tensor, width, padded)
 
 

@@ -17,9 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from pipelines.vllm_engine.group_scheduler import running_limit
+from pipelines.vllm_engine.group_scheduler import SharedPrompts, request_extra, running_limit
 from pipelines.vllm_engine.pairs import half_of
-from pipelines.vllm_engine.prefix_cache import SharedPrompts, request_extra
 
 
 @dataclass(slots=True, eq=False)

@@ -9,30 +9,40 @@ import multiprocessing
 import os
 import signal
 import sys
+from typing import Any
 
-#: Architectures of ours, and where their classes are. vLLM imports a module when its architecture is asked for.
-ARCHITECTURES = {
-    "NightjarPaddedQwen2ForCausalLM": "pipelines.vllm_engine.padded_heads:PaddedQwen2ForCausalLM",
-    "NightjarFishForCausalLM": "pipelines.fish_speech.slow_ar:FishForCausalLM",
-    "NightjarSpeechLmForCausalLM": "pipelines.speechlm.model:SpeechLmForCausalLM",
-}
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from vllm import ModelRegistry
+from vllm.transformers_utils.config import register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from pipelines.registry import FAMILIES
+from pipelines.vllm_engine.library import PADDED_QWEN2, architecture
+
+#: The format of configs that come whole with `ModelSpec.config`, and not from the folder.
+CONFIG_FORMAT = "nightjar"
 #: Names of the processes that vLLM starts.
 _CHILDREN = ("EngineCore", "VllmWorker")
 _PR_SET_PDEATHSIG = 1
 
 
+class _GivenConfig(ConfigParserBase):
+    """A config in the words of Qwen3, as our own process gives it."""
+
+    def parse(self, model: Any, *_: Any, hf_overrides: Any = None, **__: Any) -> tuple[dict[str, Any], Qwen3Config]:
+        return {}, Qwen3Config(**(hf_overrides or {}))
+
+
 def register() -> None:
-    """Makes our architectures known to vLLM, and its processes end with ours. May be called more than once."""
-    from vllm import ModelRegistry
-
-    from pipelines.speechlm.hf_config import register_configs
-
-    register_configs()
+    """Makes our models known to vLLM, and its processes end with ours. May be called more than once."""
     _die_with_parent()
-    known = ModelRegistry.get_supported_archs()
-    for name, place in ARCHITECTURES.items():
-        if name not in known:
-            ModelRegistry.register_model(name, place)
+    if architecture(PADDED_QWEN2) in ModelRegistry.get_supported_archs():
+        return
+    register_config_parser(CONFIG_FORMAT)(_GivenConfig)
+    ModelRegistry.register_model(architecture(PADDED_QWEN2), f"pipelines.vllm_engine.padded_heads:{PADDED_QWEN2}")
+    for family in FAMILIES:
+        if family.vllm_model:
+            ModelRegistry.register_model(architecture(family.vllm_model), f"pipelines.{family.name}.vllm_model:{family.vllm_model}")
 
 
 def _die_with_parent() -> None:

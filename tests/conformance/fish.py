@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.reference import draw_frame
+from kernels.sampler import DrawFlags
 from pipelines.fish_speech.codec import Codec, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
-from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows, draw, probabilities, ranked, repetition_aware
+from pipelines.fish_speech.model import FishModel, drawn_ids, load_weights
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, columns, groups
-from pipelines.nn.checkpoint import Checkpoint
 from tests.conformance import fish_engines
 from tests.conformance.listing import Case, Files
 from tests.support.fish_checkpoint import whole
-from tests.support.fish_oracle import OracleLm, Trace
+from tests.support.fish_oracle import OracleLm, Trace, choose, draw, probabilities
 from tests.support.golden_arrays import Array, Arrays, check_near, flat
 
 #: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
@@ -92,13 +92,8 @@ class Golden:
         return OracleLm(self.checkpoint)
 
     @cached_property
-    def maker(self) -> FrameMaker:
-        """The product's step behind the slow AR."""
-        with Checkpoint.open(self.checkpoint) as checkpoint:
-            tensors = fast_tensors(self.config, checkpoint)
-        fast = FastAr(self.config)
-        fast.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-        return FrameMaker(self.config, fast.requires_grad_(False).to(self.device), self.device)
+    def model(self) -> FishModel:
+        return FishModel(self.config, load_weights(self.config, torch.float32, self.device), 2048)
 
     def wav(self, name: str) -> bytes:
         return (self.folder / "wavs" / name).read_bytes()
@@ -126,14 +121,13 @@ class Golden:
             conversation.answer(arrays[f"codes_{index}"].T)
         return found
 
-    def rows(self, trace: Trace, sampling: Item) -> Rows:
-        """The steps of a trace as the rows of one step of ours."""
-        count, device = len(trace.steps), self.device
-        allowed = torch.tensor([*self.config.semantic, self.config.end])
-        settings = [torch.full((count,), float(sampling[name]), device=device) for name in ("temperature", "top_p")]
-        whole_numbers = [torch.full((count,), value, device=device) for value in (sampling["top_k"], 0, 0)]
-        window = torch.tensor([[0] * WINDOW, *(step.window for step in trace.steps[1:])], device=device)
-        return Rows(trace.hidden.to(device), trace.logits[:, allowed].to(device), window, *settings, *whole_numbers)
+    def columns(self, hidden: Tensor) -> Tensor:
+        """The columns [1 + codebooks, n] that our frame finds likeliest behind states [n, dim] of the slow AR."""
+        rows, flags = torch.arange(len(hidden), device=self.device), DrawFlags(0, any_top_p=False, all_greedy=True)
+        state = self.model.make_state(len(hidden), 1, 0).tensors()
+        with torch.inference_mode():
+            codes = draw_frame(self.model.tensors, state, rows, hidden.to(self.device), flags, flags).codes.cpu()
+        return torch.cat((torch.tensor(drawn_ids(self.config))[codes[:, :1]], codes), 1).T
 
     def _trace(self, name: str, turn: int) -> Trace:
         """The plain loop over a case's prompt; cases of one prompt share it."""
@@ -209,22 +203,24 @@ def streamed(golden: Golden, codes: Tensor) -> Tensor:
 
 def _greedy(golden: Golden, case: Item) -> None:
     """The prompt from text and recordings, the plain loop, and our step on the loop's states."""
-    arrays, sampling = golden.arrays(case["file"]), case["sampling"]
+    arrays = golden.arrays(case["file"])
     for turn, prompt in enumerate(golden.turns(case)):
         same(f"prompt {turn}", prompt, arrays[f"prompt_{turn}"])
         trace, want = golden.trace(case["name"], turn), arrays[f"columns_{turn}"]
         same(f"columns {turn}", trace.columns, want)
         same(f"codes {turn}", trace.columns[1:, :-1], arrays[f"codes_{turn}"])
         assert trace.ended is case["ended_by_im_end"][turn], f"turn {turn} ended: {trace.ended}"
-        _replayed(golden, trace, sampling, want, None)
+        _ours(golden, trace, want)
     if "hidden" in case["arrays"]:
         _teacher_forced(golden, arrays, golden.trace(case["name"], 0))
 
 
-def _replayed(golden: Golden, trace: Trace, sampling: Item, want: NDArray[Any], noise: Noise | None) -> None:
-    with torch.inference_mode():
-        tokens, codes = golden.maker(golden.rows(trace, sampling), 0, noise)
-    same("columns of our step", torch.cat((tokens[:, None], codes), 1).T, want)
+def _ours(golden: Golden, trace: Trace, want: NDArray[Any]) -> None:
+    """Our frame on the loop's states. No frame follows the end, and nothing hears the codes beside it."""
+    found = golden.columns(trace.hidden)
+    same("tokens of our frame", found[0], want[0])
+    spoken = want[0] != golden.config.end
+    same("columns of our frame", found[:, spoken], want[:, spoken])
 
 
 def _teacher_forced(golden: Golden, arrays: Arrays, trace: Trace) -> None:
@@ -238,59 +234,44 @@ def _teacher_forced(golden: Golden, arrays: Arrays, trace: Trace) -> None:
         golden.near("slow_logits_prompt_first4", first, arrays["slow_logits_prompt_first4"], "logits")
         plain = [oracle.fast_logits(state, column[1:].tolist()) for state, column in zip(trace.hidden, spoken.T)]
         golden.near("fast_logits", torch.stack(plain)[:, : golden.config.codebooks], arrays["fast_logits"], "logits")
-        seen: list[Tensor] = []
-        codes = spoken[1:].to(golden.device)
-
-        def forced(index: int, logits: Tensor) -> Tensor:
-            seen.append(logits)
-            return codes[index]
-
-        golden.maker.fast(trace.hidden.to(golden.device), codes[0], forced)
-        golden.near("fast_logits of ours", torch.stack(seen, dim=1), arrays["fast_logits"][:, 1:], "logits")
 
 
 def _batch(golden: Golden, case: Item) -> None:
     """Steps of several sequences in one of ours; the engines' batches are cases of their own."""
     members = [golden.cases[name] for name in case["members"]]
-    rows = [golden.rows(golden.trace(member["name"], 0), member["sampling"]) for member in members]
-    together = Rows(*(torch.cat(parts) for parts in zip(*(one.tensors() for one in rows))))
-    with torch.inference_mode():
-        tokens, codes = golden.maker(together)
+    traces = [golden.trace(member["name"], 0) for member in members]
     want = np.concatenate([golden.arrays(member["file"])["columns_0"] for member in members], axis=1)
-    same("columns", torch.cat((tokens[:, None], codes), 1).T, want)
+    together = golden.columns(torch.cat([trace.hidden for trace in traces]))
+    spoken = want[0] != golden.config.end
+    same("columns", together[:, spoken], want[:, spoken])
 
 
 def _sampling(golden: Golden, case: Item) -> None:
+    """The plain loop's own probabilities; those of our sampler are a case of the native engine."""
     arrays = golden.arrays(case["file"])
     for kind in ("slow", "fast"):
         logits = torch.from_numpy(arrays[f"{kind}_logits"])
-        logits = (golden.oracle.masked(logits) if kind == "slow" else logits)[None]
+        logits = golden.oracle.masked(logits) if kind == "slow" else logits
         for index, (temperature, top_p, top_k) in enumerate(case["settings"]):
-            candidates = ranked(logits, 0)
-            chances = probabilities(candidates, *(torch.tensor([value]) for value in (float(temperature), float(top_p), int(top_k))))
-            found = torch.zeros_like(chances).scatter(1, candidates.order, chances)[0]
+            found = probabilities(logits, float(temperature), float(top_p), int(top_k))
             golden.near(f"{kind} settings {index}", found, arrays[f"{kind}_probs_{index}"], "probabilities")
 
 
 def _draw(golden: Golden, case: Item) -> None:
     arrays = golden.arrays(case["file"])
-    chances = torch.from_numpy(golden.arrays(case["probs_file"])[case["probs_key"]]).expand(case["n"], -1)
-    candidates = ranked(chances, 0)
-    uniform = torch.from_numpy(arrays["uniform"]).gather(1, candidates.order)
-    same("tokens", draw(candidates, candidates.logits, uniform), arrays["token"])
+    chances = torch.from_numpy(golden.arrays(case["probs_file"])[case["probs_key"]])
+    uniform = torch.from_numpy(arrays["uniform"])
+    same("tokens", [draw(chances, lambda step, *_: uniform[step], step, 0) for step in range(case["n"])], arrays["token"])
 
 
 def _ras(golden: Golden, case: Item) -> None:
-    found = []
-    for example in case["examples"]:
-        window = torch.tensor([example["window"] or [0] * WINDOW])
-        first, second = torch.tensor([example["token_a"]]), torch.tensor([example["token_b"]])
-        found.append(int(repetition_aware(first, second, window, golden.config.semantic)))
+    semantic = golden.config.semantic
+    found = [choose(one["token_a"], one["token_b"], one["window"], semantic.start, semantic.stop - 1) for one in case["examples"]]
     same("tokens", found, golden.arrays(case["file"])["token"])
 
 
 def _replay(golden: Golden, case: Item) -> None:
-    """The plain loop and our step with the recorded noise."""
+    """The plain loop with the recorded noise; the probabilities of our frame are a case of the native engine."""
     arrays = golden.arrays(case["file"])
     prompt = torch.from_numpy(golden.arrays(case["prompt_file"])["prompt_0"])
     slow, fast = torch.from_numpy(arrays["uniform_slow"]), torch.from_numpy(arrays["uniform_fast"])
@@ -301,13 +282,6 @@ def _replay(golden: Golden, case: Item) -> None:
     same("first draws", [step.token_a for step in trace.steps], arrays["token_a"])
     same("second draws", [step.token_b for step in trace.steps], arrays["token_b"])
     same("windows", [step.window for step in trace.steps[1:]], arrays["ras_window"])
-    allowed = torch.tensor([*golden.config.semantic, golden.config.end])
-
-    def noise(stream: int, order: Tensor) -> Tensor:
-        uniform = slow[:, stream, allowed] if stream < 2 else fast[:, stream - 2]
-        return uniform.to(order.device).gather(1, order)
-
-    _replayed(golden, trace, case["sampling"], arrays["columns"], noise)
 
 
 def _end_to_end(golden: Golden, case: Item) -> None:

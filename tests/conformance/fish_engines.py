@@ -1,11 +1,11 @@
 """Fish Speech S2 end to end against a golden folder, on one engine: its dual AR alone, in a running batch and drawn, and text to audio.
 
-What only one of the engines can show is in `fish_native` and `fish_vllm`.
+What only our own engine can show is in `fish_native`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +19,7 @@ from pipelines.engine.turns import FIRST_FRAMES
 from pipelines.fish_speech.pipeline import FishPipeline, open_pipeline
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
+from tests.conformance import fish_native
 from tests.conformance.token_engines import SECONDS, staggered
 from tests.support.golden_arrays import Array, flat
 from tests.support.vllm_kit import Waiter
@@ -84,20 +85,11 @@ def cases(golden: Golden, engine: EngineName) -> Iterator[Case]:
         yield f"{engine} speech together", partial(_speech, opened, greedy + heard)
         for case in heard[:1] + cloned + [case for case in greedy if case not in single][:1]:
             yield f"{engine} stream {case['name']}", partial(_stream, opened, case)
-        for name, check in _own_cases(engine)(golden):
-            yield f"{engine} {name}", check
+        if engine == "native":
+            # vLLM's frames are drawn by the same ops.
+            yield from ((f"native {name}", check) for name, check in fish_native.cases(golden))
     finally:
         opened.close()
-
-
-def _own_cases(engine: EngineName) -> Callable[[Golden], Iterator[Case]]:
-    if engine == "native":
-        from tests.conformance import fish_native
-
-        return fish_native.cases
-    from tests.conformance import fish_vllm
-
-    return fish_vllm.cases
 
 
 def _check(opened: Opened, case: Item, tokens: Tokens) -> None:

@@ -85,7 +85,7 @@ def _prompts(golden: Golden, case: dict[str, Any]) -> Iterator[Case]:
             model = golden.model(golden.checkpoint(case))
             prompt = row.prompt(golden.config(case))
             near(model.embed(prompt), row.array("prompt_embeds"), PROMPT_LIMIT, "prompt")
-            trailing = torch.from_numpy(prompt.trailing if len(prompt.trailing) else np.array([model.config.ids.tts_pad]))
+            trailing = torch.from_numpy(prompt.trailing if len(prompt.trailing) else np.array([model.config.text_ids.tts_pad]))
             near(model.text.rows[trailing.to(model.device)], row.array("trailing_embeds"), PROMPT_LIMIT, "trailing text")
 
         yield f"prompt {row.name}", check

@@ -17,8 +17,7 @@ from pipelines.speechlm.lm import Script, model_spec
 from pipelines.speechlm.output import read_output
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm, on_cpu
-from pipelines.vllm_engine.options import VllmOptions
+from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_models.fish_speech import dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
-from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
+from benchmarks.random_models.fish_speech import dummy_codec, dummy_frames, write_checkpoint
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN
 
@@ -21,21 +20,18 @@ def test_conformance() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_draw_what_plain_calls_draw(tmp_path: Path, compiled: bool) -> None:
-    """In float32, at batches between buckets, whose other rows must not matter."""
+@pytest.mark.parametrize("graphed", [False, True])
+def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool) -> None:
+    """In float32, at batches between buckets, whose other rows must not matter; every frame looks back at the ones before."""
     torch.backends.cuda.matmul.allow_tf32 = False
     config, device = write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
-    fast = dummy_fast_ar(config, device, torch.float32)
-    plain = FrameMaker(config, fast, device)
+    plain, fused = (dummy_frames(config, 12, device, torch.float32, graphed) for _ in range(2))
+    plain._buckets = ()
     with torch.inference_mode():
-        rows = [dummy_rows(config, count, device, torch.float32) for count in (1, 3, 7, 12, 5)]
-        want = [plain(one) for one in rows]
-        graphs = FrameGraphs(FrameMaker(config, fast, device, compiled=compiled), 12)
-        for one, (tokens, codes) in zip(rows, want):
-            made = graphs(Rows(*one.tensors()), False)
-            assert torch.equal(made[0], tokens)
-            assert torch.equal(made[1], codes)
+        fused.capture()
+        for count in (1, 3, 7, 12, 5, 12):
+            hidden, rows = torch.randn(count, config.slow.hidden, device=device), torch.randperm(12, device=device)[:count]
+            assert torch.equal(fused(hidden, rows), plain(hidden, rows))
 
 
 def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:

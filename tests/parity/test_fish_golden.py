@@ -17,9 +17,9 @@ from tests.support.fish_checkpoint import GOLDEN
 from tests.support.vllm_v2 import require_v2
 
 CASES = 30
-#: On each engine: sequences alone (on vLLM a few), together, staggered, as speech and as streams, and draws; on our own engine the numbers
-#: of each step, the window's cases, and two sequences with recorded noise.
-ON_ENGINES = {"native": 8 + 3 + 3 + 1 + 3 + 1 + 2, "vllm": 3 + 3 + 3 + 1}
+#: On each engine: sequences alone (on vLLM a few), together, staggered, as speech and as streams; on our own engine the numbers
+#: of each step, draws, the window's cases, and two sequences with recorded noise.
+ON_ENGINES = {"native": 8 + 3 + 3 + 1 + 3 + 1 + 2, "vllm": 3 + 3 + 3}
 
 
 def test_every_case_passes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 import jobs.cli
 
 LIBRARIES = ["alembic.command", "boto3", "sqlalchemy.dialects.postgresql.psycopg", "sqlalchemy.dialects.sqlite.pysqlite"]
-OURS = ["jobs.doctor", "jobs.ingest", "jobs.ledger", "worker.__main__", "worker.celery_app", "worker.consumer", "worker.metrics"]
+OURS = ["jobs.doctor", "jobs.ingest", "jobs.ledger", "worker.__main__", "worker.celery_app", "worker.metrics"]
 
 for name in [
     *LIBRARIES,

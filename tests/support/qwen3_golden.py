@@ -60,7 +60,7 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
     if rng.random() < 0.5:
         parts["instruct_ids"] = draw.integers(0, 256, rng.randint(3, 20)).tolist()
     body = draw.integers(0, 256, rng.randint(1, 40)).tolist()
-    prompt = build_prompt(config, PromptParts([config.ids.im_start, config.ids.assistant, 198], body, **parts))
+    prompt = build_prompt(config, PromptParts([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts))
     return GenerationRequest(name, prompt, random_sampling(rng), rng.randrange(2**63), rng.randint(2, 12))
 
 

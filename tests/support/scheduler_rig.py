@@ -11,8 +11,7 @@ import torch
 
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import model_spec
-from pipelines.vllm_engine.library import load_vllm
-from pipelines.vllm_engine.options import VllmOptions
+from pipelines.vllm_engine.library import VllmOptions, load_vllm
 from tests.support.vllm_kit import checkpoint
 
 load_vllm()

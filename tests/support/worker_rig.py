@@ -19,9 +19,9 @@ from tests.support.fakes import FakePipeline, MemoryStore
 from tests.support.times import with_times
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.metrics import Metrics
-from worker.pipeline_cache import PipelineCache
+from worker.models import PipelineCache
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd, ShardRunner
+from worker.shard_run import ShardEnd, ShardRunner
 
 WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
 
@@ -41,10 +41,10 @@ class Rig:
         self.pipeline = pipeline or FakePipeline()
         self.opened: list[str] = []
         self.clock = clock or SystemClock()
-        self.leases = LeaseBook(self.settings.times.lease_seconds, self.clock)
         self.metrics = Metrics()
+        self.leases = LeaseBook(self.settings.times.lease_seconds, self.clock, self.metrics.waited_for)
         self.pipelines = PipelineCache(self._open)
-        self.writer = ResultWriter(self.metrics.waited_for)
+        self.writer = ResultWriter()
         self.runner = self.runner_on(self.ledger)
 
     def runner_on(self, ledger: Ledger) -> ShardRunner:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +23,13 @@ require_v2()
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError  # noqa: E402
 from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
-from pipelines.fish_speech.language_model import LanguageModel  # noqa: E402
+from pipelines.fish_speech.engines import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.request import Generation, Message, Speech, SynthesisRequest  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
-from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import VllmOptions  # noqa: E402
+from pipelines.vllm_engine.library import VllmOptions, load_vllm  # noqa: E402
 from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 240
@@ -54,10 +55,10 @@ def pipeline() -> Iterator[FishPipeline]:
 def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     load_vllm(1)
     config = FishConfig.from_folder(whole())
-    model = LanguageModel(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
+    spec = model_spec(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
-        host = VllmHost(model.spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
-        pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), model, host, keep_unfinished=True)
+        host = VllmHost(spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
+        pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), host, keep_unfinished=True)
         with closing(pipeline):
             yield pipeline
 
@@ -225,8 +226,9 @@ def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: FishPip
 
 def test_padded_heads_attend_as_they_are_stored() -> None:
     """Heads that no kernel of the CPU knows, and the same through the published arithmetic."""
-    from pipelines.fish_speech.slow_ar import _wide_table, pad
-    from pipelines.fish_speech.weights import rotary_table
+    from pipelines.fish_speech.model import rotary_table
+    from pipelines.fish_speech.vllm_model import published_table
+    from pipelines.vllm_engine.padded_heads import pad_normed
 
     width, padded, steps, eps = 16, 32, 5, 1e-2
     x, at = torch.randn(steps, 24), "model.layers.0.self_attn."
@@ -240,13 +242,14 @@ def test_padded_heads_attend_as_they_are_stored() -> None:
             heads[letter] = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
         return (heads["q"] @ heads["k"].T / size**0.5).softmax(-1) @ heads["v"]
 
-    table = _wide_table(torch.zeros(steps, padded), width, 1e6).chunk(2, dim=1)
-    wide = {name: pad(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
+    stack: Any = SimpleNamespace(head_dim=width, rope_theta=1e6)
+    table = published_table(torch.zeros(steps, padded), stack).chunk(2, dim=1)
+    wide = {name: pad_normed(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
     stored = attend(weights, width, *rotary_table(steps, width, 1e6), eps)
     made = attend(wide, padded, *table, eps * width / padded)
     assert torch.allclose(made[:, :width], stored, atol=1e-5)
     assert not made[:, width:].any()
-    same_width = _wide_table(torch.zeros(steps, width), width, 1e6)
+    same_width = published_table(torch.zeros(steps, width), stack)
     assert torch.equal(same_width, torch.cat(rotary_table(steps, width, 1e6), dim=1))
 
 

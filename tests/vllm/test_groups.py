@@ -16,7 +16,7 @@ require_vllm()
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
-from pipelines.vllm_engine.options import AT_ONCE, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.library import AT_ONCE, VllmOptions  # noqa: E402
 from tests.support.scheduler_rig import END, Run, hashed, newcomer, scheduler  # noqa: E402
 
 from vllm.config import SchedulerConfig  # noqa: E402  # isort: skip

@@ -26,8 +26,11 @@ from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
-from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import ModelSpec, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.library import (  # noqa: E402
+    ModelSpec,
+    VllmOptions,
+    load_vllm,
+)
 
 ROOM = 40
 CODES = 3
@@ -40,7 +43,7 @@ def host() -> Iterator[VllmHost]:
     """One engine core for the module. It hands on three codes a step: the sampled token and the two likeliest."""
     load_vllm()
     spec = model_spec(SparkConfig.from_folder(checkpoint()))
-    spec = ModelSpec(spec.folder, spec.overrides, codes_per_step=CODES)
+    spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
     host = VllmHost(spec, VllmOptions(max_context=32_768, max_sequences=16, waiting_room=ROOM - 16))
     yield host
     host.close()

@@ -13,7 +13,7 @@ from tests.support.vllm_kit import require_vllm
 
 require_vllm()
 
-from pipelines.vllm_engine.options import PRIVATE  # noqa: E402
+from pipelines.vllm_engine.library import PRIVATE  # noqa: E402
 from pipelines.vllm_engine.pairs import half_of, match, pair_extra  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, NEVER, Run, hashed, newcomer, scheduler  # noqa: E402
 

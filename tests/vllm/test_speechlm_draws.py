@@ -11,7 +11,7 @@ from tests.support.vllm_v2 import require_v2
 
 require_v2()
 
-from pipelines.speechlm.state import DrawSettings, SpeechLmState  # noqa: E402
+from pipelines.speechlm.vllm_model import DrawSettings, SpeechLmState  # noqa: E402
 
 STREAMS, LAYER, SLOTS = 2, 4, 3
 
@@ -19,7 +19,7 @@ STREAMS, LAYER, SLOTS = 2, 4, 3
 def test_codes_are_drawn_with_the_top_k_of_the_audio() -> None:
     """Of slots 2, 0, 1: the likeliest code alone, the two likeliest, and all of them."""
     state = object.__new__(SpeechLmState)
-    state.model = SimpleNamespace(streams=STREAMS, layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
+    state._config = SimpleNamespace(streams=STREAMS, layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
     state.text, state.audio = DrawSettings(SLOTS, torch.device("cpu")), DrawSettings(SLOTS, torch.device("cpu"))
     state.audio_starts, state.min_rows = torch.zeros(SLOTS, dtype=torch.int64), torch.full((SLOTS,), 1_000)
     slots, top_k = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])

@@ -18,7 +18,7 @@ require_v2()
 from pipelines.errors import ErrorCode, NightjarError  # noqa: E402
 from pipelines.speechlm.lm import Script, StreamSampling  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
-from pipelines.vllm_engine.options import VllmOptions  # noqa: E402
+from pipelines.vllm_engine.library import VllmOptions  # noqa: E402
 from tests.conformance.speechlm import Golden  # noqa: E402
 from tests.conformance.speechlm_vllm import Heard, Opened  # noqa: E402
 from tests.support.vllm_kit import kill_core  # noqa: E402

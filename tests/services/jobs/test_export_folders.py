@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.export import export, parse_splits
-from jobs.export.ljspeech import field
+from jobs.export.folder_formats import one_line
 from jobs.ledger.records import JobSpec
 from jobs.quality import Quality
 from jobs.store import FolderStore
@@ -80,7 +80,7 @@ def test_ljspeech_is_wav_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "wanted"), [("", ""), ("|", ""), (" a | b ", "a b"), ("a\u2029b", "a b"), ("a\u00a0b", "a b")])
 def test_a_text_is_one_field(text: str, wanted: str) -> None:
-    assert field(text) == wanted
+    assert one_line(text, "|") == wanted
 
 
 @pytest.fixture

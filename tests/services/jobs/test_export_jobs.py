@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ from click.testing import CliRunner
 
 from jobs.cli import cli
 from jobs.export import export, parse_splits
+from jobs.export.items import AudioItem, audio_items
 from jobs.export.manifest import put_manifest
 from jobs.layout import text_key
 from jobs.ledger.records import Artifact, Done
-from jobs.manifest import read_manifest
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
 from tests.services.jobs.test_s3_store import Access
 from tests.support.export_kit import Finished, finished_job
+from tests.support.manifests import read_manifest
 from tests.support.services import MotoS3
 
 LINES = [
@@ -104,6 +106,32 @@ def test_the_manifest_in_the_store_has_the_lines_of_its_workers(finished: Finish
     own = [{name: value for name, value in line.items() if name not in ("model", "voice")} for line in lines]
     assert [json.loads(line) for line in finished.store.get(info.key).splitlines()] == own
     assert [entry.index for entry in read_manifest(finished.store, info.key)] == [0, 1, 3]
+
+
+def test_the_line_of_a_manifest_in_the_store(finished: Finished) -> None:
+    info = put_manifest(finished.ledger, finished.store, finished.job_id)
+    first = json.loads(finished.store.get(info.key).splitlines()[0])
+    facts = ["example_id", "index", "key", "sha256", "bytes", "sample_rate", "samples", "duration", "seed", "spec_sha", "text", "role"]
+    assert [name for name in first if name != "message_index"] == facts
+    assert (first["duration"], first["seed"]) == (1.0, 2**62)
+
+
+def test_a_manifest_in_the_making_has_no_name(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a process that is killed leaves none behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen: list[list[Path]] = []
+
+    def items(*arguments: Any) -> Iterator[AudioItem]:
+        for item in audio_items(*arguments):
+            seen.append(list(temporary.iterdir()))
+            yield item
+
+    monkeypatch.setattr("jobs.export.manifest.audio_items", items)
+    info = put_manifest(finished.ledger, finished.store, finished.job_id)
+    assert seen == [[], [], []]
+    assert len(list(read_manifest(finished.store, info.key))) == 3
 
 
 def test_bytes_are_the_same_each_time(finished: Finished) -> None:

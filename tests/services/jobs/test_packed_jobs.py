@@ -16,7 +16,6 @@ from jobs.export import export, format_names, parse_splits
 from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.packs import PackBuilder, read_artifact
 from jobs.repair import Mended, mend
 from jobs.report import ReportOptions, write_report
@@ -27,6 +26,7 @@ from pipelines.registry import describe, open_pipeline
 from tests.services.jobs.test_s3_store import Access
 from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.ledger_kit import execute
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import S3
 
 IDS = ["b", "a", "a b", "fails", "Ünder", "../x\n", "a" * 300, "last"]

@@ -13,11 +13,11 @@ from jobs.cli import cli
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.store import open_store
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 

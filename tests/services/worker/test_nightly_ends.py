@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 import jobs.export
 from jobs.delete import delete_job
-from jobs.export.destination import FolderDestination
+from jobs.export.files import FolderDestination
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus

@@ -38,7 +38,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     """A worker whose meters hang."""
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rig = Rig(tmp_path)
-    rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(open_host=Hanging))
+    rig.writer = ResultWriter(meters=MeterPool(open_host=Hanging))
     rig.runner = rig.runner_on(rig.ledger)
     yield rig
     rig.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jobs.checks import ENTRY_POINT_GROUP, Option
-from jobs.export.items import AudioItems
+from jobs.export.items import audio_items
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
 from jobs.quality import Quality, quality_of
@@ -32,7 +32,7 @@ from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 BASIC = quality_of("basic")
 assert BASIC is not None
@@ -65,7 +65,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         (tmp_path / folder).mkdir(exist_ok=True)
         rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), clock=clock, **options)
         if host is not None:
-            rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
+            rig.writer = ResultWriter(meters=MeterPool(in_memory=4, open_host=lambda: host))
             rig.runner = rig.runner_on(rig.ledger)
         rigs.append(rig)
         return rig
@@ -144,7 +144,7 @@ def test_an_item_without_a_good_draw_goes_to_quarantine_and_no_export_has_it(bui
     }
     samples, _ = decode(rig.store.get(kept[1]))
     assert np.abs(samples).max() == pytest.approx(0.5, abs=1e-3)
-    assert [item.example_id for item in AudioItems(rig.ledger, rig.store, job.id)] == ["item-0"]
+    assert [item.example_id for item in audio_items(rig.ledger, rig.store, job.id)] == ["item-0"]
     assert len(rig.audio()) == 1
     assert rig.status(job).bytes_out == len(next(iter(rig.audio().values())))
     assert rig.ledger.error_counts(job.id)[ErrorCode.QA_CLIPPED] == 1
@@ -289,7 +289,7 @@ def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, la
 
 
 def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.shard_runner.WRITING_SECONDS", 0.0)
+    monkeypatch.setattr("worker.shard_run.WRITING_SECONDS", 0.0)
     ended = threading.Event()
 
     class Away(TextMeter):

@@ -18,7 +18,6 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.manifest import read_manifest
 from jobs.repair import mend, restore_inputs
 from jobs.report import write_report
 from jobs.shard_file import read_shard
@@ -33,6 +32,7 @@ from tests.support.cli_kit import call
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, spoken_text
 from tests.support.ledger_kit import new_job
+from tests.support.manifests import read_manifest
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger.records import JobState
-from jobs.manifest import newest_job_manifest
 from jobs.settings import S3Settings
 from jobs.store import S3Store, open_store
 from jobs.store.base import IDENTITY_KEY
@@ -19,6 +18,7 @@ from pipelines.errors import ErrorCode, StoreError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
+from tests.support.manifests import newest_job_manifest
 from tests.support.s3_proxy import S3Proxy, s3_proxy
 from tests.support.services import S3, MotoS3
 from tests.support.worker_rig import Rig, wait_for

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.export.items import AudioItems, item_metadata
+from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
@@ -124,7 +124,7 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
     assert asked("By its own recording.") == (None, [OTHER], None)
     assert asked("Ben.") == (None, [BEN], None)
     # Exports name the voice.
-    known = {item.id: item_metadata(job, item) for item in AudioItems(rig.ledger, rig.store, job.id)}
+    known = {item.id: item_metadata(job, item) for item in audio_items(rig.ledger, rig.store, job.id)}
     assert [(known[name].voice, known[name].speaker) for name in ("By the job.", "By the line.", "By the model.", "talk:turn1")] == [
         ("anna", "anna"), ("ben", "ben"), ("heart", "heart"), ("ben", "ben"),
     ]  # fmt: skip

@@ -18,8 +18,7 @@ from jobs.dispatch import KEY_PREFIX, QUEUE, make_celery
 from jobs.settings import load_settings
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import Site, closed_port, stop
-from worker.celery_app import create_app
-from worker.consumer import SteadyConsumer
+from worker.celery_app import SteadyConsumer, create_app
 
 
 def envelope(body: Any = ([], {}, {}), **changes: Any) -> bytes:
@@ -157,7 +156,7 @@ class Failing:
 
 
 def test_the_consumer_starts_again_after_any_error_of_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.consumer.FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("worker.celery_app.FIRST_PAUSE_SECONDS", 0.0)
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
     consumer = SteadyConsumer(lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None))
     consumer.blueprint = blueprint = Failing()  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,13 +21,13 @@ from jobs.dispatch import Publisher
 from jobs.gpus import LEAST_CORES
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.worker_group import CRASHES_BESIDE_OTHERS, core_text
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.ledger_kit import execute, expire_leases_of_the_dead
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
 

@@ -25,7 +25,7 @@ from pipelines.errors import ErrorCode, StoreError
 from tests.support.services import S3, MotoS3, runs
 from tests.support.worker_rig import Rig
 from worker.leases import LeaseBook
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 from worker.writer_processes import WriterProcesses
 
 METADATA = {"seed": "7", "spec_sha": "ab" * 8}
@@ -166,7 +166,7 @@ def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them
         runner.join()
         own_moto.unpause()
         assert ends == [ShardEnd.RELEASED]
-        rig.leases = LeaseBook(rig.settings.times.lease_seconds, rig.clock)
+        rig.leases = LeaseBook(rig.settings.times.lease_seconds, rig.clock, rig.metrics.waited_for)
         rig.runner = rig.runner_on(rig.ledger)
         while rig.ledger.job(job.id).state is not JobState.COMPLETED:
             assert rig.run_next() is ShardEnd.FINISHED

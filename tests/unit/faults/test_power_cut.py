@@ -26,7 +26,7 @@ from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, MemoryStore, sine
 from tests.support.worker_rig import Rig
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 Build = Callable[..., Rig]
 

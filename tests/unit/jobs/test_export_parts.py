@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.export import parse_splits
-from jobs.export.destination import BucketDestination
-from jobs.export.files import SortedLines
-from jobs.export.kaldi import _ESCAPED, _ESCAPED_IN_SPEAKERS, _escaped
+from jobs.export.files import BucketDestination, SortedLines
+from jobs.export.folder_formats import kaldi_ids, tar_file
 from jobs.export.plan import WHOLE, make_plan
-from jobs.export.webdataset import tar_file
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -72,7 +70,7 @@ def test_thirds_add_up_to_one() -> None:
     assert parse_splits("a=1/3,b=1/3,c=1/3").bounds[-1] == 2**64
 
 
-def test_a_plan_cuts_before_the_limit_and_counts_what_is_left_out() -> None:
+def test_a_plan_cuts_before_the_limit() -> None:
     rows = [row(0), row(1), row(2, None, ItemState.FAILED), row(3), row(4, 25), row(5), row(6, state=ItemState.PENDING)]
     plan = make_plan(rows, WHOLE, 20)
     assert [(part.first, part.last, part.items, part.audio_bytes, part.number, part.of) for part in plan.parts] == [
@@ -81,7 +79,7 @@ def test_a_plan_cuts_before_the_limit_and_counts_what_is_left_out() -> None:
         (4, 4, 1, 25, 2, 4),
         (5, 5, 1, 10, 3, 4),
     ]
-    assert (plan.items, plan.left_out) == (5, 2)
+    assert plan.items == 5
     assert len(make_plan(rows, WHOLE, None).parts) == 1
 
 
@@ -118,9 +116,9 @@ def test_lines_are_sorted_by_their_bytes_however_small_the_runs(
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=4), st.text(min_size=1, max_size=4)), unique=True))
 def test_utterances_in_order_have_their_speakers_in_order(pairs: list[tuple[str, str]]) -> None:
-    escaped = [(_escaped(_ESCAPED_IN_SPEAKERS, speaker), _escaped(_ESCAPED, example)) for speaker, example in pairs]
-    utterances = sorted((f"{speaker}-{example}", speaker) for speaker, example in escaped)
-    assert [speaker for _, speaker in utterances] == sorted(speaker for speaker, _ in escaped)
+    ids = [kaldi_ids(speaker, example) for speaker, example in pairs]
+    utterances = sorted((utterance, speaker) for speaker, utterance in ids)
+    assert [speaker for _, speaker in utterances] == sorted(speaker for speaker, _ in ids)
     assert len({utterance for utterance, _ in utterances}) == len(pairs)
     assert all(utterance.split() == [utterance] and utterance.isascii() for utterance, _ in utterances)
 

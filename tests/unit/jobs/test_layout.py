@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.layout import audio_key, numbered_key, put_numbered, slug
-from jobs.ledger.records import Artifact, Job, JobSpec, JobState
-from jobs.manifest import ManifestEntry, Spoken, entry, newest_job_manifest, put_job_manifest, read_manifest
+from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.shard_file import compress, encode_lines, read_raw_shard, read_shard
 from jobs.store import FolderStore
 from jobs.store.base import split_key
@@ -103,52 +99,3 @@ def test_a_shard_of_other_bytes_is_refused() -> None:
     with pytest.raises(StoreError) as caught:
         read_shard(store, "k", "0" * 64)
     assert caught.value.code is ErrorCode.STORE_CONFLICT
-
-
-def test_a_job_manifest_is_numbered_when_it_changes(tmp_path: Path) -> None:
-    store, job = FolderStore(tmp_path), job_record()
-    assert newest_job_manifest(store, job.id) is None
-    artifacts = [Artifact(n, "audio", f"k{n}", "ab", 10, 1000, 24_000, 24_000 + n, 2**63 - 1) for n in range(3)]
-    lines = [entry(f"id\n{artifact.index}", artifact, job.spec_sha, Spoken("text")) for artifact in artifacts]
-    assert put_job_manifest(store, job, lines[:2]).key == f"jobs/{job.id}/manifest.jsonl"
-    assert put_job_manifest(store, job, lines[:2]).key == f"jobs/{job.id}/manifest.jsonl"
-    assert put_job_manifest(store, job, lines).key == f"jobs/{job.id}/manifest.2.jsonl"
-    newest = newest_job_manifest(store, job.id)
-    assert newest == f"jobs/{job.id}/manifest.2.jsonl"
-    assert list(read_manifest(store, newest)) == lines
-    first = json.loads(store.get(newest).splitlines()[0])
-    assert list(first) == [
-        "example_id",
-        "index",
-        "key",
-        "sha256",
-        "bytes",
-        "sample_rate",
-        "samples",
-        "duration",
-        "seed",
-        "spec_sha",
-        "text",
-    ]
-    assert first["duration"] == 1.0
-    assert first["seed"] == 2**63 - 1
-
-
-def test_a_manifest_in_the_making_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a process that is killed leaves none behind."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    line = ManifestEntry("a", 0, "jobs/x/audio/a.wav", "0" * 64, 1, 16_000, 16_000, 1.0, 7, "spec", "Hello.")
-    seen: list[list[Path]] = []
-
-    def lines() -> Iterator[ManifestEntry]:
-        for _ in range(2):
-            seen.append(list(temporary.iterdir()))
-            yield line
-
-    (tmp_path / "store").mkdir()
-    store = FolderStore(tmp_path / "store")
-    info = put_job_manifest(store, job_record(), lines())
-    assert seen == [[], []]
-    assert list(read_manifest(store, info.key)) == [line, line]

@@ -13,7 +13,6 @@ import pytest
 
 from jobs.export import export
 from jobs.ledger.records import Job
-from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
 from jobs.store import FolderStore
 from jobs.verify import Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
@@ -23,9 +22,10 @@ from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine
 from tests.support.ledger_kit import rows
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"[[says:Answer {number}]] number {number}" for number in range(5)]
 

@@ -71,7 +71,9 @@ def test_short_speech_has_a_picture(samples: int) -> None:
 def test_every_value_is_in_one_bar(values: list[float]) -> None:
     chart = charts.histogram("k", "Title", "s", [*values, math.nan])
     assert chart is not None
-    assert sum(bar.count for bar in chart.bars) == chart.count == len(values)
+    assert sum(bar.count for bar in chart.bars) == len(values)
+    assert chart.summary.endswith(f", {len(values):,} items.")
+    assert chart.median_at is not None
     assert 1 <= len(chart.bars) <= 2 * charts.MAX_BARS
     assert all(charts.TOP - 0.1 <= bar.y <= charts.HEIGHT - charts.BOTTOM + 0.1 for bar in chart.bars)
     assert all(charts.LEFT <= bar.x <= charts.WIDTH - charts.RIGHT for bar in chart.bars)
@@ -81,7 +83,7 @@ def test_every_value_is_in_one_bar(values: list[float]) -> None:
 def test_the_bars_hold_what_their_labels_say() -> None:
     chart = charts.histogram("k", "Title", "", [0.5, 1.5, 1.6, 2.5, 9.5])
     assert chart is not None
-    assert [(bar.label, bar.count) for bar in chart.bars if bar.count] == [("0 to 2", 3), ("2 to 4", 1), ("8 to 10", 1)]
+    assert [(bar.label, bar.count) for bar in chart.bars] == chart.rows == [("0 to 2", 3), ("2 to 4", 1), ("8 to 10", 1)]
     assert charts.histogram("k", "Title", "", [math.nan]) is None
 
 
@@ -104,32 +106,32 @@ def test_numbers_for_people(value: float, text: str) -> None:
 
 def test_a_timeline_keeps_every_item_and_its_time() -> None:
     attempts = [
-        Attempt(0, 1, 100.0, 160.0, 30, 0, 60_000.0),
-        Attempt(1, 1, 160.0, 220.0, 90, 10, 90_000.0),
-        Attempt(2, 1, 220.0, 220.0, 1, 0, 1.0),
+        Attempt(0, 1, 0.0, 60.0, 30, 0, 60_000.0),
+        Attempt(1, 1, 60.0, 120.0, 90, 10, 90_000.0),
+        Attempt(2, 1, 120.0, 120.0, 1, 0, 1.0),
     ]
-    line = timeline(spans_of_attempts(attempts), 100.0, 220.0)
+    line = timeline(spans_of_attempts(attempts), 120.0)
     assert (line.seconds, line.spans) == (pytest.approx(120.0), 3)
     assert sum(line.items) == pytest.approx(131)
     assert sum(line.audio_seconds) == pytest.approx(150.001)
-    assert line.items_per_second[0] == pytest.approx(0.5)
-    assert line.items_per_second[-2] == pytest.approx(100 / 60)
-    assert line.rtfx[0] == pytest.approx(1.0)
+    assert line.rates(line.items)[0] == (pytest.approx(1.0), pytest.approx(0.5))
+    assert line.rates(line.items)[-2][1] == pytest.approx(100 / 60)
+    assert line.rates(line.audio_seconds)[0][1] == pytest.approx(1.0)
 
 
 def test_a_commit_stands_for_the_time_before_it_but_not_for_a_pause() -> None:
     commits = [Commit(102.0, 4, 8000.0), Commit(104.0, 4, 8000.0), Commit(3704.0, 10, 20_000.0), Commit(None, 1, 1.0)]
     spans = list(spans_of_commits(commits, 100.0))
     assert [(span.start, span.end) for span in spans[:3]] == [(100.0, 102.0), (102.0, 104.0), (3704.0 - COMMIT_SECONDS, 3704.0)]
-    line = timeline(spans, 100.0, 3704.0)
+    line = timeline(spans, 3704.0)
     assert sum(line.items) == pytest.approx(19)
     assert line.items[len(line.items) // 2] == 0
 
 
 def test_the_eta_of_an_even_job_is_right_and_of_a_slowing_one_too_short() -> None:
-    even = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 100.0, 100, 0, 0.0)]), 0.0, 100.0)
+    even = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 100.0, 100, 0, 0.0)]), 100.0)
     assert all(abs(check.error) < 1e-9 for check in eta_checks(even))
-    slowing = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 20.0, 80, 0, 0.0), Attempt(1, 1, 20.0, 100.0, 20, 0, 0.0)]), 0.0, 100.0)
+    slowing = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 20.0, 80, 0, 0.0), Attempt(1, 1, 20.0, 100.0, 20, 0, 0.0)]), 100.0)
     found = checkpoints(eta_checks(slowing), slowing.seconds)
     assert [share for share, _ in found] == [0.1, 0.25, 0.5, 0.75, 0.9]
     assert all(check.error < 0 for _, check in found)

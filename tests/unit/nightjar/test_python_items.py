@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from jobs.export.items import AudioItems, item_metadata
+from jobs.export.items import audio_items, item_metadata
 from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import FolderStore
@@ -50,7 +50,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
-    known = {item.id: item_metadata(job.status.job, item) for item in AudioItems(job._ledger, job._store, job.id)}
+    known = {item.id: item_metadata(job.status.job, item) for item in audio_items(job._ledger, job._store, job.id)}
     items = {item.id: item for item in job.items()}
     assert {name: (item.text, item.speaker) for name, item in items.items()} == {
         name: (metadata.text, metadata.speaker) for name, metadata in known.items()

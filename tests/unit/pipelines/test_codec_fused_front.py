@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,15 +48,6 @@ def test_the_plain_front_is_the_default() -> None:
     assert decoder(False)._front is None
     assert decoder(True)._front is not None
     assert dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)._front is None
-
-
-def test_a_bias_of_the_attention_is_folded_in() -> None:
-    """No published checkpoint has one."""
-    biased = replace(TINY_CODEC, attention_bias=True)
-    (wanted,), (found,) = (
-        dummy_decoder(biased, torch.device("cpu"), torch.float32, fused_front=front).decode([codes(9, 1)]) for front in (False, True)
-    )
-    close(found, wanted, 10 * CLOSE)
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])

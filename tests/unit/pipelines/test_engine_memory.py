@@ -309,7 +309,7 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_model")])
+@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_weights")])
 def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
     family: ModuleType, loads: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ class Writer:
         self.whole = GenerationRequest(f"w{seed}", prompt, sampling, seed, frames + 1)
         opened = build_prompt(config, replace(parts, body_ids=body[:first], text_open=True))
         self.open = replace(self.whole, prompt=opened, stream=True, text_open=True)
-        self.left = [*body[first:], config.ids.tts_eos]
+        self.left = [*body[first:], config.text_ids.tts_eos]
         np.testing.assert_array_equal(opened.text, prompt.text)
 
     def write(self, core: ListenedCore, count: int) -> None:

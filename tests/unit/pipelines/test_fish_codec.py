@@ -13,9 +13,8 @@ import torch
 from pipelines.codec import decoder as decoder_module
 from pipelines.codec import transformer
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.fish_speech.codec import Codec, ReferenceEncoder, codec_from, load_codec, resample
+from pipelines.fish_speech.codec import Codec, ReferenceEncoder, codec_from, load_codec, open_codec, resample
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.weights import open_codec
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())

@@ -14,8 +14,8 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
+from pipelines.fish_speech.engines import shared_prefixes
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
-from pipelines.fish_speech.native import shared_prefixes
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling
 from tests.support.vllm_kit import Waiter

@@ -29,8 +29,8 @@ from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.native import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
@@ -187,7 +187,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("name", ["project_in", "fast_project_in"])
     def test_a_fast_ar_of_another_width_has_a_projection_under_either_name(self, name: str) -> None:
-        config, table = replace(CONFIG, fast=replace(CONFIG.fast, dim=32)), stored()
+        config, table = replace(CONFIG, fast=replace(CONFIG.fast, hidden=32)), stored()
         for key in [key for key in table if key.startswith("audio_decoder.") and "codebook_embeddings" not in key]:
             narrow = table[key] if ".w1." in key or ".w3." in key or "wqkv" in key or key.count(".") == 2 else table[key][:32]
             table[key] = narrow[:32] if narrow.dim() == 1 else narrow[:, :32] if "wo." not in key and "w2." not in key else narrow

@@ -40,13 +40,12 @@ def test_takes_tensors_and_casts(tmp_path: Path) -> None:
 
 
 def test_reads_shards(tmp_path: Path) -> None:
-    weights = Checkpoint.open(write_shards(tmp_path, GOOD_INDEX))
-    assert weights.take("b", [3]).sum() == 3
-    with pytest.raises(ModelError, match=r"\ba\b"):
+    with Checkpoint.open(write_shards(tmp_path, GOOD_INDEX)) as weights:
+        assert weights.take("b", [3]).sum() == 3
+        with pytest.raises(ModelError, match=r"\ba\b"):
+            weights.finish()
+        weights.ignore("a*")
         weights.finish()
-    weights.ignore("a*")
-    weights.finish()
-    weights.close()
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,10 @@ def test_revision_follows_the_weights(folder: Path) -> None:
         (lambda c: c["talker_config"].update(attention_bias=True), "attention_bias"),
         (lambda c: c["talker_config"].update(rope_scaling={"rope_type": "yarn"}), "rope_scaling"),
         (lambda c: c["talker_config"].update(num_code_groups=8), "num_code_groups"),
-        (lambda c: c["talker_config"].update(spk_id={"ann": 99999}), "'ann'"),
-        (lambda c: c["talker_config"].update(num_key_value_heads=0), "num_key_value_heads must be at least 1"),
+        (lambda c: c["talker_config"].update(spk_id={"ann": 99999}), "the id of ann"),
+        (lambda c: c["talker_config"].update(num_key_value_heads=0), "num_key_value_heads must be a whole number above 0"),
         (lambda c: c["talker_config"].update(rope_theta=-1), "rope_theta"),
-        (lambda c: c["talker_config"].update(codec_pad_id=99999), "codec pad"),
+        (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of pad"),
         (lambda c: c.update(tts_pad_token_id=99999), "tts_pad"),
     ],
 )

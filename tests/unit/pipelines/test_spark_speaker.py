@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipelines.nn.speaker import SeRes2Net
 from pipelines.spark_tts.bicodec import BiCodec, Tokenizer, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.reference import reference_clip
-from pipelines.spark_tts.speaker import Fsq, Perceiver, Res2
+from pipelines.spark_tts.speaker import Fsq, Perceiver, ecapa
 from tests.support.golden_arrays import Arrays, check_near, read_arrays
 from tests.support.vllm_kit import GOLDEN, checkpoint
 
@@ -49,7 +50,7 @@ def test_global_tokens_are_those_of_the_reference() -> None:
 @torch.inference_mode()
 def test_latents_and_what_is_quantized_are_those_of_the_reference() -> None:
     golden, speaker = arrays("tokens_ref_a"), bicodec()[0].speaker
-    latents = speaker.perceiver_sampler(speaker.speaker_encoder(mel("ref_a")))
+    latents = speaker.perceiver_sampler(speaker.context(mel("ref_a")))
     check_near("latents", latents[0], golden["perceiver_out"], LIMIT)
     check_near("values", speaker.quantizer.project_in(latents)[0], golden["fsq_project_in"], LIMIT)
 
@@ -84,14 +85,14 @@ def test_an_even_number_of_levels_lies_half_a_level_off_the_middle(levels: int) 
 def test_slices_of_channels_are_chained() -> None:
     """Desplanques et al. (2020), as the published code has it: each slice but the last is convolved on top of the one before."""
     torch.manual_seed(0)
-    block, x = Res2(32, dilation=2).eval(), torch.randn(2, 32, 50)
-    for bn in block.bns:
-        nn.init.normal_(bn.running_mean)  # pyright: ignore[reportArgumentType]
+    block, x = SeRes2Net(ecapa(4).config, 32, 3, 2).eval(), torch.randn(2, 32, 50)
+    for group in block.groups:
+        nn.init.normal_(group.bn.running_mean)  # pyright: ignore[reportArgumentType]
     slices, made, before = x.split(4, dim=1), [], torch.zeros(2, 4, 50)
-    for index, (conv, bn) in enumerate(zip(block.convs, block.bns)):
-        before = bn(torch.relu(conv(slices[index] + before)))
+    for index, group in enumerate(block.groups):
+        before = group.bn(torch.relu(group.conv(slices[index] + before)))
         made.append(before)
-    torch.testing.assert_close(block(x), torch.cat([*made, slices[-1]], dim=1))
+    torch.testing.assert_close(block.res2net(x), torch.cat([*made, slices[-1]], dim=1))
 
 
 def test_latents_keep_what_they_were_behind_each_part() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jobs.export.espnet import espnet_line, espnet_text_line
+from jobs.export.line_formats import espnet_line, espnet_text_line
 from jobs.ledger.records import JobSpec
 
 ANSWERS: Any = SimpleNamespace(spec=JobSpec("speechlm", speak="answer"))

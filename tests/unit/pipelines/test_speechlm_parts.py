@@ -29,7 +29,7 @@ from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.options import refuse
+from pipelines.vllm_engine.library import refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
@@ -89,9 +89,9 @@ def test_the_assistants_messages_are_skipped_for_audio_alone() -> None:
     assert [one.content for one in chosen_messages(messages, "text_only")] == ["a", "b", "c"]
 
 
-def test_phases_are_those_of_what_was_written() -> None:
+def test_phases_are_those_of_what_was_written(config: SpeechLmConfig) -> None:
     def after(*written: int, start: Phase = Phase.TEXT_MARK) -> tuple[Phase, int]:
-        return phase_after(start, written, 6, 8, 3)
+        return phase_after(start, written, config.specials)
 
     assert after() == (Phase.TEXT_MARK, 0)
     assert after(7) == (Phase.TEXT, 0)

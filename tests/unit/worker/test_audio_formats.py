@@ -23,7 +23,7 @@ from tests.support.fakes import SAMPLE_RATE, FakePipeline
 from tests.support.times import with_times
 from tests.support.worker_rig import Build
 from worker import result_writer
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"Sentence number {number} of this job." for number in range(5)]
 

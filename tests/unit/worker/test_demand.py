@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from jobs.ledger.records import Ticket
 from tests.support.fakes import FakeClock
-from worker.demand import MAX_SHARDS, MAX_UNCLAIMED, MAX_WRITING_ITEMS, SHARDS_AT_START, Demand
+from worker.admission import MAX_SHARDS, MAX_UNCLAIMED, MAX_WRITING_ITEMS, SHARDS_AT_START, Demand, ItemCounts
 
 
-@dataclass
+@dataclass(eq=False)
 class Shard:
     open_items: int
     answered_items: int = 0
     writing_items: int = 0
+
+    def counts(self) -> ItemCounts:
+        return ItemCounts(self.open_items, self.answered_items, self.writing_items)
 
     def answer(self, items: int) -> None:
         self.open_items -= items
@@ -36,10 +38,9 @@ class Worker:
     def shard(self, items: int) -> Generator[Shard, None, None]:
         """One that was taken, claimed and begun."""
         self._count += 1
-        ticket, shard = Ticket("job", self._count, 0), Shard(items)
+        shard = Shard(items)
         self.demand.taken()
-        with self.demand.hold(ticket, items):
-            self.demand.follow(ticket, shard)
+        with self.demand.hold(shard.counts):
             yield shard
         self.demand.ended()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,20 +14,13 @@ import pytest
 
 from jobs.quality import Quality, quality_of
 from jobs.repair import Mended, mend
-from jobs.shard_file import ShardLine
 from jobs.verify import Match, ObjectCheck, reproduce
-from pipelines.request import Generation, Message, Speech, SynthesisRequest
+from pipelines.request import Generation, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
-from tests.support.worker_rig import Build, Rig
-from worker.leases import HeldLease
-from worker.quality.pool import MeterTask
-from worker.result_writer import EngineResult, ResultWriter
-from worker.shard_progress import PlannedDraw, ShardProgress
-
-
-@pytest.fixture
-def rig(build: Build) -> Rig:
-    return build(clock=FakeClock())
+from tests.support.worker_rig import Build, wait_for
+from worker.quality.pool import Measured, MeterTask
+from worker.result_writer import ResultWriter
+from worker.shard_run import ShardEnd
 
 
 class Padded(FakePipeline):
@@ -51,62 +47,57 @@ def test_trimmed_audio_is_verified_and_made_again_as_it_was(build: Build) -> Non
     assert rig.audio() == kept
 
 
-def held_of(rig: Rig, quality: Quality) -> HeldLease:
-    rig.submit(["the line says this"], quality=quality)
-    return rig.leases.hold(rig.claim_next())
-
-
-def result_of(rig: Rig, held: HeldLease, made: Speech, **changes: Any) -> EngineResult:
-    request = SynthesisRequest("one", (Message("user", "text", "the line says this"),), Generation(), 1)
-    return EngineResult(held, rig.store, 0, "item-0", request, made, 5, text="the line says this", **changes)
-
-
 @pytest.mark.parametrize(
     ("written", "spoken", "expected"),
     [("a written answer", "a spoken text", "a written answer"), (None, "a spoken text", "a spoken text"), (None, "", "the line says this")],
 )
-def test_words_are_counted_against_the_text_that_the_model_wrote(rig: Rig, written: str | None, spoken: str, expected: str) -> None:
+def test_words_are_counted_against_the_text_that_the_model_wrote(build: Build, written: str | None, spoken: str, expected: str) -> None:
     """Else against the one that it says it spoke, else against the line's."""
     asked: list[MeterTask] = []
 
     class Meters:
         def submit(self, task: MeterTask) -> Future[Any]:
             asked.append(task)
-            return Future()
+            measured: Future[Any] = Future()
+            measured.set_result(Measured(task.utterance.samples, {}))
+            return measured
 
         def close(self) -> None:
             return
 
-    held = held_of(rig, msgspec.structs.replace(Quality(), meters={"asr": {}}))
-    writer = ResultWriter(meters=Meters())  # type: ignore[arg-type]
-    writer.serve(rig.store, "wav")
-    writer.submit(result_of(rig, held, Speech(sine("text", 1), SAMPLE_RATE, spoken, written)))
-    writer.close()
+    class Writes(FakePipeline):
+        def submit(self, request: SynthesisRequest) -> Future[Speech]:
+            future: Future[Speech] = Future()
+            future.set_result(Speech(sine("text", 1), SAMPLE_RATE, spoken, written))
+            return future
+
+    rig = build(pipeline=Writes())
+    rig.writer = ResultWriter(meters=Meters())  # type: ignore[arg-type]
+    rig.runner = rig.runner_on(rig.ledger)
+    rig.submit(["the line says this"], quality=msgspec.structs.replace(Quality(), meters={"asr": {}}))
+    assert rig.run_next() is ShardEnd.FINISHED
     assert [task.utterance.text for task in asked] == [expected]
 
 
-def test_an_items_own_time_begins_when_the_engine_has_taken_it(rig: Rig) -> None:
+def test_an_items_own_time_begins_when_the_engine_has_taken_it(build: Build, tmp_path: Path) -> None:
     """The wait for room is the engine's: an item that waited long is not late."""
-    held = held_of(rig, Quality())
-    line = ShardLine(0, 1, "item-0", (Message("user", "text", "text"),), Generation(), 0, "user")
-    progress = ShardProgress(held, [line], clock=rig.clock, timer=_Timer(), wake_at=1)  # type: ignore[arg-type]
-    planned = progress.next_draw()
-    assert isinstance(planned, PlannedDraw)
-    progress.enter(planned, "one")
-    rig.clock.sleep(50)
-    progress.submitted(0)
-    rig.clock.sleep(20)
-    assert progress.take_late(30) == ([], False)
-    rig.clock.sleep(11)
-    assert [late.index for late in progress.take_late(30)[0]] == [0]
-
-
-class _Timer:
-    def enter(self) -> float:
-        return 0.0
-
-    def leave(self, _entered_at: float) -> float:
-        return 0.0
+    clock, gates = FakeClock(), [tmp_path / str(n) for n in range(3)]
+    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), clock=clock, item_timeout_seconds=30, lease_seconds=1000)
+    job = rig.submit([f"[[until:{gate}]] {n}" for n, gate in enumerate(gates)])
+    thread = threading.Thread(target=rig.run_next)
+    thread.start()
+    # One runs, one waits for it, and one waits to be let in.
+    wait_for(lambda: len(rig.pipeline.submitted) == 3)
+    for number, seconds in enumerate((20, 5)):
+        clock.advance(seconds)
+        gates[number].touch()
+        wait_for(lambda done=number + 1: rig.pipeline.stats().requests_done == done)
+    wait_for(lambda: not any(one.name.startswith("feeder-") for one in threading.enumerate()))
+    clock.advance(20)
+    time.sleep(0.6)
+    gates[2].touch()
+    thread.join(240)
+    assert [row.error_code for row in rig.items(job)] == [None, None, None]
 
 
 class Dumb(FakePipeline):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.ledger.records import Job, Ticket
-from jobs.manifest import newest_job_manifest, read_manifest
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
+from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.worker_rig import WORKER, Rig
 from worker.maintenance import FIRST_PAUSE_SECONDS, Maintenance, Manifests
 

@@ -10,14 +10,14 @@ from jobs.settings import Settings
 from pipelines.errors import ErrorCode, ModelError
 from tests.support.fakes import FakePipeline
 from tests.support.run_kit import until
-from worker import model_opening
-from worker.model_opening import Preload
+from worker import models
+from worker.models import Preload
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     pipeline = FakePipeline()
-    monkeypatch.setattr(model_opening, "_engine_process", lambda settings, model: cast(Any, pipeline))
+    monkeypatch.setattr(models, "_engine_process", lambda settings, model: cast(Any, pipeline))
     return pipeline
 
 

@@ -20,7 +20,7 @@ from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.worker_rig import Build, Recording, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
 from worker.pack_writer import EncodedArtifact, PackWriter
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"Sentence {number}." for number in range(40)]
 
@@ -185,7 +185,6 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
         pack_bytes=10_000,
         pack_seconds=3600,
         clock=FakeClock(),
-        on_retry=lambda _: None,
         run=lambda work: work(),
         alone=lambda items: False,
     )
@@ -194,7 +193,7 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
     def add(first: int) -> None:
         for index in range(first, first + 10):
             data = b"x" * 4000
-            made = Artifact(index, "audio", f"{index}.wav", hashlib.sha256(data).hexdigest(), len(data), 1, 1, 1, 0)
+            made = Artifact(index, "audio", f"{index}.wav", "", len(data), 1, 1, 1, 0)
             stored.append(packs.add(Done(index, ()), [EncodedArtifact(made, data)], ""))
 
     threads = [threading.Thread(target=add, args=(10 * number,), daemon=True) for number in range(8)]
@@ -224,7 +223,6 @@ def test_what_the_store_raises_is_each_items(build: Build) -> None:
         pack_bytes=10,
         pack_seconds=1,
         clock=FakeClock(),
-        on_retry=lambda _: None,
         run=lambda work: work(),
         alone=lambda _: False,
     )

@@ -15,7 +15,6 @@ import soundfile
 from jobs.ingest import SubmitOptions
 from jobs.layout import SPEC_SHA_CHARACTERS
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.manifest import read_manifest
 from jobs.quality import quality_of
 from jobs.store.base import PutResult
 from pipelines.audio import encode
@@ -23,8 +22,9 @@ from pipelines.errors import ErrorCode, StoreError
 from pipelines.request import EngineStats, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import wake
+from tests.support.manifests import read_manifest
 from tests.support.worker_rig import WORKER, Build, Recording, wait_for
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 
 def test_every_item_is_stored_committed_and_listed_in_the_manifest(build: Build) -> None:

@@ -13,11 +13,11 @@ from jobs.ledger.records import JobState, ShardState
 from jobs.quality import quality_of
 from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Build, Recording, wait_for
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 
 def test_a_drain_keeps_what_is_done_and_gives_the_rest_back(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.shard_runner.WRITING_SECONDS", 240.0)
+    monkeypatch.setattr("worker.shard_run.WRITING_SECONDS", 240.0)
     rig = build(pipeline=FakePipeline(slots=8), commit_seconds=600.0)
     job = rig.submit(["quick", "[[slow:6000]] late"])
     ends: list[ShardEnd] = []

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger.records import Job, JobState
-from jobs.manifest import newest_job_manifest
 from jobs.store import FolderStore
 from jobs.store.base import IDENTITY_KEY
 from jobs.verify import ObjectCheck
 from pipelines.errors import ErrorCode
 from pipelines.request import Speech, SynthesisRequest
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
+from tests.support.manifests import newest_job_manifest
 from tests.support.worker_rig import Build, Rig, wait_for
 from worker.leases import DOUBTS
 from worker.maintenance import Manifests

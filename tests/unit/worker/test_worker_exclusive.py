@@ -6,7 +6,7 @@ import random
 import threading
 import time
 
-from worker.exclusive import ExclusiveLock
+from worker.admission import ExclusiveLock
 
 
 def test_a_shard_alone_has_no_neighbour() -> None:

@@ -20,11 +20,10 @@ from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import PeriodicTask
-from worker.metrics import Metrics
-from worker.pipeline_cache import PipelineCache
+from worker.metrics import EngineTimer, Metrics
+from worker.models import PipelineCache
 from worker.quality.verdict import check_speech
 from worker.request_builder import ReferenceCache, RequestBuilder
-from worker.shard_progress import EngineTimer
 
 SPEC = JobSpec("fake", seed=3, generation=Generation(voice="sine", temperature=0.5))
 JOB = Job(
@@ -73,33 +72,33 @@ class TestLeases:
 
     def test_retries_last_as_long_as_the_lease(self) -> None:
         clock = FakeClock()
-        held = LeaseBook(60, clock).hold(lease())
         errors: list[NightjarError] = []
+        held = LeaseBook(60, clock, errors.append).hold(lease())
 
         def fail() -> None:
             raise away()
 
         started_at = clock.monotonic()
         with pytest.raises(LeaseGoneError):
-            held.retrying(fail, errors.append)
+            held.retrying(fail)
         assert 60 <= clock.monotonic() - started_at < 66
         assert 10 < len(errors) < 30
 
     def test_what_no_retry_mends_is_raised_at_once(self) -> None:
-        held = LeaseBook(60, FakeClock()).hold(lease())
         errors: list[NightjarError] = []
+        held = LeaseBook(60, FakeClock(), errors.append).hold(lease())
 
         def fail() -> None:
             raise StoreError(ErrorCode.STORE_MISSING, "gone")
 
         with pytest.raises(StoreError):
-            held.retrying(fail, errors.append)
+            held.retrying(fail)
         assert errors == []
 
     def test_a_draining_worker_tries_once(self) -> None:
         held = LeaseBook(60, FakeClock()).hold(lease())
         held.give_up(GoneReason.DRAINED)
-        assert held.retrying(lambda: 7, print) == 7
+        assert held.retrying(lambda: 7) == 7
         calls: list[int] = []
 
         def fail() -> None:
@@ -107,14 +106,14 @@ class TestLeases:
             raise away()
 
         with pytest.raises(LeaseGoneError):
-            held.retrying(fail, lambda _: None)
+            held.retrying(fail)
         assert len(calls) == 1
 
     def test_a_lost_lease_is_not_worked_on(self) -> None:
         held = LeaseBook(60, FakeClock()).hold(lease())
         held.give_up(GoneReason.LOST)
         with pytest.raises(LeaseGoneError):
-            held.retrying(lambda: 7, print)
+            held.retrying(lambda: 7)
 
 
 class TestEngineTimer:
@@ -135,14 +134,14 @@ class TestEngineTimer:
 
 
 class TestPipelineCache:
-    def cache(self, most: int = 1) -> tuple[PipelineCache, dict[str, FakePipeline]]:
+    def cache(self) -> tuple[PipelineCache, dict[str, FakePipeline]]:
         opened: dict[str, FakePipeline] = {}
 
         def open_model(model: str) -> Pipeline:
             opened[model] = FakePipeline(model)
             return opened[model]
 
-        return PipelineCache(open_model, most), opened
+        return PipelineCache(open_model), opened
 
     def test_a_model_is_opened_once_and_shared(self) -> None:
         cache, opened = self.cache()
@@ -259,7 +258,7 @@ class TestMetrics:
 
 class TestRequests:
     def builder(self, store: MemoryStore) -> RequestBuilder:
-        return RequestBuilder(LeaseBook(60, FakeClock()).hold(lease()), store, ReferenceCache(), lambda _: None)
+        return RequestBuilder(LeaseBook(60, FakeClock()).hold(lease()), store, ReferenceCache())
 
     def line(self, *messages: Message, generation: Generation | None = None) -> ShardLine:
         return ShardLine(0, 1, "item-0", messages, generation or Generation(), len(messages))

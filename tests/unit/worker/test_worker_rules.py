@@ -14,6 +14,7 @@ import pytest
 from jobs.ledger import Ledger, control
 from jobs.ledger.records import ItemState, JobState, Ticket
 from jobs.settings import Settings
+from jobs.shard_file import ShardLine
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from pipelines.registry import register_pipeline
@@ -21,10 +22,10 @@ from pipelines.request import Generation, Message, Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import failed, lease_next, rows, states, submit
-from tests.support.worker_rig import WORKER, Rig
+from tests.support.worker_rig import WORKER, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
 from worker.maintenance import Maintenance
-from worker.result_writer import EngineResult
+from worker.result_writer import Answer, ItemDraw, ShardOutput
 from worker.runtime import Handling, Runtime
 
 
@@ -100,9 +101,13 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     held.give_up(GoneReason.LOST)
     rig.writer.serve(rig.store, "wav")
     request = SynthesisRequest("one", (Message("user", "text", "text"),), Generation(), 1)
-    written = rig.writer.submit(EngineResult(held, rig.store, 0, "item-0", request, Speech(sine("text", 1), SAMPLE_RATE), 5))
-    with pytest.raises(LeaseGoneError):
-        written.result(240)
+    draw = ItemDraw(ShardLine(0, 1, "item-0", request.messages, Generation(), 0))
+    draw.request = request
+    answers: list[Answer] = []
+    shard = ShardOutput(held, rig.store, None, lambda _, answer: answers.append(answer))
+    rig.writer.submit(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
+    wait_for(lambda: answers)
+    assert isinstance(answers[0], LeaseGoneError)
     assert rig.audio() == {}
 
 

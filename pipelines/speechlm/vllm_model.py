@@ -1,20 +1,34 @@
-"""All streams of all rows in one sampler: phases, guidance, and draws with the request's own noise."""
+"""The backbone as a model of vLLM's: Qwen3 whose rows of one table are the streams' embeddings and heads, and a sampler of all streams.
+
+The sampler knows the phases of a request, its guidance, and draws all streams of all rows with each request's own noise.
+"""
 
 # vLLM is an extra: its imports are checked where it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from kernels.frame import DrawTensors
 from kernels.registry import to_device
+<<<<<<< HEAD:pipelines/speechlm/state.py
 from kernels.sampler import DrawFlags, sample
+=======
+from kernels.sampler import DrawFlags, frame_noise, sample
+from pipelines.engine.state import DrawSettings
+from pipelines.speechlm.config import SpeechLmConfig
+>>>>>>> int:pipelines/speechlm/vllm_model.py
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
-from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
+from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
+from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
+from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
@@ -57,6 +71,10 @@ class SpeechLmState(FrameState):
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots = self.max_num_reqs
+        self._config: SpeechLmConfig = model.speechlm
+        #: int64 [slots]: key of the request's noise, and the position that its noise counts from.
+        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.origins = torch.zeros(slots, dtype=torch.int64, device=device)
         self.phases = torch.zeros(slots, dtype=torch.int64, device=device)
         #: Where the first row of audio stands, rows before which audio may not end, and after which it must.
         self.audio_starts = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -66,20 +84,19 @@ class SpeechLmState(FrameState):
         #: Whether a row's text is drawn among more than the likeliest.
         self.wide = torch.zeros(slots, dtype=torch.bool, device=device)
         self.audio = DrawSettings(slots, device)
-        special, (start, end) = model.special, model.text_span
-        forced = (special.text_token_id, 0, special.assistant_token_id, special.audio_token_id, 0)
+        special = self._config.specials
         #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the start: a copy would wait.
-        self._forced = torch.tensor(forced, device=device)
-        self._ends_ids = torch.tensor(model.ends, device=device)
-        self._text_ids = torch.arange(start, end, device=device)
+        self._forced = torch.tensor((special.text, 0, special.assistant, special.audio, 0), device=device)
+        self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
+        self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
         self._held: list[_RunningRequest | None] = [None] * slots
         self._hearing: set[int] = set()
 
     def admit(self, request: Admitted) -> None:
-        extra, slot = {**_PLAIN, **(request.extra or {})}, request.slot
-        special = self.model.special
-        start = Phase(extra["phase"])
-        phase, before = phase_after(start, request.written_ids, special.assistant_token_id, special.audio_token_id, special.eot_token_id)
+        extra, slot = {**_PLAIN, **request.extra}, request.slot
+        self.seeds[slot] = request.sampling.seed or 0
+        self.origins[slot] = extra.get("noise_origin", len(request.prompt_ids))
+        phase, before = phase_after(Phase(extra["phase"]), request.written_ids, self._config.specials)
         self.phases[slot] = int(phase)
         self.audio_starts[slot] = len(request.prompt_ids) + before
         self.min_rows[slot] = extra["min_rows"]
@@ -117,7 +134,8 @@ class SpeechLmState(FrameState):
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
         """See `FrameState.draw`."""
-        noise = self.noise(step, self.model.streams)
+        # Random words of the request's seed, its place in its own output, and the stream alone.
+        noise = frame_noise(self.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams)
         phase = self.phases[step.slots]
         held = [self._held[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
@@ -131,7 +149,7 @@ class SpeechLmState(FrameState):
             mains, nulls = both
             token[nulls], codes[nulls] = token[mains], codes[mains]
         if pairs.broken:
-            token[to_device(torch.tensor(pairs.broken), self.device)] = self.model.special.pad_token_id
+            token[to_device(torch.tensor(pairs.broken), self.device)] = self._config.specials.pad
         self._move_on(phase, token, step)
         return token, codes
 
@@ -145,7 +163,7 @@ class SpeechLmState(FrameState):
 
     def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
         """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
-        count, streams, layer = len(rows), self.model.streams, self.model.layer_size
+        count, streams, layer = len(rows), self._config.streams, self._config.layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
@@ -161,7 +179,7 @@ class SpeechLmState(FrameState):
 
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
         """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""
-        start, end = self.model.text_span
+        start, end = self._config.text_start, self._config.text_end
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
         flags = DrawFlags.of([one.text for one in held if one is not None])
         # Always as many, whatever the other rows ask for: the order and the width of the candidates are part of a draw.
@@ -181,9 +199,9 @@ class SpeechLmState(FrameState):
 
     def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw, `full` rows at their limit."""
-        special, layer = self.model.special, self.model.layer_size
+        eos, layer = self._config.specials.eos, self._config.layer_size
         ended = (audio[:, 0] >= layer) | full
-        first = torch.where(ended, special.eos_token_id, audio[:, 0] + self.model.codec_base)
+        first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base)
         token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, self._forced[phase]))
         codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
@@ -192,7 +210,7 @@ class SpeechLmState(FrameState):
 
     def _move_on(self, phase: Tensor, token: Tensor, step: FrameStep) -> None:
         """The phases after this step, of the rows that are whole."""
-        after = next_phase(phase, token, self.model.ends[1])
+        after = next_phase(phase, token, self._config.specials.eot)
         self.phases[step.slots] = torch.where(step.whole, after, phase)
         begins = step.whole & (phase == Phase.AUDIO_MARK)
         self.audio_starts[step.slots] = torch.where(begins, step.positions + 1, self.audio_starts[step.slots])
@@ -213,3 +231,64 @@ class SpeechLmState(FrameState):
 def _wide(text: tuple[float, int, float]) -> bool:
     temperature, top_k, _ = text
     return temperature > 0 and not 0 < top_k <= _CANDIDATES
+
+
+class SpeechLmForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
+    """The decoder. Codes beside the token are those of streams 1 and on, each 1 + its place in the stream's ids; 0 is none.
+
+    The codec's rows of embedding and head are copied out, so that a step gathers and multiplies 8,202 rows instead of eight times
+    160,392, every rank of a tensor-parallel group has them whole, and logits of audio are float32 whatever the weights are.
+    """
+
+    state_class = SpeechLmState
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.speechlm = SpeechLmConfig.from_folder(Path(vllm_config.model_config.model))
+        self.width = self.speechlm.streams - 1
+        rows, hidden = self.speechlm.streams * self.speechlm.layer_size, self.speechlm.backbone.hidden
+        dtype = vllm_config.model_config.dtype
+        #: [1 + width * layer, hidden]: row 0 is the code that is none and adds nothing.
+        self.frame_embedding = _held(torch.zeros(1 + rows - self.speechlm.layer_size, hidden, dtype=dtype))
+        #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream 0.
+        self.frame_head = _held(torch.zeros(rows + 2, hidden, dtype=torch.float32))
+        self.frame_bias = _held(torch.zeros(rows + 2, dtype=torch.float32))
+
+    def embed_frames(self, ids: Tensor, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of a token [n] and of its codes [n, width]: [n, hidden]."""
+        offsets = torch.arange(self.width, device=codes.device) * self.speechlm.layer_size
+        places = torch.where(codes > 0, codes + offsets, 0)
+        return self.embed_input_ids(ids) + functional.embedding_bag(places, self.frame_embedding, mode="sum", padding_idx=0)
+
+    def frame_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, streams * layer + 2] from hidden states [n, hidden]: lm_head(h + stream_emb[s]) in the rows of stream s."""
+        return functional.linear(hidden.float(), self.frame_head, self.frame_bias)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Takes the decoder's tensors; the tower's and the codec's are not vLLM's."""
+        held: dict[str, Tensor] = {}
+        loaded = super().load_weights(self._decoder(weights, held))
+        self._copy_rows(held)
+        return loaded | {"frame_embedding", "frame_head", "frame_bias"}
+
+    def _decoder(self, weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name in (EMBEDDING, HEAD, STREAMS):
+                held[name] = tensor
+            if name == HEAD or name.startswith("model."):
+                yield name, tensor
+
+    def _copy_rows(self, held: dict[str, Tensor]) -> None:
+        config = self.speechlm
+        head, layer = held[HEAD], config.layer_size
+        self.frame_embedding.data[1:] = held[EMBEDDING][config.codec_base + layer : config.codec_end]
+        self.frame_head.data[:-2] = head[config.codec_base : config.codec_end]
+        self.frame_head.data[-2:] = head[[config.specials.eos, config.specials.eot]]
+        shifts = held[STREAMS].to(self.frame_head.device).float()
+        for stream in range(1, config.streams):
+            rows = slice(stream * layer, (stream + 1) * layer)
+            self.frame_bias.data[rows] = self.frame_head[rows] @ shifts[stream]
+
+
+def _held(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)

@@ -1,10 +1,11 @@
-"""Fish Speech S2 on our own engine: its sizes, its model, and its sequences of frames."""
+"""Fish Speech S2 on either engine: what ours takes and runs, what vLLM is told, and what prompts share there."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +18,20 @@ from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, pla
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
-from pipelines.fish_speech.model import FishModel, load_weights
-from pipelines.fish_speech.prompt import Prompt, prompt_of
+from pipelines.fish_speech.model import FishModel
+from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import NativeModelOptions
+from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec, head_overrides
 
 #: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
 #: Of a prefix: as many as make two that are equal by chance no matter.
 _DIGEST_BYTES = 32
+#: Of a run of speech, for vLLM's prefix cache.
+_SALT_BYTES = 16
+#: Key of a request's extras on vLLM: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.
+PROMPT_CODES = "codes"
 
 
 def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
@@ -36,7 +42,7 @@ def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.de
     return plan_engine(
         memory_needs(config, dtype, options.page_size),
         device,
-        context_of(options.context(context), config.max_positions),
+        context_of(options.context(context), config.slow.max_positions),
         **options.sizes,
         frame_seconds=1 / config.frames_per_second,
     )
@@ -51,7 +57,7 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
     # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two; other buffers take less again.
     row = 2 * 2 * fast.layers * span * fast.kv_width * width
     # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the embeddings.
-    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.dim * width
+    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.hidden * width
     return MemoryNeeds(
         weights=weights,
         # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
@@ -59,12 +65,6 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
         page=2 * slow.layers * slow.kv_width * page_size * width,
         decoded_frame=_DECODED_FRAME_BYTES,
     )
-
-
-def load_model(config: FishConfig, sizes: EngineOptions, device: torch.device, dtype: torch.dtype) -> FishModel:
-    """Reads the dual AR. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
-    with torch.inference_mode():
-        return FishModel(config, load_weights(config, dtype, device), sizes.max_context)
 
 
 def open_host(
@@ -80,15 +80,60 @@ def open_host(
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
     """The positions that other prompts begin with too, those of its voice and of its dialogue so far, known by ids and codes of frames."""
-    length = max(prompt.shared, default=0)
     # A row a position, so that the bytes before an end do not depend on the ends before it.
-    rows = np.zeros((length, 1 + prompt.codes.shape[1]), np.int64)
-    rows[:, 0] = prompt.ids[:length]
-    frames = (rows[:, 0] >= semantic.start) & (rows[:, 0] < semantic.stop)
-    rows[frames, 1:] = prompt.codes[: np.count_nonzero(frames)]
+    rows = np.ascontiguousarray(columns(prompt, semantic).T)
     hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
     for end in prompt.shared:
         hasher.update(rows[start:end].tobytes())
         prefixes.append(PromptPrefix(hasher.copy().digest(), end))
         start = end
     return prefixes
+
+
+def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine: Any) -> ModelSpec:
+    """What vLLM is told, with further arguments of its engine. Call it after `load_vllm`."""
+    return ModelSpec(
+        config.folder,
+        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_theta)},
+        "FishForCausalLM",
+        codes_per_step=1 + config.codebooks,
+        share_prefixes=share_prefixes,
+        engine=engine,
+        extra=lambda request: as_extra(prompt_of(request), config.semantic),
+    )
+
+
+def qwen3_config(config: FishConfig) -> dict[str, Any]:
+    """The slow AR's config in transformers' words."""
+    slow = config.slow
+    return {
+        "vocab_size": slow.vocab,
+        "hidden_size": slow.hidden,
+        "intermediate_size": slow.intermediate,
+        "num_hidden_layers": slow.layers,
+        "num_attention_heads": slow.heads,
+        "num_key_value_heads": slow.kv_heads,
+        "head_dim": slow.head_dim,
+        "max_position_embeddings": config.slow.max_positions,
+        "rms_norm_eps": slow.eps,
+        "rope_theta": slow.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": slow.rope_theta},
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "eos_token_id": config.end,
+    }
+
+
+def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
+    """The extras of a request with this prompt: its codes, and which of them the KV of a position depends on.
+
+    Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike share their KV. The KV of frames
+    that a request draws is its own: other frames may have the same ids.
+    """
+    codes, ids = prompt.codes.astype(np.int16), np.array(prompt.ids)
+    places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
+    breaks = np.flatnonzero(np.diff(places) > 1) + 1
+    runs = zip(np.split(places, breaks), np.split(codes, breaks))
+    salts = [(int(run[0]), hashlib.blake2b(spoken.tobytes(), digest_size=_SALT_BYTES).digest()) for run, spoken in runs if len(run)]
+    return {PROMPT_CODES: codes.tobytes(), SALTS: salts, PRIVATE: True}

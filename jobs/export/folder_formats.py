@@ -1,0 +1,237 @@
+"""Formats that are folders: of Kaldi, Lhotse, ESPnet SpeechLM, LJ Speech, and WebDataset's tar files.
+
+    kaldi           train/wav.scp  train/text  train/utt2spk  train/spk2utt  train/utt2dur  train/reco2dur
+    lhotse          train/recordings.jsonl.gz  train/supervisions.jsonl.gz  train/cuts.jsonl.gz
+    shar            train/cuts.000000.jsonl.gz  train/recording.000000.tar
+    espnet-dataset  train/audio_text.json  train/dialogue.json  train/text.jsonl  train/dialogue.jsonl  train/audio/cuts.jsonl.gz ...
+    ljspeech        train/metadata.csv  train/wavs/000000000-utt1.wav
+    webdataset      train/shard-000000.tar: 000000000-utt1.wav  000000000-utt1.json  000000000-utt1.txt  000000001-utt2.wav  ...
+
+Sources: https://kaldi-asr.org/doc/data_prep.html and `utils/validate_data_dir.sh`: all files sorted in the C locale by their first
+field, and the same whether they are sorted by utterance or by speaker. lhotse 1.33, `lhotse.audio.Recording`,
+`lhotse.supervision.SupervisionSegment`, `lhotse.cut.MonoCut` and `lhotse.shar`, whose archives hold for each cut its audio and then
+its recording as JSON. https://keithito.com/LJ-Speech-Dataset, and `torchaudio.datasets.LJSPEECH`, which reads
+`csv.reader(metadata, delimiter="|", quoting=csv.QUOTE_NONE)` and then `wavs/<first field>.wav`.
+https://github.com/webdataset/webdataset: what comes before the first dot of a name is the key of an example.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tarfile
+import unicodedata
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from itertools import groupby
+from typing import IO, Any
+
+import msgspec
+
+from jobs.export.files import PartFiles, invalid
+from jobs.export.formats import ExportFormat
+from jobs.export.items import ORIGIN, AudioItem, facts, item_metadata, picked
+from jobs.export.line_formats import espnet_line
+from jobs.export.plan import Part
+from jobs.ledger.records import Job
+
+_encode = msgspec.json.Encoder().encode
+# An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that is kept here.
+_ESCAPED_IN_SPEAKERS = re.compile(rb"[^A-Za-z0-9._]")
+_ESCAPED = re.compile(rb"[^A-Za-z0-9._-]")
+#: Unicode's control characters, and its separators of lines and paragraphs.
+_BREAKS = {"Cc", "Zl", "Zp"}
+
+
+def one_line(text: str, separator: str = "") -> str:
+    """A text that is one field of a line: control characters, line breaks and the separator of fields are spaces."""
+    return " ".join("".join(" " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text).split())
+
+
+def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:
+    """The names of a speaker and of an utterance: without white space, others for others, and in one order."""
+    own = _escaped(_ESCAPED_IN_SPEAKERS, speaker)
+    return own, f"{own}-{_escaped(_ESCAPED, id)}"
+
+
+def _escaped(pattern: re.Pattern[bytes], text: str) -> str:
+    """What the pattern finds becomes `~` and its code in hexadecimal."""
+    return pattern.sub(lambda found: b"~%02X" % found[0][0], text.encode()).decode()
+
+
+def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+    """One data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
+    lines = files.sorted_lines("utterances")
+    for item, where in items:
+        known = item_metadata(job, item)
+        speaker, utterance = kaldi_ids(known.speaker, item.id)
+        audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
+        lines.add(b"%b\t%b\n" % (utterance.encode(), _encode((speaker, audio, one_line(known.text), f"{item.seconds:.6f}"))))
+    tables = {name: files.open(f"{part.split}/{name}") for name in ("wav.scp", "text", "utt2spk", "utt2dur", "reco2dur")}
+    utterances = files.open(f"{part.split}/spk2utt")
+    decode = msgspec.json.Decoder(tuple[str, str, str, str]).decode
+    split = ((utterance, *decode(rest)) for utterance, _, rest in (line.partition(b"\t") for line in lines))
+    for speaker, group in groupby(split, lambda row: row[1]):
+        utterances.write(speaker.encode())
+        for utterance, _, audio, text, seconds in group:
+            for file, value in zip(tables.values(), (audio, text, speaker, seconds, seconds), strict=True):
+                file.write(b"%b %b" % (utterance, value.encode()) if value else utterance)
+                file.write(b"\n")
+            utterances.write(b" " + utterance)
+        utterances.write(b"\n")
+
+
+def _readable(where: str, extension: str) -> str:
+    """What Kaldi opens: a file, or for FLAC, which it does not read, the output of a command."""
+    if "\n" in where or "\r" in where or where != where.strip():
+        raise invalid(f"Kaldi cannot read the path {where[:200]!r}.", "Name another --audio-root.")
+    return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
+
+
+def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+    """Manifests whose ids are those of the items."""
+    folder = part.split
+    with (
+        files.gzip(f"{folder}/recordings.jsonl.gz") as recordings,
+        files.gzip(f"{folder}/supervisions.jsonl.gz") as supervisions,
+        files.gzip(f"{folder}/cuts.jsonl.gz") as cuts,
+    ):
+        for item, where in items:
+            named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
+            cut = _cut(item.id, job, item, {"type": "url" if "://" in where else "file", "channels": [0], "source": named})
+            recordings.write(_encode(cut["recording"]) + b"\n")
+            supervisions.write(_encode(cut["supervisions"][0]) + b"\n")
+            cuts.write(_encode(cut) + b"\n")
+
+
+def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+    """One shard of an archive. Ids are the names of the audio in the store, since they name members of a tar file."""
+    number = f"{part.number:06d}"
+    with (
+        tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add,
+        files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
+    ):
+        for item, audio in items:
+            cut = _cut(item.name, job, item, {"type": "shar", "channels": [0], "source": ""})
+            add(f"{item.name}.{item.extension}", audio)
+            add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
+            cuts.write(_encode(cut) + b"\n")
+
+
+def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
+    """A cut with its recording and its supervision."""
+    about = facts(job, item)
+    span = {"start": 0.0, "duration": item.seconds, "channel": 0}
+    supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
+    if about["language"] is not None:
+        supervision["language"] = about["language"]
+    supervision["speaker"] = about["speaker"]
+    supervision["custom"] = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    recording = {
+        "id": id,
+        "sources": [source],
+        "sampling_rate": item.artifact.sample_rate,
+        "num_samples": item.artifact.samples,
+        "duration": item.seconds,
+        "channel_ids": [0],
+    }
+    return {"id": id, **span, "supervisions": [supervision], "recording": recording, "type": "MonoCut"}
+
+
+def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+    """The dataset of one split, in one pass over its items."""
+    turns, examples = files.sorted_lines("turns"), files.sorted_lines("dialogues")
+    texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
+
+    def noted() -> Generator[tuple[AudioItem, str], None, None]:
+        for _, group in groupby(items, key=lambda pair: pair[0].example_id):
+            dialogue = list(group)
+            dialogues.write(espnet_line(job, [(item, files.audio_name(f"{part.split}/dialogue.jsonl", where)) for item, where in dialogue]))
+            examples.add(_sample(dialogue[0][0].example_id))
+            for item, where in dialogue:
+                texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
+                turns.add(_sample(item.id))
+                yield item, where
+
+    def entry(name: str, file: str, reader: str) -> dict[str, str]:
+        return {"name": name, "path": files.sibling_name(f"{part.split}/{file}"), "reader": reader}
+
+    write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, noted())
+    spoken = [entry("audio1", "audio", "lhotse_audio"), entry("text1", "text.jsonl", "text")]
+    _write_dataset(files.open(f"{part.split}/audio_text.json"), spoken, turns)
+    _write_dataset(files.open(f"{part.split}/dialogue.json"), [entry("dialogue1", "dialogue.jsonl", "dialogue")], examples)
+
+
+def _sample(id: str) -> bytes:
+    """The line of an id that is sorted: without its closing quote, which would sort after a space."""
+    return _encode(id)[:-1] + b"\n"
+
+
+def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iterable[bytes]) -> None:
+    file.write(b'{"data_entry":%b,"samples":[' % _encode(entries))
+    for number, sample in enumerate(samples):
+        file.write(b'%b\n%b"' % (b"," if number else b"", sample[:-1]))
+    file.write(b"\n]}\n")
+
+
+def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+    """The audio of a part."""
+    for item, audio in items:
+        files.add(f"{part.split}/wavs/{item.name}.wav", audio)
+
+
+def ljspeech_line(job: Job, item: AudioItem) -> bytes:
+    """The row of an item: its name, and its text twice. Readers know no quotes, so there is no `|` in a text. The third field is for a
+    text without figures and abbreviations; nothing here spells them out."""
+    text = one_line(item_metadata(job, item).text, "|")
+    return f"{item.name}|{text}|{text}\n".encode()
+
+
+@contextmanager
+def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, None]:
+    """A tar archive in `file`; yields the function that adds a member. Equal members give equal bytes: user 0, dated 1970."""
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+
+        def add(name: str, data: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, BytesIO(data))
+            # The archive would keep every member in memory.
+            archive.members = []  # type: ignore[attr-defined]
+
+        yield add
+
+
+def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+    """One tar file."""
+    with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
+        for item, audio in items:
+            about = facts(job, item)
+            add(f"{item.name}.{item.extension}", audio)
+            add(f"{item.name}.json", _encode(about))
+            add(f"{item.name}.txt", about["text"].encode())
+
+
+KALDI = ExportFormat(
+    name="kaldi", summary="a Kaldi data directory", write_part=write_kaldi, audio_formats=("wav", "flac"), local_audio=True
+)
+LHOTSE = ExportFormat(name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse)
+SHAR = ExportFormat(name="shar", summary="Lhotse's archives", write_part=write_shar, embeds_audio=True)
+ESPNET_DATASET = ExportFormat(
+    name="espnet-dataset",
+    summary="a dataset of ESPnet SpeechLM",
+    write_part=write_espnet_dataset,
+    local_audio=True,
+    local_folder=True,
+    whole_dialogues=True,
+)
+LJSPEECH = ExportFormat(
+    name="ljspeech",
+    summary="WAV files and metadata.csv, as LJ Speech",
+    write_part=write_ljspeech,
+    index=("metadata.csv", ljspeech_line),
+    embeds_audio=True,
+    audio_formats=("wav",),
+)
+WEBDATASET = ExportFormat(name="webdataset", summary="tar files of audio, JSON and text", write_part=write_webdataset, embeds_audio=True)

@@ -1,0 +1,146 @@
+"""The slow AR as a model of vLLM's: Qwen3 whose input at speech positions is token and codes, and whose sampler draws whole frames."""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, pad
+
+from kernels.frame import FrameTensors, Layer, StackTensors
+from kernels.registry import to_device
+from pipelines.fish_speech.config import DualArStack, FishConfig
+from pipelines.fish_speech.engines import PROMPT_CODES
+from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, rotary_table, take_fast, take_layers
+from pipelines.nn.checkpoint import Checkpoint, Loader
+from pipelines.vllm_engine.frames import Admitted, EngineFrameState, FrameModel
+from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
+
+
+class FishState(EngineFrameState):
+    """The running requests, and the codes of their prompts."""
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        self._fish: FishConfig = model.fish
+        self._offsets = torch.arange(self._fish.codebooks, device=device) * self._fish.fast.vocab
+        super().__init__(vllm_config, model, encoder_cache, device)
+
+    def frame_tensors(self) -> FrameTensors:
+        return self.model.frame_tensors()
+
+    def token_ids(self) -> list[int]:
+        return drawn_ids(self._fish)
+
+    def admit(self, request: Admitted) -> None:
+        super().admit(request)
+        semantic = self._fish.semantic
+        codes = np.frombuffer(request.extra.get(PROMPT_CODES, b""), dtype=np.int16).reshape(-1, len(self._offsets)).copy()
+        if len(codes):
+            ids = np.array(request.prompt_ids)
+            places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
+            self.codes[request.slot, to_device(torch.from_numpy(places), self.device)] = to_device(torch.from_numpy(codes), self.device)
+
+    def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        model, semantic = self.model, self._fish.semantic
+        text = model.embed_input_ids(ids)
+        speech = (ids >= semantic.start) & (ids < semantic.stop)
+        spoken = embedding_bag(codes.long() + self._offsets, model.fast.codebooks, mode="sum")
+        return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
+
+
+class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
+    """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR lies beside them."""
+
+    state_class = FishState
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.fish = FishConfig.from_folder(Path(vllm_config.model_config.model))
+        self.width = self.fish.codebooks
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM counts, moves and fills.
+        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
+        self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
+        self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
+        for layer in self.model.layers:
+            rope: Any = layer.self_attn.rotary_emb
+            rope.cos_sin_cache = published_table(rope.cos_sin_cache, self.fish.slow)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """The frame's kernels make the logits themselves, of these states."""
+        self.drawn_from = hidden_states
+        return hidden_states
+
+    def frame_tensors(self) -> FrameTensors:
+        """The frame behind the slow AR's last layer."""
+        slow, norm = self.fish.slow, self.model.norm.weight.data
+        scale = slow.head_dim**-0.5
+        backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, scale)
+        return frame_tensors(self.fish, backbone, self.drawn, self.fast)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Reads the folder by itself, a layer at a time. Raises `ModelError` (`model.bad_checkpoint`) that names a tensor at fault."""
+        with Checkpoint.open(self.fish.folder) as checkpoint:
+            load = Loader(checkpoint, "", self._dtype, torch.device("cpu"))
+            loaded = super().load_weights(self._slow(load.at(SLOW)))
+            drawn = self._embeddings(load.at(SLOW))[drawn_ids(self.fish)]
+            for place, tensor in zip(self.beside, _tensors((drawn, take_fast(load, self.fish)))):
+                place.data.copy_(tensor)
+        return loaded | {f"beside.{index}" for index in range(len(self.beside))}
+
+    def _slow(self, load: Loader) -> Iterator[tuple[str, Tensor]]:
+        slow = self.fish.slow
+        yield "model.embed_tokens.weight", self._embeddings(load)
+        yield "model.norm.weight", load("norm.weight", slow.hidden)
+        for index, layer in enumerate(take_layers(load, slow)):
+            for name, tensor in as_qwen3(layer, slow).items():
+                yield f"model.layers.{index}.{name}.weight", tensor
+
+    def _embeddings(self, load: Loader) -> Tensor:
+        return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.hidden)
+
+
+def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor | None]:
+    """A layer by the names of transformers' Qwen3."""
+    query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
+    gate, up = layer.gate_up.chunk(2)
+    attention = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": layer.o, "q_norm": layer.q_norm, "k_norm": layer.k_norm}
+    return {
+        **{f"self_attn.{name}": tensor for name, tensor in attention.items()},
+        **{f"mlp.{name}_proj": tensor for name, tensor in (("gate", gate), ("up", up), ("down", layer.down))},
+        "input_layernorm": layer.input_norm,
+        "post_attention_layernorm": layer.post_norm,
+    }
+
+
+def published_table(table: Tensor, stack: DualArStack) -> Tensor:
+    """Cosines and sines [positions, padded width] of vLLM's rotary embedding with the published rounding; padded pairs are not turned."""
+    cosine, sine = rotary_table(len(table), stack.head_dim, stack.rope_theta)
+    beyond = (0, table.shape[1] // 2 - cosine.shape[1])
+    return torch.cat((pad(cosine, beyond, value=1.0), pad(sine, beyond)), dim=1).to(table)
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """All tensors in tuples and dataclasses, in their order."""
+    if isinstance(held, Tensor):
+        return [held]
+    parts = [getattr(held, field.name) for field in fields(held)] if is_dataclass(held) else held or ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+class _Empty:
+    """A source of tensors without values."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)

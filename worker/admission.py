@@ -1,0 +1,255 @@
+"""Which shards a worker takes, how many of them are fed to its engine at a time, and which has to run alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from worker.leases import Clock, SystemClock
+
+#: Maximum shards in flight where they follow the engine: each has two threads while it runs.
+MAX_SHARDS = 64
+#: Shards in flight before an engine is open, as its slots are not known then.
+SHARDS_AT_START = 2
+#: Maximum messages at once whose shards are not claimed yet. A claim takes some milliseconds, and only then is the shard's size known.
+MAX_UNCLAIMED = 4
+#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine; so many items are enough for any.
+RESERVE_SECONDS = 2.0
+RESERVE_ITEMS = 1024
+#: Maximum items that wait for meters or for their store before more shards are taken.
+MAX_WRITING_ITEMS = 2048
+#: Between two measurements of that speed; a slower one counts gradually.
+MEASURE_SECONDS = 0.5
+_DECAY = 0.8
+#: The last claimed shards tell the size of the next one.
+_RECENT_SHARDS = 5
+#: Shards that are fed at the same time: reference audio of a store behind a network takes a while to come.
+FOLDER_SHARDS, S3_SHARDS = 2, 16
+#: Between two looks whether a shard that waits is still wanted.
+LOOK_SECONDS = 0.5
+
+
+class ItemCounts(NamedTuple):
+    """How far the items of a shard are."""
+
+    #: Have not left the engine, and are to be fed.
+    open: int
+    #: The engine has answered.
+    answered: int
+    #: Left the engine and have no outcome yet.
+    writing: int
+
+
+class Demand:
+    """Whether the worker takes another message, and how many shards it can use. Thread-safe.
+
+    The worker takes shards until their open items cover the engine's slots and a reserve: as many again, or `RESERVE_SECONDS` of items
+    if these are more. A `fixed` number of shards is the user's.
+    """
+
+    def __init__(
+        self,
+        fixed: int | None = None,
+        slots: Callable[[], int] = lambda: 0,
+        suspended: Callable[[], bool] = lambda: False,
+        clock: Clock | None = None,
+    ) -> None:
+        """`slots`: those of the open engine, 0 while none is open. `suspended`: whether no more shards may begin for now."""
+        self.fixed = fixed
+        self._slots = slots
+        self._suspended = suspended
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        #: Messages that were taken and whose shards have not ended.
+        self._taken = 0
+        #: Of the shards that were claimed.
+        self._held: list[Callable[[], ItemCounts]] = []
+        self._recent: deque[int] = deque(maxlen=_RECENT_SHARDS)
+        #: Items that the engine has answered: of shards that are held no more, and when its speed was measured.
+        self._answered_before = 0
+        self._answered_then = 0
+        self._items_per_second = 0.0
+        self._measured_at = self._clock.monotonic()
+
+    @property
+    def hungry(self) -> bool:
+        """Whether the worker takes another message now."""
+        if self.fixed is not None:
+            return True
+        unclaimed, held = self._messages()
+        if held >= MAX_SHARDS or unclaimed >= MAX_UNCLAIMED or self._suspended():
+            return False
+        slots = self._slots()
+        return self._missing(slots, unclaimed) > 0 if slots else held < SHARDS_AT_START
+
+    @property
+    def shards(self) -> int:
+        """How many shards the worker can use, with those it has."""
+        if self.fixed is not None:
+            return self.fixed
+        unclaimed, held = self._messages()
+        slots = self._slots()
+        if slots == 0:
+            return max(held, SHARDS_AT_START)
+        more = math.ceil(max(0, self._missing(slots, unclaimed)) / self._typical(slots))
+        return min(MAX_SHARDS, max(held + more, 1))
+
+    def taken(self) -> None:
+        """A message was taken."""
+        with self._lock:
+            self._taken += 1
+
+    def ended(self) -> None:
+        """A message that was taken is dealt with."""
+        with self._lock:
+            self._taken -= 1
+
+    @contextmanager
+    def hold(self, counts: Callable[[], ItemCounts]) -> Generator[None, None, None]:
+        """A claimed shard runs inside the block; `counts` tells how far it is."""
+        with self._lock:
+            self._held.append(counts)
+            self._recent.append(counts().open)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held.remove(counts)
+                self._answered_before += counts().answered
+
+    def _messages(self) -> tuple[int, int]:
+        """Messages whose shards are not claimed, and those with the claimed ones."""
+        with self._lock:
+            claimed = len(self._held)
+            return max(0, self._taken - claimed), max(self._taken, claimed)
+
+    def _missing(self, slots: int, unclaimed: int) -> int:
+        """Items to claim before slots and reserve are covered; zero or less where there are enough."""
+        counts = self._counts()
+        if counts.writing >= MAX_WRITING_ITEMS:
+            return 0
+        reserve = max(slots, min(RESERVE_ITEMS, math.ceil(self._speed(counts.answered) * RESERVE_SECONDS)))
+        return slots + reserve - counts.open - unclaimed * self._typical(slots)
+
+    def _typical(self, slots: int) -> int:
+        """Items of the next shard; before one was claimed, as many as cover slots and reserve."""
+        with self._lock:
+            return max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
+
+    def _counts(self) -> ItemCounts:
+        """Of all shards that are held; answered items with those of earlier ones."""
+        with self._lock:
+            held = [ItemCounts(0, self._answered_before, 0), *[counts() for counts in self._held]]
+        return ItemCounts(*map(sum, zip(*held, strict=True)))
+
+    def _speed(self, answered: int) -> float:
+        """Items a second that the engine answers."""
+        now = self._clock.monotonic()
+        with self._lock:
+            seconds = now - self._measured_at
+            if seconds >= MEASURE_SECONDS:
+                self._items_per_second = max((answered - self._answered_then) / seconds, self._items_per_second * _DECAY)
+                self._answered_then, self._measured_at = answered, now
+            return self._items_per_second
+
+
+#: Place of a shard in the order; the smaller one goes first.
+Rank = tuple[int, int]
+
+
+class FeedingOrder:
+    """A few shards at a time have their turn: those of a higher priority, then the older ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = itertools.count()
+        self._shards = FOLDER_SHARDS
+        self._feeding: set[Rank] = set()
+        self._waiting: set[Rank] = set()
+
+    def place(self, priority: int, *, remote: bool) -> Rank:
+        """The place of a shard that was claimed now. `remote`: a network lies before its store."""
+        with self._changed:
+            if remote:
+                self._shards = S3_SHARDS
+            return -priority, next(self._count)
+
+    def take(self, rank: Rank, give_up: Callable[[], bool]) -> bool:
+        """Waits until it is this shard's turn, or `give_up` returns True; returns whether it is.
+
+        A shard that has its turn keeps it, unless it is the last one of them and a higher one waits.
+        """
+        with self._changed:
+            if rank in self._feeding and not (self._waiting and min(self._waiting) < rank == max(self._feeding)):
+                return True
+            self._feeding.discard(rank)
+            self._waiting.add(rank)
+            self._changed.notify_all()
+            try:
+                while len(self._feeding) >= self._shards or rank != min(self._waiting):
+                    self._changed.wait(LOOK_SECONDS)
+                    if give_up():
+                        return False
+            finally:
+                self._waiting.discard(rank)
+                self._changed.notify_all()
+            self._feeding.add(rank)
+            return True
+
+    def leave(self, rank: Rank) -> None:
+        """Lets another shard have its turn, until the next `take`."""
+        with self._changed:
+            self._feeding.discard(rank)
+            self._changed.notify_all()
+
+
+class ExclusiveLock:
+    """Many may hold it together, or one alone. Who waits to be alone goes before those who come later. Thread-safe.
+
+    A shard whose next crash would fail its items runs with no other beside it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._taken_alone = False
+        self._waiting = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether one holds it alone, or waits to: nobody else comes in now."""
+        return self._taken_alone or self._waiting > 0
+
+    @contextmanager
+    def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
+        """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up` returns True."""
+        placed = self._enter(alone, give_up)
+        try:
+            yield placed
+        finally:
+            if placed:
+                with self._changed:
+                    self._running -= 1
+                    self._taken_alone = False
+                    self._changed.notify_all()
+
+    def _enter(self, alone: bool, give_up: Callable[[], bool]) -> bool:
+        with self._changed:
+            self._waiting += alone
+            try:
+                while self._running if alone else self.closed:
+                    if give_up():
+                        return False
+                    self._changed.wait(LOOK_SECONDS)
+            finally:
+                self._waiting -= alone
+                self._changed.notify_all()
+            self._running += 1
+            self._taken_alone = alone
+            return True
