@@ -18,13 +18,8 @@ from torch.nn import functional
 
 from kernels.frame import DrawTensors
 from kernels.registry import to_device
-<<<<<<< HEAD:pipelines/speechlm/state.py
-from kernels.sampler import DrawFlags, sample
-=======
 from kernels.sampler import DrawFlags, frame_noise, sample
-from pipelines.engine.state import DrawSettings
 from pipelines.speechlm.config import SpeechLmConfig
->>>>>>> int:pipelines/speechlm/vllm_model.py
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
