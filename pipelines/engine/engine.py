@@ -27,6 +27,10 @@ _REST_SECONDS = 0.001
 _IDLE_SECONDS = 1.0
 
 
+#: In the order in which it came: requests, and what is to be done for earlier ones, such as text for them, or their end.
+Inbox = list[tuple[GenerationRequest, FrameReceiver] | Callable[[], None]]
+
+
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
@@ -38,9 +42,7 @@ class Engine:
         self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: CodecStage[Any] | None = None
     ) -> None:
         self.core = EngineCore(executor, options)
-        self._inbox: list[tuple[GenerationRequest, FrameReceiver]] = []
-        #: What is to be done for requests that were submitted before: text for them, or their end.
-        self._calls: list[Callable[[], None]] = []
+        self._inbox: Inbox = []
         self._wake = threading.Condition()
         self._room = waiting_room
         self._follower = follower
@@ -60,7 +62,7 @@ class Engine:
         self.core.check(request)
         with self._wake:
             inside = threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current)
-            while not (request.stream or inside or self._closing) and self._waiting + self._arriving >= self._room:
+            while not (request.stream or inside or self._closing) and self._waiting + _whole(self._inbox) >= self._room:
                 self._wake.wait()
             if self._closing:
                 raise _closed()
@@ -101,7 +103,7 @@ class Engine:
         scheduler, slots = self.core.scheduler, self.core.options.slots
         running = len(scheduler.running)
         with self._wake:
-            waiting = self._waiting + len(scheduler.waiting_streams) + len(self._inbox)
+            waiting = self._waiting + len(scheduler.waiting_streams) + len(_requests(self._inbox))
         return EngineStats(
             # Those that start again are under way: they take no place in the waiting room. Those in spare slots wait for a row.
             running=min(running, slots) + scheduler.returned,
@@ -122,7 +124,7 @@ class Engine:
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._wake:
-            self._calls.append(call)
+            self._inbox.append(call)
             self._wake.notify_all()
 
     def _run(self) -> None:
@@ -139,18 +141,12 @@ class Engine:
                 if self._closing:
                     break
                 arrived, self._inbox = self._inbox, []
-                calls, self._calls = self._calls, []
-                self._waiting += sum(not request.stream for request, _ in arrived)
-            if idle and not (arrived or calls):
+                self._waiting += _whole(arrived)
+            if idle and not arrived:
                 self._prepare()
             else:
-                self._turn(arrived, calls)
+                self._turn(arrived)
         self._stop()
-
-    @property
-    def _arriving(self) -> int:
-        """Whole utterances that the core does not know yet."""
-        return sum(not request.stream for request, _ in self._inbox)
 
     @property
     def _behind(self) -> bool:
@@ -159,12 +155,12 @@ class Engine:
     @property
     def _rests(self) -> bool:
         """Whether all that could be done is batch work, and that waits for the follower."""
-        urgent = self._calls or self._closing or self.core.has_streams or any(request.stream for request, _ in self._inbox)
+        urgent = self._closing or self.core.has_streams or len(self._inbox) > _whole(self._inbox)
         return not urgent and self._behind
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._calls or self._closing or not self.core.idle)
+        return bool(self._inbox or self._closing or not self.core.idle)
 
     def _prepare(self) -> None:
         try:
@@ -173,11 +169,12 @@ class Engine:
             log.exception("the executor could not prepare for later batches")
             self._preparing = False
 
-    def _turn(self, arrived: list[tuple[GenerationRequest, FrameReceiver]], calls: list[Callable[[], None]]) -> None:
-        for request, receiver in arrived:
-            self.core.add(request, receiver)
-        for call in calls:
-            call()
+    def _turn(self, arrived: Inbox) -> None:
+        for one in arrived:
+            if isinstance(one, tuple):
+                self.core.add(*one)
+            else:
+                one()
         worked = True
         try:
             worked = self.core.step(not self._behind)
@@ -187,7 +184,7 @@ class Engine:
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
-            if not (worked or self._inbox or self._calls or self._closing):
+            if not (worked or self._inbox or self._closing):
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
@@ -195,8 +192,17 @@ class Engine:
         with self._wake:
             left, self._inbox = self._inbox, []
             self._wake.notify_all()
-        for _, receiver in left:
+        for _, receiver in _requests(left):
             receiver.failed(_closed())
+
+
+def _requests(inbox: Inbox) -> list[tuple[GenerationRequest, FrameReceiver]]:
+    return [one for one in inbox if isinstance(one, tuple)]
+
+
+def _whole(inbox: Inbox) -> int:
+    """How many whole utterances came."""
+    return sum(not request.stream for request, _ in _requests(inbox))
 
 
 def _closed() -> SynthesisError:

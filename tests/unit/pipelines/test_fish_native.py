@@ -31,7 +31,7 @@ from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Generation, Message, SynthesisRequest
@@ -63,7 +63,7 @@ def model() -> CountingModel:
     return CountingModel(CONFIG, load_weights(CONFIG, torch.float32, CPU), OPTIONS.max_context)
 
 
-def open_host(share: bool = True, **sizes: int) -> NativeHost[Prompt]:
+def open_host(share: bool = True, **sizes: int) -> NativeHost:
     options = replace(OPTIONS, **sizes)
     executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
@@ -85,7 +85,7 @@ def asked(text: str, *voices: Reference, most: int = 12, seed: int = 1, temperat
     return TokenRequest(text, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
 
 
-def made(host: NativeHost[Prompt], *requests: TokenRequest) -> list[Tokens]:
+def made(host: NativeHost, *requests: TokenRequest) -> list[Tokens]:
     waiters = [Waiter() for _ in requests]
     for request, waiter in zip(requests, waiters):
         host.submit(request, waiter)
