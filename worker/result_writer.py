@@ -22,7 +22,7 @@ from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Speech, SynthesisRequest
+from pipelines.request import Handle, Speech, SynthesisRequest
 from worker.leases import GoneReason, HeldLease
 from worker.pack_writer import EncodedArtifact, PackWriter
 from worker.quality.meters import Utterance
@@ -35,7 +35,7 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ItemDraw:
     """A draw of an item, from its plan to its outcome."""
 
@@ -47,6 +47,8 @@ class ItemDraw:
     history: History = field(default_factory=History)
     #: Set when it is fed.
     request: SynthesisRequest = field(init=False)
+    #: What ends it, once the pipeline has taken it.
+    handle: Handle | None = None
     #: Whether draws differ by more than noise: the model samples, and was not asked to be greedy.
     sampled: bool = True
     #: When the engine took it, by the worker's clock and by the engine's timer.

@@ -60,6 +60,11 @@ class StackConfig:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def cached_values(self) -> int:
+        """Keys and values of a position in all layers."""
+        return 2 * self.layers * self.kv_width
+
 
 class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`) that names file and key.
