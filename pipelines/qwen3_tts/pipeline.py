@@ -138,7 +138,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
         stacks = (self.config.talker, self.config.predictor)
-        check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
+        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
         sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)

@@ -36,7 +36,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm, qwen2_overrides
+from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 
 def model_spec(config: SparkConfig) -> ModelSpec:
-    """What vLLM is told. Call it after `load_vllm`."""
-    return ModelSpec(config.folder / LLM, qwen2_overrides(config.lm.head_dim, config.lm.rope_theta))
+    """What vLLM is told."""
+    return ModelSpec(config.folder / LLM)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
@@ -165,7 +165,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
     drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
