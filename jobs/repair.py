@@ -33,7 +33,7 @@ from jobs.verify import Expected, ObjectCheck, made_again, request_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
-from pipelines.request import Pipeline, Speech
+from pipelines.request import Pipeline, Speech, submit
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -99,7 +99,7 @@ class Repair:
                         if inputs[row.shard_no] != loaded:
                             lines = {line.index: line for line in read_shard(self.store, *inputs[row.shard_no])}
                             loaded = inputs[row.shard_no]
-                        future = self.pipeline.submit(request_of(self.store, self.job, lines[row.index], artifact.seed, artifact.kind))
+                        future = submit(self.pipeline, request_of(self.store, self.job, lines[row.index], artifact.seed, artifact.kind))
                         begun.append((row, artifact, future))
                     except NightjarError as error:
                         begun.append((row, artifact, error))
