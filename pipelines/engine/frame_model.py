@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import attend_padded, padded_places, paged_prefill_attention
+from kernels.attention import PackedPrompts, PackedRuns, attend_packed, attend_padded, padded_places, paged_prefill_attention
 from kernels.frame import FrameTensors
 from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
 from kernels.registry import to_device
-from kernels.varlen_attention import PackedPrompts, PackedRuns, attend_packed
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 
@@ -96,7 +95,7 @@ class FrameModel:
 
     def prefill_packed(self, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
         """`prefill` of chunks one after the other in a row of a length that depends on no prompt: embeddings [total, hidden], finite
-        everywhere. The twin of `kernels.prefill_triton.prefill_packed`."""
+        everywhere. The twin of `kernels.prefill.prefill_packed`."""
         places = TokenPositions(*prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE))
 
         def attend(layer: int, q: Tensor) -> Tensor:

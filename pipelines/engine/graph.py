@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention import PackedPrompts
 from kernels.cuda_graphs import FRAME_PRIORITY, GraphPool, capture
 from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
-from kernels.prefill_triton import prefill_packed, prefill_padded
+from kernels.prefill import prefill_packed, prefill_padded
 from kernels.registry import send, to_device
-from kernels.varlen_attention import PackedPrompts
 from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for, packed_sizes, packs
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.frame_model import FrameModel

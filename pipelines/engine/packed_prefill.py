@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import PackedPrompts
 from kernels.registry import send
-from kernels.varlen_attention import PackedPrompts
 from pipelines.engine.buckets import PACKED_SIZES, Buckets
 from pipelines.engine.executor import PrefillRun
 from pipelines.engine.state import SlotState

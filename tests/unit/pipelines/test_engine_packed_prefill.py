@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.varlen_attention import PackedPrompts
+from kernels.attention import PackedPrompts
 from pipelines.engine import opening
 from pipelines.engine.buckets import Prefill, packed_sizes, packs, prefill_graphs
 from pipelines.engine.core import EngineCore, EngineOptions
