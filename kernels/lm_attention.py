@@ -52,11 +52,22 @@ def attention_tile(group: int, page_size: int) -> AttentionTile:
 
 
 @triton.jit
-def _attend(q, k, v, seen, top, total, mixed, scale, PRECISION: tl.constexpr):
-    """A block of keys and values [BLOCK, D] into the running maximum, sum of shares and weighted sum of queries [ROWS, D].
+def _attend(
+    q, k_cache, v_cache, pages, start, offsets, inside, seen, top, total, mixed, scale, page_stride, head_at,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys and values at `offsets` [BLOCK], from `start` on, into the maximum, sum of shares and weighted sum of queries [ROWS, D] so far.
 
-    seen: [ROWS or 1, BLOCK]; shares are powers of two.
+    pages: a request's pages in order; inside: [BLOCK], those that are there; seen: [ROWS or 1, BLOCK]; shares are powers of two.
     """
+    if BLOCK <= PAGE:
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+    else:
+        page = tl.load(pages + offsets // PAGE, mask=inside, other=0).to(tl.int64)
+    cell = page * page_stride + head_at + (offsets % PAGE).to(tl.int64) * D
+    place = cell[:, None] + tl.arange(0, D)[None, :]
+    k = tl.load(k_cache + place, mask=inside[:, None], other=0.0)
+    v = tl.load(v_cache + place, mask=inside[:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2E)
     scores = tl.where(seen, scores, float("-inf"))
     peak = tl.maximum(top, tl.max(scores, axis=1))
@@ -115,16 +126,11 @@ def _decode_attention(
     end = tl.minimum(begin + tiles * BLOCK, position)
     for start in range(begin, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        if BLOCK <= PAGE:
-            page = tl.load(page_table + slot * table_width + start // PAGE).to(tl.int64)
-            place = page * page_stride + kv_head * head_stride + (offsets % PAGE).to(tl.int64) * D
-        else:
-            page = tl.load(page_table + slot * table_width + offsets // PAGE, mask=offsets < end, other=0).to(tl.int64)
-            place = page * page_stride + kv_head * head_stride + (offsets % PAGE) * D
         inside = offsets < end
-        k = tl.load(k_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(v_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-        top, total, mixed = _attend(q, k, v, inside[None, :], top, total, mixed, scale, PRECISION)
+        top, total, mixed = _attend(
+            q, k_cache, v_cache, page_table + slot * table_width, start, offsets, inside, inside[None, :], top, total, mixed, scale,
+            page_stride, kv_head * head_stride, D, PAGE, BLOCK, PRECISION,
+        )  # fmt: skip
 
     result = out + row.to(tl.int64) * HEADS * D + (kv_head * GROUP + lane[:, None]) * D + at[None, :]
     if SPLITS == 1:
@@ -323,15 +329,11 @@ def _packed_attention(
         for step in range(0, length, BLOCK):
             offsets = step + tl.arange(0, BLOCK)
             inside = offsets < length
-            if BLOCK <= PAGE:
-                page = tl.load(pages + step // PAGE).to(tl.int64)
-            else:
-                page = tl.load(pages + offsets // PAGE, mask=inside, other=0).to(tl.int64)
-            cell = page * page_stride + kv_head * head_stride + (offsets % PAGE).to(tl.int64) * D
-            k = tl.load(k_cache + cell[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-            v = tl.load(v_cache + cell[:, None] + at[None, :], mask=inside[:, None], other=0.0)
             seen = inside[None, :] & (offsets[None, :] <= position[:, None])
-            top, total, mixed = _attend(query, k, v, seen, top, total, mixed, scale, PRECISION)
+            top, total, mixed = _attend(
+                query, k_cache, v_cache, pages, step, offsets, inside, seen, top, total, mixed, scale, page_stride, kv_head * head_stride,
+                D, PAGE, BLOCK, PRECISION,
+            )  # fmt: skip
         tl.store(out + place[:, None] + at[None, :], (mixed / total[:, None]).to(query.dtype), mask=used[:, None])
 
 
