@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from benchmarks.speech_load import (
     stream_part,
 )
 from benchmarks.watched_executor import Watched
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
@@ -65,7 +64,7 @@ def step_part(bench: Bench, config: FishConfig) -> None:
     for part, sizes, graphed in (("frame, graph", config, True), ("frame, calls", config, False), ("frame, draws and heads", bare, True)):
         frames = dummy_frames(sizes, max(bench.options.requests), bench.device, bench.dtype, graphed)
         for count in bench.options.requests:
-            hidden = torch.randn(count, config.slow.dim, device=bench.device, dtype=bench.dtype)
+            hidden = torch.randn(count, config.slow.hidden, device=bench.device, dtype=bench.dtype)
             rows = torch.arange(count, device=bench.device)
             ms = bench.milliseconds(lambda frames=frames, hidden=hidden, rows=rows: frames(hidden, rows))
             bench.timed(part, count, ms, None if sizes is bare else count / config.frames_per_second)
@@ -101,7 +100,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options, rate = bench.options, parts.config.frames_per_second
     if {"frame", "lm", "speech"} & wanted:
-        opened = NativeFish(bench, parts, max(options.requests), prefill=options.prefill)
+        opened = NativeFish(bench, parts, max(options.requests))
         if "frame" in wanted:
             sizes, context = None if options.tiny or options.checkpoint else fish_frame(), FISH.prompt + int(options.seconds * rate) // 2
             bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, sorted({1, *options.requests}), context, rate, sizes))
@@ -115,7 +114,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
         del opened
         bench.clean()
     if "streams" in wanted:
-        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams), options.prefill)
+        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams))
         pipeline = ready.pipeline()
         try:
             engine_parts(bench, parts, pipeline, "native", {"streams"}, prefill_of(ready.executor))
@@ -166,7 +165,7 @@ def loop_part(bench: Bench, config: FishConfig) -> None:
     device = bench.device
     with torch.device(device):
         slow = Qwen3ForCausalLM(Qwen3Config(**qwen3_config(config))).to(bench.dtype).eval()
-        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.dim) * 0.02).to(bench.dtype)
+        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.hidden) * 0.02).to(bench.dtype)
     drawer = dummy_frames(config, max(bench.options.requests), device, bench.dtype, graphed=False)
     decoder = dummy_codec(config, device, bench.options.codec_dtype).decoder
     offsets = torch.arange(config.codebooks, device=device) * config.fast.vocab
@@ -213,7 +212,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="16,64,256")
     made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
-    made.add_argument("--prefill", choices=get_args(Prefill), default="auto", help="of the native engine")
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--kept-voices", type=numbers, default="1", help="of vLLM, one run each: whether prompts of a voice share its KV")
     made.add_argument("--seconds", type=float, default=10.0)

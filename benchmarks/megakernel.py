@@ -39,7 +39,7 @@ from kernels.lm_persistent import GAP, Predictor, PredictorRun, Talker, Trial
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
 from pipelines.registry import open_pipeline
-from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, submit
 
 CONTEXT = 300
 #: Milliseconds of the predictor of one row: the graph's, and what this one aims to be below.
@@ -204,7 +204,7 @@ def speech_times(pipeline: Pipeline, seconds: float, index: int) -> tuple[float,
     """Seconds that an utterance of so many takes, from its text to its samples, and those that it has."""
     request = SynthesisRequest(f"{seconds:g}-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
     began = time.perf_counter()
-    speech = pipeline.submit(request).result()
+    speech = submit(pipeline, request).result()
     return time.perf_counter() - began, speech.duration_ms / 1000
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import embedding_bag
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kernels.frame import FrameTensors, Layer, StackTensors
 from kernels.registry import to_device
-from pipelines.fish_speech.config import FishConfig, StackConfig
+from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.engines import PROMPT_CODES
-from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, rotary_table, take_fast, take_layers
+from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.nn.checkpoint import Checkpoint, Loader
 from pipelines.vllm_engine.frames import Admitted, EngineFrameState, FrameModel
-from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
 
 
 class FishState(EngineFrameState):
@@ -56,7 +56,7 @@ class FishState(EngineFrameState):
         return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
 
 
-class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
+class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
     """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR lies beside them."""
 
     state_class = FishState
@@ -67,12 +67,13 @@ class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
         self.width = self.fish.codebooks
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM counts, moves and fills.
-        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.dim, dtype=self._dtype)
+        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
         for layer in self.model.layers:
             rope: Any = layer.self_attn.rotary_emb
-            rope.cos_sin_cache = published_table(rope.cos_sin_cache, self.fish.slow)
+            # As in `rotary_table`.
+            rope.cos_sin_cache = rope.cos_sin_cache.bfloat16().to(rope.cos_sin_cache.dtype)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """The frame's kernels make the logits themselves, of these states."""
@@ -99,16 +100,16 @@ class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
     def _slow(self, load: Loader) -> Iterator[tuple[str, Tensor]]:
         slow = self.fish.slow
         yield "model.embed_tokens.weight", self._embeddings(load)
-        yield "model.norm.weight", load("norm.weight", slow.dim)
+        yield "model.norm.weight", load("norm.weight", slow.hidden)
         for index, layer in enumerate(take_layers(load, slow)):
             for name, tensor in as_qwen3(layer, slow).items():
                 yield f"model.layers.{index}.{name}.weight", tensor
 
     def _embeddings(self, load: Loader) -> Tensor:
-        return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.dim)
+        return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.hidden)
 
 
-def as_qwen3(layer: Layer, stack: StackConfig) -> dict[str, Tensor | None]:
+def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor | None]:
     """A layer by the names of transformers' Qwen3."""
     query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
     gate, up = layer.gate_up.chunk(2)
@@ -119,13 +120,6 @@ def as_qwen3(layer: Layer, stack: StackConfig) -> dict[str, Tensor | None]:
         "input_layernorm": layer.input_norm,
         "post_attention_layernorm": layer.post_norm,
     }
-
-
-def published_table(table: Tensor, stack: StackConfig) -> Tensor:
-    """Cosines and sines [positions, padded width] of vLLM's rotary embedding with the published rounding; padded pairs are not turned."""
-    cosine, sine = rotary_table(len(table), stack.head_dim, stack.rope_base)
-    beyond = (0, table.shape[1] // 2 - cosine.shape[1])
-    return torch.cat((pad(cosine, beyond, value=1.0), pad(sine, beyond)), dim=1).to(table)
 
 
 def _tensors(held: Any) -> list[Tensor]:

@@ -233,7 +233,7 @@ class Checkpoint(TensorTable):
         for name in self.names(prefix):
             tensor = self._read(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def _read(self, name: str) -> Tensor:
         try:
@@ -292,14 +292,6 @@ def fill_module(
             tensors[name] = source.take(place, empty.shape, torch.float32, device).to(dtype)
     module.load_state_dict(tensors, assign=True)
     module.requires_grad_(False).eval()
-
-
-def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:
-    """Until Fish and SpeechLM use `Checkpoint.require`."""
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
-    if extra := sorted(held - wanted):
-        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
 
 
 def _opened(path: Path) -> Any:

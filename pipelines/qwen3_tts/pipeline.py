@@ -5,51 +5,49 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.core import EngineOptions, Finish
-from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, may_be_persistent, memory_told, open_executor
+from pipelines.engine.core import Finish
+from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, SynthesisError
+from pipelines.errors import NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
-from pipelines.nn.options import NativeModelOptions
-from pipelines.options import Count, read_options
+from pipelines.nn.config_keys import bad_checkpoint
+from pipelines.options import read_options
 from pipelines.qwen3_tts.codec import Codec, fuses_front, load_codec
-from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
-from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import (
-    LATE_STATES,
-    engine_options,
-    open_stage,
-    packed_needs,
-    start_warming,
-    stream_needs,
-    utterance_needs,
-)
-from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
-from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, SpeakerEncoderConfig, capabilities
+from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
+from pipelines.qwen3_tts.frontend import Frontend, OpenText, TokenizedTask, read
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
-from pipelines.qwen3_tts.text_in import OpenText
-from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
-from pipelines.request import AudioChunk, EngineInfo, Generation, PreparedRequest, SynthesisRequest
-from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
-from pipelines.streams import End, Heard, IdStream, TextStream
+from pipelines.request import (
+    AudioChunk,
+    EngineInfo,
+    Event,
+    Failed,
+    Generation,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    SynthesisRequest,
+    TextPieces,
+    check_start,
+)
+from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, Utterance, no_audio
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
@@ -68,11 +66,11 @@ class FrameRequestInfo(RequestInfo):
             raise no_audio("The model ended the speech before its first frame.")
 
 
-class FrameUtteranceFuture(UtteranceFuture[CodecState]):
+class FrameUtterance(Utterance[CodecState]):
     """Receives one whole utterance."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._frames = info
 
     def frames(self, codes: NDArray[np.int64]) -> None:
@@ -90,8 +88,8 @@ class FrameUtteranceFuture(UtteranceFuture[CodecState]):
 class FrameStreamer(Streamer[CodecState]):
     """Receives one utterance chunk by chunk, as the engine cuts it."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], heard: Heard) -> None:
-        super().__init__(info, stage, heard, info.start.copy() if info.start else stage.new_state())
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
         self._frames = info
         self._received = 0
         #: When the listener has heard all that came; the first chunk is due at once.
@@ -108,34 +106,17 @@ class FrameStreamer(Streamer[CodecState]):
         try:
             self._frames.check(codes, finish)
         except SynthesisError as error:
-            self.close(error)
+            self.close(Failed(error))
         else:
-            self.close(None)
+            self.complete(len(codes), finish)
 
 
 log = logging.getLogger(__name__)
 
 #: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
-#: Positions of an utterance where nobody chose.
-_CONTEXT = 8192
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MAX_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions(NativeModelOptions):
-    """How a checkpoint is opened; None means the best for the device."""
-
-    dtype: Literal["float32", "bfloat16"] | None = None
-    codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths.
-    codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Whether the whole text stands before the first frame; None: the published default of the mode.
-    text_first: bool | None = None
-    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
-    voice_cache: str | None = None
-    voice_cache_mib: Count = 256
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
@@ -157,10 +138,10 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
         stacks = (self.config.talker, self.config.predictor)
-        check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
-        sizes = _sizes(self.config, options, device, dtype, codec_dtype)
+        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
+        sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
@@ -173,15 +154,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._options = options
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
         self._meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
-        self.engine = Engine(executor, sizes, options.room(sizes.slots, device), stage)
-        super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
+        self.engine = options.open_engine(model, sizes, stage)
+        super().__init__(self.engine, stage, FrameUtterance, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
 
@@ -191,12 +171,15 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
         wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
-        outcomes: SimpleQueue[AudioChunk | NightjarError] = SimpleQueue()
+        events: SimpleQueue[Event] = SimpleQueue()
+        error: NightjarError | None = None
         try:
-            self._start(wanted, info, outcomes.put)
-            while isinstance(outcome := outcomes.get(), AudioChunk) and not outcome.final:
-                pass
-            error = outcome if isinstance(outcome, NightjarError) else self._begin(replace(wanted), info).exception()
+            for stream in (True, False):
+                self._begin(replace(wanted), info, events.put, stream)
+                while isinstance(event := events.get(), AudioChunk):
+                    pass
+                if isinstance(event, Failed):
+                    error = event.error
         except NightjarError as refused:
             error = refused
         if error is not None:
@@ -208,44 +191,48 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         info = super().info
         return info if self.codec.decoder.utterances is None else replace(info, kernels=f"{info.kernels}, continuous codec")
 
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """See `Pipeline.start`. Of a text that comes in pieces one token is read a frame."""
+        check_start(self, request, stream)
+        task, pieces = self._tokenized(request)
+        if task.text_open:
+            return self._start_open(request, task, pieces, on_event)
+        return self._begin(*self._request(request, task), on_event, stream)
+
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
-        return self._request(request.request_id, request.seed, self._frontend.tokenize(request))
+        return self._request(request, self._tokenized(request)[0])
 
-    def _prepare_rest(self, request: PreparedRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
-        return self._request(request.request_id, request.seed, read(request))
+    def _tokenized(self, request: SynthesisRequest | PreparedRequest) -> tuple[TokenizedTask, TextPieces | None]:
+        return (read(request), None) if isinstance(request, PreparedRequest) else self._frontend.tokenize(request)
 
-    def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
-        """A stream whose text comes in pieces; see `pipelines.streams.start_text_stream`. One text token is read a frame."""
-        prepared, pieces = self._frontend.open_text(request)
-        return TextStream(pieces, self.start_ids_stream(prepared, heard))
-
-    def start_ids_stream(self, request: PreparedRequest, heard: Heard) -> IdStream:
-        """As `start_text_stream`, for a request of `Frontend.open_text`."""
-        task = read(request)
+    def _start_open(
+        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, pieces: TextPieces | None, on_event: OnEvent
+    ) -> Handle:
         parts, voice = self._parts(task)
 
-        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, End]:
+        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, Handle]:
             whole = replace(parts, body_ids=ids, text_open=not final)
-            wanted, info = self._generation(request.request_id, request.seed, task, whole, voice)
+            wanted, info = self._generation(request, task, whole, voice)
             wanted = replace(wanted, stream=True, text_open=not final)
-            return wanted, self._start(wanted, info, heard)
+            return wanted, self._begin(wanted, info, on_event, stream=True)
 
-        stream = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, heard)
-        stream.append(task.body_ids, False)
-        return stream
+        text = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces)
+        text.append(task.body_ids, False)
+        return text
 
-    def _request(self, request_id: str, seed: int, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
-        return self._generation(request_id, seed, task, *self._parts(task))
+    def _request(self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
+        return self._generation(request, task, *self._parts(task))
 
     def _generation(
-        self, request_id: str, seed: int, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
+        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
     ) -> tuple[GenerationRequest, FrameRequestInfo]:
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
         max_tokens = min(self._token_limit(task.generation), room)
-        generation = GenerationRequest(request_id, prompt, sampling_params(self.config.sampling, task.generation), seed, max_tokens)
+        sampling = sampling_params(self.config.sampling, task.generation)
+        generation = GenerationRequest(request.request_id, prompt, sampling, request.seed, max_tokens)
         start = voice.codec_state if voice else None
         # As it is now: one with persistent kernels goes on without them when a launch gave up.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
@@ -306,44 +293,6 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     )
 
 
-def _sizes(
-    config: Qwen3TTSConfig, options: PipelineOptions, device: torch.device, dtype: torch.dtype, codec_dtype: torch.dtype
-) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
-    with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
-        weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    graphs, state, steps, packed = 0, 0, 0, 0
-    if device.type == "cuda":
-        decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
-        graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
-        steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        streams = bool(options.streams)
-        if (needed := packed_needs(config, dtype)) and may_be_persistent(options.executor, options.reproducible, streams, device):
-            packed = needed
-
-    def planned(more: int) -> EngineOptions:
-        return engine_options(
-            config,
-            device,
-            dtype,
-            **options.sizes,
-            max_context=options.context(_CONTEXT),
-            weight_bytes=weight_bytes,
-            stream_bytes=graphs + steps + more,
-            state_bytes=state,
-            wide=not (options.streams or options.reproducible),
-        )
-
-    if options.executor == "megakernel" or not packed:
-        return planned(packed)
-    # What nobody asked for takes no slot away, and no engine that would fit without it.
-    plain = planned(0)
-    with suppress(ConfigError, SynthesisError):
-        if (whole := planned(packed)).slots == plain.slots:
-            return whole
-    return replace(plain, persistent=False)
-
-
 def _load(
     config: Qwen3TTSConfig, device: torch.device, dtype: torch.dtype, max_context: int
 ) -> tuple[Qwen3TTSModel, SpeakerEncoder | None]:
@@ -354,10 +303,8 @@ def _load(
         if config.clones:
             sizes = SpeakerEncoderConfig.read(config.speaker_encoder)
             if sizes.enc_dim != config.talker.hidden:
-                message = (
-                    f"{config.folder}: speaker_encoder_config.enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide."
-                )
-                raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again.")
+                what = f"enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide"
+                raise bad_checkpoint(f"{config.folder}: speaker_encoder_config.{what}.")
             speaker = SpeakerEncoder(sizes, checkpoint, device, dtype)
         checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
@@ -369,8 +316,7 @@ def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:
     decoder = codec.config.decoder
     most = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
     if decoder.num_quantizers != config.codebooks or decoder.codebook_size < most:
-        raise ModelError(
-            ErrorCode.MODEL_BAD_CHECKPOINT,
+        raise bad_checkpoint(
             f"{config.folder}: the speech tokenizer has {decoder.num_quantizers} codebooks of {decoder.codebook_size}, "
             f"but the talker makes {config.codebooks} of {most}.",
             "Download the checkpoint again, with its own speech_tokenizer folder.",

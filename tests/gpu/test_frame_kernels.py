@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
-import numpy as np
+import numpy as npfrom typing import Any
+
 import pytest
 import torch
 from scipy import stats
@@ -140,8 +141,13 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
     monkeypatch.setattr(lm_products, "splits_for", splits_for)
     monkeypatch.setattr(lm_products, "add_product", add_product)
     early: list[bool] = []
-    starts = FusedFrame._pdl
-    monkeypatch.setattr(FusedFrame, "_pdl", lambda self, x: (early.append(self._starts_early), starts(self, x))[1])
+    norm = FusedFrame._added_norm
+
+    def added_norm(self: FusedFrame, *given: Any, **how: Any) -> Tensor:
+        early.append(self._starts_early)
+        return norm(self, *given, **how)
+
+    monkeypatch.setattr(FusedFrame, "_added_norm", added_norm)
     plan = dataclasses.replace(PLAN, pdl=False, skinny_rows=0, residual_products=True)
     maker = Maker(DEVICE, torch.float32, seed=4)
     assert lm_checks.check_frame(maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST)

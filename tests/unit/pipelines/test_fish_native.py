@@ -22,9 +22,8 @@ from kernels.reference import next_inputs
 from kernels.sampler import process_first
 from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import PrefillRun
+from pipelines.engine.executor import EagerExecutor, PrefillRun
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
@@ -32,10 +31,10 @@ from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
-from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.fish_checkpoint import GOLDEN, whole
 from tests.support.vllm_kit import Waiter
@@ -64,9 +63,9 @@ def model() -> CountingModel:
     return CountingModel(CONFIG, load_weights(CONFIG, torch.float32, CPU), OPTIONS.max_context)
 
 
-def open_host(share: bool = True, **sizes: int) -> NativeHost[Prompt]:
+def open_host(share: bool = True, **sizes: int) -> NativeHost:
     options = replace(OPTIONS, **sizes)
-    executor = EagerExecutor(model(), options.slots, options.pages, options.page_size, options.max_context)
+    executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
     return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
@@ -86,7 +85,7 @@ def asked(text: str, *voices: Reference, most: int = 12, seed: int = 1, temperat
     return TokenRequest(text, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
 
 
-def made(host: NativeHost[Prompt], *requests: TokenRequest) -> list[Tokens]:
+def made(host: NativeHost, *requests: TokenRequest) -> list[Tokens]:
     waiters = [Waiter() for _ in requests]
     for request, waiter in zip(requests, waiters):
         host.submit(request, waiter)
@@ -188,7 +187,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("name", ["project_in", "fast_project_in"])
     def test_a_fast_ar_of_another_width_has_a_projection_under_either_name(self, name: str) -> None:
-        config, table = replace(CONFIG, fast=replace(CONFIG.fast, dim=32)), stored()
+        config, table = replace(CONFIG, fast=replace(CONFIG.fast, hidden=32)), stored()
         for key in [key for key in table if key.startswith("audio_decoder.") and "codebook_embeddings" not in key]:
             narrow = table[key] if ".w1." in key or ".w3." in key or "wqkv" in key or key.count(".") == 2 else table[key][:32]
             table[key] = narrow[:32] if narrow.dim() == 1 else narrow[:, :32] if "wo." not in key and "w2." not in key else narrow
@@ -272,19 +271,18 @@ def spoken(name: str, text: str = DIALOGUE, **generation: float) -> SynthesisReq
 
 def test_who_is_left_or_aborted_between_turns_frees_its_slot() -> None:
     with closing(open_pipeline(str(whole()), max_context=512, keep_unfinished=True)) as pipeline:
-        alone = pipeline.submit(spoken("alone", temperature=0.0)).result(SECONDS)
-        stream = pipeline.stream(spoken("left"))
-        next(stream)
-        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-        victim, neighbour = pipeline.submit(spoken("victim")), pipeline.submit(spoken("neighbour", temperature=0.0))
-        pipeline.abort("victim")
-        with pytest.raises(SynthesisError) as caught:
-            victim.result(SECONDS)
-        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+        alone = submit(pipeline, spoken("alone", temperature=0.0)).result(SECONDS)
+        chunks = stream(pipeline, spoken("left"))
+        next(chunks)
+        chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+        heard: list[Event] = []
+        victim, neighbour = pipeline.start(spoken("victim"), heard.append), submit(pipeline, spoken("neighbour", temperature=0.0))
+        victim.cancel()
         np.testing.assert_array_equal(neighbour.result(SECONDS).samples, alone.samples)
         assert (alone.meta["engine"], alone.meta["turns"]) == ("native", 2)
         stats = pipeline.stats()
         assert (stats.running, stats.waiting) == (0, 0)
+        assert not heard
 
 
 class TestOpening:
@@ -318,17 +316,17 @@ class TestOpening:
         with pytest.raises(ConfigError, match="'slot'"):
             open_pipeline(str(whole()), engine=engine, slot=3)
 
-    def test_the_packed_prefill_is_refused_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fish, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
-        with pytest.raises(ConfigError, match="The packed prefill"):
-            open_pipeline(str(whole()), engine="native", device="cpu", prefill="packed")
+        with pytest.raises(ConfigError, match="The graph executor"):
+            open_pipeline(str(whole()), engine="native", device="cpu", executor="graph")
 
     def test_it_opens_for_streams(self) -> None:
         with closing(open_pipeline(str(whole()), max_context=256, streams=4, slots=6)) as pipeline:
             assert pipeline.info.slots == 6
             asked = SynthesisRequest("one", (Message("user", "text", "Good."),), Generation(max_seconds=0.2, temperature=0.0))
             with pytest.raises(SynthesisError) as caught:
-                list(pipeline.stream(asked))
+                list(stream(pipeline, asked))
         assert caught.value.code is ErrorCode.SYNTH_NO_EOS
 
     def test_memory_is_counted_by_the_page(self) -> None:
