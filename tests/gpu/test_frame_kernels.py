@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
-import numpy as npfrom typing import Any
-
+import numpy as np
 import pytest
 import torch
 from scipy import stats
