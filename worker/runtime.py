@@ -8,7 +8,6 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -173,7 +172,7 @@ class Runtime:
         if (port := self.settings.worker.metrics_port) is not None:
             self._stop_serving = self.metrics.serve(port, self.settings.worker.metrics_address)
         for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
-            if not self._done(step):
+            if self._asking(lambda step=step: [step()]) is None:
                 return
         say_up()
         self._up = True
@@ -313,19 +312,14 @@ class Runtime:
         return self._models.get(job_id, self.options.model) != self.options.model
 
     def _asking(self, call: Callable[[], T]) -> T | None:
-        """The ledger's answer. Asks again until it comes or the worker drains; None where the ledger does not know the job."""
-        answers: list[T] = []
-        with suppress(NotFoundError):
-            self._done(lambda: answers.append(call()))
-        return answers[0] if answers else None
-
-    def _done(self, step: Callable[[], None]) -> bool:
-        """Runs a step, and retries it with growing pauses after every retryable error; False: the worker drains instead."""
+        """The answer of `call`, which is asked again with growing pauses after every retryable error; None where the worker drains
+        instead, or the ledger does not know the job."""
         pause_seconds = 0.2
         while not self.draining:
             try:
-                step()
-                return True
+                return call()
+            except NotFoundError:
+                return None
             except NightjarError as error:
                 # An engine that dies while it opens its model, or finds no memory, would do so for ever: the worker cannot start.
                 if not error.code.retryable or _says_gpu_is_bad(error):
@@ -333,7 +327,7 @@ class Runtime:
                 self.metrics.waited_for(error)
             self._draining.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 2, 5.0)
-        return False
+        return None
 
     def _load_model(self) -> None:
         if self.options.model is not None:

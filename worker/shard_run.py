@@ -30,9 +30,9 @@ from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, Lease
 from worker.metrics import EngineTimer, Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
-from worker.quality.verdict import REDRAWN
+from worker.quality.verdict import REDRAWN, History
 from worker.request_builder import ReferenceCache, RequestBuilder
-from worker.result_writer import Answer, ItemDraw, Redraw, ResultWriter, ShardOutput
+from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -332,9 +332,9 @@ class ShardRun:
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
             self._writing.discard(index)
-            if isinstance(outcome, Redraw):
+            if isinstance(outcome, History):
                 if not self._stopped:
-                    self._waiting.appendleft(ItemDraw(draw.line, draw.number + 1, draw.last, outcome.history))
+                    self._waiting.appendleft(ItemDraw(draw.line, draw.number + 1, draw.last, outcome))
             elif outcome is not None and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)

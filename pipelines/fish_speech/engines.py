@@ -13,9 +13,7 @@ import torch
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
@@ -23,7 +21,7 @@ from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import NativeModelOptions
-from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec, head_overrides
+from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
 #: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
@@ -36,17 +34,9 @@ PROMPT_CODES = "codes"
 
 
 def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded; `context`: positions of a sequence where nobody chose.
-
-    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short.
-    """
-    return plan_engine(
-        memory_needs(config, dtype, options.page_size),
-        device,
-        context_of(options.context(context), config.slow.max_positions),
-        **options.sizes,
-        frame_seconds=1 / config.frames_per_second,
-    )
+    """Sizes of the engine, before anything is loaded; `context`: where nobody chose. Raises as `NativeModelOptions.plan`."""
+    needs = memory_needs(config, dtype, options.page_size)
+    return options.plan(needs, device, config.slow.max_positions, context, frame_seconds=1 / config.frames_per_second)
 
 
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
@@ -70,11 +60,10 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
 
 def open_host(
     config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
-) -> NativeHost[Prompt]:
+) -> NativeHost:
     """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
-    executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
     ids = np.array([*config.semantic, config.end], np.int64)
-    engine = Engine(executor, sizes, options.room(sizes.slots, model.device), stage)
+    engine = options.open_engine(model, sizes, stage)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
     return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
 
@@ -92,10 +81,10 @@ def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
 
 
 def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine: Any) -> ModelSpec:
-    """What vLLM is told, with further arguments of its engine. Call it after `load_vllm`."""
+    """What vLLM is told, with further arguments of its engine."""
     return ModelSpec(
         config.folder,
-        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_theta)},
+        qwen3_config(config),
         "FishForCausalLM",
         codes_per_step=1 + config.codebooks,
         share_prefixes=share_prefixes,

@@ -60,6 +60,11 @@ class StackConfig:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def cached_values(self) -> int:
+        """Keys and values of a position in all layers."""
+        return 2 * self.layers * self.kv_width
+
 
 class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`) that names file and key.
@@ -113,7 +118,7 @@ class Keys:
             if one.name not in known:
                 wanted = types[one.name]
                 name = next((told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name)
-                section = getattr(wanted, "__origin__", wanted)
+                section: Any = getattr(wanted, "__origin__", wanted)
                 known[one.name] = self.section(name).take(section) if is_dataclass(section) else self.value(name, wanted, one.default)
         return kind(**known)
 

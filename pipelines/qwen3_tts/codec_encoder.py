@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.models.mimi.configuration_mimi import MimiConfig
@@ -9,7 +11,7 @@ from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiEncoder, Mimi
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import TensorSource, fill_module
-from pipelines.qwen3_tts.codec_config import CodecConfig
+from pipelines.qwen3_tts.config import CodecConfig
 
 #: The reference (transformers 4.57) attends to the whole past: it does not apply the config's sliding_window.
 _WHOLE_PAST = 1 << 30
@@ -20,7 +22,8 @@ class CodecEncoder(nn.Module):
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        sizes = MimiConfig(**config.encoder | {"sliding_window": _WHOLE_PAST}, attn_implementation="sdpa")
+        chosen: dict[str, Any] = {"sliding_window": _WHOLE_PAST, "attn_implementation": "sdpa"}
+        sizes = MimiConfig(**config.encoder | chosen)
         self.device = torch.device(device)
         self.sample_rate = config.input_sample_rate
         self.samples_per_frame = config.encode_downsample_rate

@@ -18,8 +18,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.qwen3_tts.codec import Codec
-from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import RecordingCache, decode_recording, read_recording
 from pipelines.recording_files import RecordingFiles
 
@@ -83,7 +82,7 @@ class SpeakerEncoder(nn.Module):
         self.sample_rate = config.sample_rate
         sizes = EcapaConfig(
             config.mel_dim, config.enc_channels, config.enc_kernel_sizes, config.enc_dilations, config.enc_res2net_scale,
-            config.enc_se_channels, normed=False, edges="reflect", first_passes=True, weighs_by_convolution=True,
+            config.enc_se_channels, speechbrain=True,
         )  # fmt: skip
         wide, narrow = config.enc_channels[-1], config.enc_attention_channels
         with torch.device("meta"):

@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
-from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
+from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.native import CONTEXT, load_lm, open_host, plan_sizes
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
-from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
-from pipelines.spark_tts.weights import check_weights
 from pipelines.tokens import (
     Finish,
     TokenHost,
@@ -37,7 +36,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm, qwen2_overrides
+from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 
 def model_spec(config: SparkConfig) -> ModelSpec:
-    """What vLLM is told. Call it after `load_vllm`."""
-    return ModelSpec(config.folder / LLM, qwen2_overrides(config.lm.head_dim, config.lm.rope_theta))
+    """What vLLM is told."""
+    return ModelSpec(config.folder / LLM)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
@@ -166,11 +165,14 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
-    lm, stage = load_lm(config, vocabulary, sizes, device, dtype), open_stage(codec, chosen.reproducible)
-    host = open_host(lm, chosen, stage)
+    drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
+    with torch.inference_mode():
+        model = SparkModel(config.lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context)
+    engine = chosen.open_engine(model, sizes, stage)
+    host = NativeHost(engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
     meta: Meta = {"engine": "native", "executor": host.info.executor, "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
     return SparkPipeline(config, vocabulary, references, stage, host, meta, NativeSparkStreamer, keep_unfinished=chosen.keep_unfinished)
 

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.request import Event, Failed, Listener
-from pipelines.speechlm.config import MODEL_TYPES
-from pipelines.speechlm.lm import Script, model_spec
-from pipelines.speechlm.output import read_output
+from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
+from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
+from tests.support.wide_heads import widened
 
 if TYPE_CHECKING:
     from tests.conformance.listing import Case
@@ -67,14 +67,13 @@ class Opened:
         self._options = options or VllmOptions(max_context=512, max_sequences=48)
         self._engine = engine
         self._stack = ExitStack()
-        self._pairs = 0
 
     @cached_property
     def host(self) -> VllmHost:
         load_vllm()
         if on_cpu():
             self._stack.enter_context(v2_runner())
-        spec = model_spec(self.golden.config, share_prefixes=False)
+        spec = model_spec(SpeechLmConfig.from_folder(widened(self.golden.checkpoint)), share_prefixes=False)
         spec = replace(spec, engine={**spec.engine, **self._engine})
         return VllmHost(spec, replace(self._options, dtype="float32"))
 
@@ -86,12 +85,8 @@ class Opened:
     def ask(self, script: Script) -> Heard:
         """Sends a request as the pipeline does, guided audio and all."""
 
-        def pair_name() -> str:
-            self._pairs += 1
-            return f"pair-{self._pairs}"
-
         golden, host = self.golden, self.host
-        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, pair_name, host.submit, host.cancel)
+        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, host)
         heard = Heard(order)
         host.submit(script.first_request(golden.config), heard)
         return heard

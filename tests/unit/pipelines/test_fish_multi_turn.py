@@ -190,8 +190,8 @@ def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
 
 def test_an_abort_between_two_turns_starts_no_further_one() -> None:
     heard = Heard()
-    host, engine, _ = start(["One.", "Two."], heard)
-    engine.abort("item")
+    host, engine, plan = start(["One.", "Two."], heard)
+    engine.cancel(plan)
     host.answer([1, 2])
     assert len(host.sent) == 1
     assert isinstance(heard.end, SynthesisError)
@@ -207,11 +207,11 @@ def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> Non
 
     def submit(request: TokenRequest, receiver: Any) -> None:
         if before:
-            engine.abort("item")
+            engine.cancel(plan)
             host.cancelled.clear()
         send(request, receiver)
         if not before:
-            engine.abort("item")
+            engine.cancel(plan)
 
     host.submit = submit
     host.answer([1, 2])
@@ -227,13 +227,12 @@ def test_a_stream_that_is_left_cancels_the_turn_under_way() -> None:
     assert host.cancelled == [host.sent[1][0]]
 
 
-def test_a_host_that_refuses_a_turn_fails_the_item_and_forgets_it() -> None:
+def test_a_host_that_refuses_a_turn_fails_the_item() -> None:
     heard = Heard()
-    host, engine, _ = start(["One.", "Two."], heard)
+    host, _, _ = start(["One.", "Two."], heard)
     host.refusal = SynthesisError(ErrorCode.SYNTH_ENGINE, "gone")
     host.answer([1])
     assert heard.end is host.refusal
-    assert engine._plans == {}
 
 
 def test_a_stream_starts_with_a_state_of_its_own() -> None:
