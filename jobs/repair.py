@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from jobs.dialogue import Dialogue, parse_line
+from jobs.dialogue import Dialogue, OpenAiBatchForm, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.export.manifest import put_shard_manifest
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
 from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
-from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
 from jobs.source import LineBatch, open_source
@@ -221,7 +220,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     with open_source(source, settings.s3) as opened:
         uploader = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
         written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
-        form = line_form(written_as, card, job.spec.format)
+        form = OpenAiBatchForm(card, job.spec.format) if written_as == "openai-batch" else None
         refused = {line.line for line in ledger.rejected_lines(job.id)}
         # Behind the last refused line that the ledger kept, a line may have been refused whose id a later one has.
         doubted = max(refused, default=0) if job.rejected_lines > len(refused) else None
@@ -257,7 +256,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     store.sync()
 
 
-def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
+def _dialogues(records: Records, form: OpenAiBatchForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
     """Number, text, JSON and dialogue of the lines that were not refused and can be read."""
     for batch in records.batches():
         for number, line in enumerate(batch.lines, batch.first):

@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,23 +39,28 @@ class Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
+#: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line may be. Blank: no record.
+Record = bytes | InputError | None
+
+
 @dataclass(frozen=True, slots=True)
 class LineBatch:
-    """Consecutive lines; a line longer than `MAX_LINE_BYTES` is None. `first` counts from 1."""
+    """Consecutive lines, or the records that stand in their places, or rows of Parquet; `first` counts from 1."""
 
     first: int
-    lines: list[bytes | None]
+    lines: Sequence[Record]
 
 
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
     def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
+        #: The bytes as they are stored, for a format that is no lines.
+        self.file = file
         #: What a person calls it: an absolute path, `-`, or an `s3://` address.
         self.uri = uri
         #: Relative paths in its lines start here.
         self.folder = folder
-        self._file = file
         with reading(uri):
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
@@ -64,7 +69,14 @@ class Source:
         self._identity = self._stat()
 
     def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
-        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`.
+        """The lines after the first `after_line` ones, as `line_batches`."""
+        for lines in self.line_batches(max_lines, max_bytes, after_line):
+            yield LineBatch(after_line + 1, lines)
+            after_line += len(lines)
+
+    def line_batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[list[bytes | None]]:
+        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`; a line
+        longer than `MAX_LINE_BYTES` is None.
 
         Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines for the most part.
         """
@@ -82,29 +94,22 @@ class Source:
             size += some_bytes
             full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
             for start in range(0, full, max_lines):
-                lines = waiting[start : min(start + max_lines, full)]
-                yield LineBatch(after_line + 1, lines)
-                after_line += len(lines)
+                yield waiting[start : min(start + max_lines, full)]
             if full:
                 waiting, size = waiting[full:], 0
         if waiting:
-            yield LineBatch(after_line + 1, waiting)
+            yield waiting
 
     def head(self, size: int = 1 << 16) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
         with reading(self.uri):
-            self._file.seek(0)
-            return decompressed(self._file).read(size).removeprefix(_BOM)[:size]
-
-    @property
-    def file(self) -> BinaryIO:
-        """The bytes as they are stored, for a format that is no lines."""
-        return self._file
+            self.file.seek(0)
+            return decompressed(self.file).read(size).removeprefix(_BOM)[:size]
 
     @property
     def bytes_read(self) -> int:
         """How far into `bytes` the reading has come."""
-        return self._file.tell()
+        return self.file.tell()
 
     def check_unchanged(self) -> None:
         """Raises `input.unreadable` when the file was written to since it was opened."""
@@ -112,13 +117,13 @@ class Source:
             raise _unreadable(self.uri, "changed while it was read", "Submit it again when nothing writes to it any more.")
 
     def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(self.file.fileno())
         return found.st_size, found.st_mtime_ns
 
     def _line_lists(self) -> Iterator[tuple[list[bytes | None], int]]:
         with reading(self.uri):
-            self._file.seek(0)
-            yield from split_lines(decompressed(self._file))
+            self.file.seek(0)
+            yield from split_lines(decompressed(self.file))
 
 
 def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 190
 #: Room for the labels of the axes.
@@ -18,7 +17,8 @@ Tick = tuple[float, str]
 Points = Sequence[tuple[float, float]]
 
 
-class Bar(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bar:
     """One bar in pixels, with what it says."""
 
     x: float
