@@ -9,7 +9,6 @@ A row of a table, a line of text or one of Kaldi's is one text, with what says h
 from __future__ import annotations
 
 import csv
-import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from jobs.dialogue import chat_dialogue, chosen_id, clean
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import Reading
 from jobs.source import BATCH_BYTES, BATCH_LINES, MAX_LINE_BYTES, LineBatch, Record, Source, reading
+from jobs.store.base import sha256_of
 from pipelines.errors import ConfigError, ErrorCode, InputError
 
 #: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names another.
@@ -154,7 +154,7 @@ def speakers_sha256(source: Source) -> str:
     """Hex SHA-256 of the `utt2spk` beside an input. Raises `input.unreadable`."""
     path = source.folder / SPEAKERS
     with reading(str(path)), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(file)
 
 
 def _speaker_lines(source: Source) -> Iterator[tuple[bytes, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import os
 import stat
@@ -19,6 +18,7 @@ from typing import BinaryIO, Protocol, cast
 import zstandard
 
 from jobs.store import is_remote
+from jobs.store.base import sha256_of
 from jobs.store.s3 import S3Settings, open_s3_object
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -65,7 +65,7 @@ class Source:
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
             #: Hex SHA-256 of the bytes as they are stored, compressed or not.
-            self.sha256 = _sha256(file)
+            self.sha256 = sha256_of(file)
         self._identity = self._stat()
 
     def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
@@ -267,13 +267,6 @@ def reading(uri: str) -> Generator[None, None, None]:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _unreadable(uri: str, reason: str, advice: str) -> InputError:
