@@ -62,7 +62,7 @@ class Problem:
             (codec_launch.unit, codec_ops.codec_active_unit) if shape.kind == "unit" else (codec_launch.conv, codec_ops.codec_active_conv)
         )
         return (
-            lambda tile: kernel(*arguments(outputs[0], outputs[1], lambda t: t), tile),  # type: ignore[arg-type]
+            lambda tile: kernel(*arguments(outputs[0], outputs[1], lambda t: t), tile=tile),  # type: ignore[arg-type]
             lambda: twin(*arguments(outputs[2], outputs[3], Tensor.float)),  # type: ignore[arg-type]
             outputs,
         )

@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import Bench, event_us, graph_us, parser
-from kernels import codec_cuda, codec_ops, codec_unit_wide
+from kernels import codec_cuda, codec_ops
 
 DILATIONS = (1, 3, 9)
-#: What has the cuts of a width.
-KINDS: dict[int, Any] = {96: codec_cuda, 192: codec_unit_wide}
 #: Steps of the codec's frame at a width.
 STEPS = {96: 1920, 192: 640}
 #: Rows and frames of small batches.
@@ -74,21 +72,21 @@ class Unit:
         tile = tile_for(Shape("unit", self.channels, self.channels, 7), self.x.shape[1], tma=True)
         assert tile is not None
         weights = (self.weight1, self.bias1, *self.inner, self.weight2, self.bias2)
-        unit(self.a, 0, self.x, *weights, self.dilation, raw, active, 0, *self.after, tile, self.ends)
+        unit(self.a, 0, self.x, *weights, self.dilation, raw, active, 0, *self.after, tile=tile, ends=self.ends)
 
     def twin(self, outputs: Sequence[Tensor], wide: Callable[[Tensor], Tensor]) -> None:
         weights = (wide(self.weight1), self.bias1, *self.inner, wide(self.weight2), self.bias2)
         where = (outputs[0], outputs[1], 0, *self.after)
         codec_ops.codec_active_unit(wide(self.a), 0, wide(self.x), *weights, self.dilation, *where, ends=self.ends)
 
-    def with_weights(self, launch: Callable[..., None], packed: Tensor, *cut: object) -> Launch:
+    def with_weights(self, launch: Callable[..., None], packed: Tensor) -> Launch:
         """A launch of a kernel in CUDA C++ that takes packed weights."""
         first = (self.a, 0, self.x, packed, self.bias1, *self.inner, self.bias2, self.dilation)
-        return lambda raw, active: launch(*first, raw, active, 0, *self.after, *cut, ends=self.ends)
+        return lambda raw, active: launch(*first, raw, active, 0, *self.after, ends=self.ends)
 
     def launches(self) -> dict[str, Launch]:
-        cut = KINDS[self.channels].CUT
-        return {"triton": self.triton, cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(self.weight1, self.weight2), cut)}
+        cut = codec_cuda.CUTS[self.channels]
+        return {"triton": self.triton, cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(self.weight1, self.weight2))}
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -149,7 +147,7 @@ def sizes(bench: Bench, channels: int, name: str) -> None:
 
 
 def kernels(channels: int) -> list[str]:
-    return ["triton", KINDS[channels].CUT.kernel]
+    return ["triton", codec_cuda.CUTS[channels].kernel]
 
 
 def compile_launches(channels: int, name: str) -> None:

@@ -32,9 +32,8 @@ from pipelines.engine.executor import FrameExecutor, FrameSettings, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.opening import open_executor
 from pipelines.engine.state import Placement, SamplingParams
-from pipelines.spark_tts.model import SparkModel
-from pipelines.spark_tts.weights import Drawable
-from pipelines.spark_tts.weights import take_weights as take_spark
+from pipelines.spark_tts.language_model import Drawable, SparkModel
+from pipelines.spark_tts.language_model import take_weights as take_spark
 
 PAGE_SIZE, CONTEXT = 64, 256
 #: Prompts are of these lengths, in turn.

@@ -65,7 +65,7 @@ def step_part(bench: Bench, config: FishConfig) -> None:
     for part, sizes, graphed in (("frame, graph", config, True), ("frame, calls", config, False), ("frame, draws and heads", bare, True)):
         frames = dummy_frames(sizes, max(bench.options.requests), bench.device, bench.dtype, graphed)
         for count in bench.options.requests:
-            hidden = torch.randn(count, config.slow.dim, device=bench.device, dtype=bench.dtype)
+            hidden = torch.randn(count, config.slow.hidden, device=bench.device, dtype=bench.dtype)
             rows = torch.arange(count, device=bench.device)
             ms = bench.milliseconds(lambda frames=frames, hidden=hidden, rows=rows: frames(hidden, rows))
             bench.timed(part, count, ms, None if sizes is bare else count / config.frames_per_second)
@@ -166,7 +166,7 @@ def loop_part(bench: Bench, config: FishConfig) -> None:
     device = bench.device
     with torch.device(device):
         slow = Qwen3ForCausalLM(Qwen3Config(**qwen3_config(config))).to(bench.dtype).eval()
-        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.dim) * 0.02).to(bench.dtype)
+        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.hidden) * 0.02).to(bench.dtype)
     drawer = dummy_frames(config, max(bench.options.requests), device, bench.dtype, graphed=False)
     decoder = dummy_codec(config, device, bench.options.codec_dtype).decoder
     offsets = torch.arange(config.codebooks, device=device) * config.fast.vocab

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
-from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
+from pipelines.request import (
+    Capabilities,
+    Done,
+    EngineInfo,
+    EngineStats,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    Speech,
+    SynthesisRequest,
+    check_start,
+)
 
 NAME, SAMPLE_RATE = "instant", 16_000
 #: Seconds of the sound, where the environment says so.
@@ -27,24 +36,20 @@ def samples() -> NDArray[np.float32]:
 
 
 class InstantPipeline:
-    """Answers inside `submit`."""
+    """Answers inside `start`."""
 
-    name, sample_rate, capabilities = NAME, SAMPLE_RATE, Capabilities()
+    name, sample_rate, capabilities, starts_at_once = NAME, SAMPLE_RATE, Capabilities(), False
 
     def __init__(self) -> None:
         self.info = EngineInfo(slots=64)
         self._speech = Speech(samples(), SAMPLE_RATE, "instant")
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        future: Future[Speech] = Future()
-        future.set_result(self._speech)
-        return future
-
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "The voice that costs nothing does not stream.", "Use `submit`.")
-
-    def abort(self, request_id: str) -> None:
-        """Nothing is ever in flight."""
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Tells the speech at once."""
+        check_start(self, request, stream)
+        listener = Listener(on_event, lambda _done: None)
+        listener(Done(self._speech))
+        return listener
 
     def stats(self) -> EngineStats:
         return EngineStats()

@@ -34,13 +34,12 @@ from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
 from benchmarks.speech_load import first_chunks
 from kernels import lm_persistent
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_persistent import GAP, Predictor, PredictorRun, Trial
-from kernels.lm_persistent_talker import PersistentFrame, Talker
+from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
+from kernels.lm_persistent import GAP, Predictor, PredictorRun, Talker, Trial
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
 from pipelines.registry import open_pipeline
-from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, submit
 
 CONTEXT = 300
 #: Milliseconds of the predictor of one row: the graph's, and what this one aims to be below.
@@ -205,7 +204,7 @@ def speech_times(pipeline: Pipeline, seconds: float, index: int) -> tuple[float,
     """Seconds that an utterance of so many takes, from its text to its samples, and those that it has."""
     request = SynthesisRequest(f"{seconds:g}-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
     began = time.perf_counter()
-    speech = pipeline.submit(request).result()
+    speech = submit(pipeline, request).result()
     return time.perf_counter() - began, speech.duration_ms / 1000
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import EngineCrashError, ErrorCode
 from pipelines.registry import ENTRY_POINT_GROUP, FAMILIES, ModelCard, recognise
-from pipelines.request import Pipeline, Speech, SynthesisRequest
+from pipelines.request import Done, Event, Handle, OnEvent, Pipeline, PreparedRequest, SynthesisRequest
 
 #: A file beside the voices with the names of GPUs that are hidden.
 _HIDDEN = "hidden"
@@ -56,32 +55,25 @@ def _planted_class(audio: bool) -> type:
     from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline
 
     class PlantedPipeline(Qwen3TTSPipeline):
-        def _prepare(self, request: SynthesisRequest) -> Any:
-            generation, info = super()._prepare(request)
+        def _generation(self, request: Any, task: Any, parts: Any, voice: Any) -> Any:
+            generation, info = super()._generation(request, task, parts, voice)
             sampling = replace(generation.sampling, min_new_tokens=planted_frames(info.text))
             return replace(generation, sampling=sampling), info
 
-        def submit(self, request: SynthesisRequest) -> Future[Speech]:
-            made = super().submit(request)
-            return with_planted_audio(made) if audio else made
+        def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+            return super().start(request, with_planted_audio(on_event) if audio and not stream else on_event, stream)
 
     return PlantedPipeline
 
 
-def with_planted_audio(made: Future[Speech]) -> Future[Speech]:
-    """A future of the same speech with other samples, as many."""
-    planted: Future[Speech] = Future()
-    planted.set_running_or_notify_cancel()
+def with_planted_audio(on_event: OnEvent) -> OnEvent:
+    """Hears of the same speech with other samples, as many."""
 
-    def done(future: Future[Speech]) -> None:
-        error = future.exception()
-        if error is not None:
-            planted.set_exception(error)
-            return
-        speech = future.result()
-        planted.set_result(replace(speech, samples=speech_like(speech.sample_rate)[: len(speech.samples)]))
+    def planted(event: Event) -> None:
+        if isinstance(event, Done):
+            event = Done(replace(event.speech, samples=speech_like(event.sample_rate)[: len(event.samples)]))
+        on_event(event)
 
-    made.add_done_callback(done)
     return planted
 
 

@@ -16,8 +16,8 @@ import torch
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_models.frames import TINY, Maker, Shape
 from benchmarks.wide_products import SHAPES
-from kernels import lm_wide
-from kernels.lm_wide import fills, processors
+from kernels import lm_products
+from kernels.lm_products import fills, processors
 from kernels.prefill_triton import prefill_packed
 from kernels.varlen_attention import PackedPrompts
 
@@ -38,7 +38,7 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     prompts, pages = prompts_of(rows, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
-    filled = lm_wide.serves(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
+    filled = lm_products.serves_swiglu(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH), 1, 11)
     row = {"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled}
     bench.add({**row, "ms": us / 1000, "us_per_position": us / rows})

@@ -31,9 +31,9 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.execution import open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.pipeline import FrameRequestInfo, FrameUtteranceFuture
+from pipelines.qwen3_tts.pipeline import FrameRequestInfo, FrameUtterance
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
-from pipelines.request import Speech
+from pipelines.request import Done, Event, Failed, Listener
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMES_PER_SECOND = 12.5
@@ -123,28 +123,27 @@ class Counter:
         self._loop.room.release()
 
 
-def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtteranceFuture:
+def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtterance:
     """The receiver of the real pipeline, whose speech is counted."""
 
-    def heard(future: Any) -> None:
-        if future.exception() is not None:
-            loop.tally.failed(future.exception())
-        else:
-            speech: Speech = future.result()
+    def heard(event: Event) -> None:
+        if isinstance(event, Failed):
+            loop.tally.failed(event.error)
+        elif isinstance(event, Done):
+            speech = event.speech
             frames = int(speech.meta["frames"])
             whole = len(speech.samples) == frames * SAMPLE_RATE / FRAMES_PER_SECOND
             loop.tally.heard(frames, whole and frames == wanted and speech.meta["finish"] == "eos")
         loop.room.release()
 
-    kind = _Probe if probe else FrameUtteranceFuture
-    utterer = kind(FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    kind = _Probe if probe else FrameUtterance
+    utterer = kind(FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True), stage, Listener(heard, lambda _done: None))
     if isinstance(utterer, _Probe):
         utterer.tally = loop.tally
-    utterer.future.add_done_callback(heard)
     return utterer
 
 
-class _Probe(FrameUtteranceFuture):
+class _Probe(FrameUtterance):
     """An utterance that is asked for again and again; its codes must not depend on when."""
 
     tally: Tally

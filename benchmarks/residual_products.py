@@ -1,4 +1,4 @@
-"""Times residual products of many rows in CUDA C++ (`kernels/lm_residual.py`) beside cuBLAS's and the norms behind those, and frames.
+"""Times residual products of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the norms behind those, and frames.
 
     python -m benchmarks.residual_products [--rows 128,256,384] [--parts check,products,frame]
 
@@ -25,7 +25,7 @@ from benchmarks.gpu import Bench, captured, graph_us, numbers, parser
 from benchmarks.random_models.frames import Maker
 from benchmarks.wide_products import SHAPES, frame_ms
 from kernels.lm_frame import plan_for
-from kernels.lm_residual import OUTPUTS, ROWS, SPLITS, add_product, clusters_of, fault, splits_for
+from kernels.lm_products import RESIDUAL_OUTPUTS, ROWS, SPLITS, add_product, clusters_of, residual_fault, splits_for
 from kernels.lm_triton import add_norm
 
 LAYERS, EPS, CONTEXT = 28, 1e-6, 300
@@ -66,7 +66,7 @@ def made(bench: Bench, rows: int, sizes: tuple[int, int], layers: int) -> Produc
 
 
 def cuts(sizes: tuple[int, int]) -> list[int]:
-    return [splits for splits in SPLITS if fault(*sizes, splits) is None]
+    return [splits for splits in SPLITS if residual_fault(*sizes, splits) is None]
 
 
 def check(bench: Bench, rows: int) -> None:
@@ -112,7 +112,7 @@ def products(bench: Bench, rows: int) -> None:
             for splits in cuts(sizes):
                 times[f"split_{splits}{suffix}"] = graph_us(partial(given.ours, splits, around=around), LAYERS, 9)
         room = {f"room_{splits}": count for splits, count in clusters.items()}
-        about = {"cut": splits_for(rows, *sizes, clusters), "needed": -(-rows // ROWS) * sizes[0] // OUTPUTS, **room}
+        about = {"cut": splits_for(rows, *sizes, clusters), "needed": -(-rows // ROWS) * sizes[0] // RESIDUAL_OUTPUTS, **room}
         bench.add({"part": "products", "rows": rows, "product": name, **about, **times})
 
 

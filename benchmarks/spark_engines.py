@@ -32,8 +32,7 @@ from pipelines.results import Meta
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.config import LLM, WAV2VEC2, LmConfig, SparkConfig
-from pipelines.spark_tts.model import Prompt, SparkModel
-from pipelines.spark_tts.native import sized
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, sized, take_weights
 from pipelines.spark_tts.pipeline import (
     NativeSparkStreamer,
     SparkPipeline,
@@ -45,7 +44,6 @@ from pipelines.spark_tts.pipeline import (
 )
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
 from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
-from pipelines.spark_tts.weights import Drawable, take_weights
 from pipelines.tokens import TokenHost, TokenRequest
 from pipelines.vllm_engine.library import ModelSpec
 

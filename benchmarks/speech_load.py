@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from queue import Queue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -23,8 +23,7 @@ from torch import Tensor
 from benchmarks.gpu import Bench, GpuUse, ThreadUse
 from benchmarks.watched_executor import Watched
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import AudioChunk, Generation, Message, Speech, SynthesisRequest
-from pipelines.streams import End, Heard
+from pipelines.request import Done, Event, Failed, Generation, Message, Pipeline, Speech, SynthesisRequest, submit
 from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling
 
 PROMPT_TOKENS = 120
@@ -39,13 +38,6 @@ _PEAK = 32767
 
 #: A request of a pipeline: its name, its number, its seconds.
 Make = Callable[[str, int, float], SynthesisRequest]
-
-
-class Speaking(Protocol):
-    """The part of a pipeline that is measured."""
-
-    def submit(self, request: SynthesisRequest) -> Future[Speech]: ...
-    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End: ...
 
 
 @lru_cache(maxsize=64)
@@ -142,7 +134,7 @@ def codec_part(
 
 
 def speech_part(
-    bench: Bench, pipeline: Speaking, engine: str, requests: list[int], seconds: float, make: Make, watched: Watched | None = None,
+    bench: Bench, pipeline: Pipeline, engine: str, requests: list[int], seconds: float, make: Make, watched: Watched | None = None,
     about: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Request to samples: all at once, then so many kept under way, of lengths from half to whole. `about`: what else rows say."""
@@ -150,7 +142,7 @@ def speech_part(
     lengths = [seconds * (0.5 + 0.5 * step / 7) for step in range(8)]
     for number in requests:
         begin = time.perf_counter()
-        under_way = [pipeline.submit(make(f"burst{number}", index, seconds)) for index in range(number)]
+        under_way = [submit(pipeline, make(f"burst{number}", index, seconds)) for index in range(number)]
         burst = sum(map(_heard_seconds, under_way)) / (time.perf_counter() - begin)
         found = steady(bench, pipeline, number, lambda index, number=number: make(f"steady{number}", index, lengths[index % 8]), watched)
         ms, audio = found.pop("ms"), found.pop("audio_seconds")
@@ -158,17 +150,17 @@ def speech_part(
         bench.timed("speech, end to end", number, ms, audio, **row)
 
 
-def warm_up(bench: Bench, pipeline: Speaking, seconds: float, make: Make) -> None:
+def warm_up(bench: Bench, pipeline: Pipeline, seconds: float, make: Make) -> None:
     """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of a kernel."""
     warm = [make("warm", voice, min(1.0, seconds)) for voice in range(VOICES)]
     warm += [make("lengths", index, seconds * (1 + index % 64) / 64) for index in range(12 * VOICES if bench.on_gpu else 0)]
-    for future in [pipeline.submit(request) for request in warm]:
+    for future in [submit(pipeline, request) for request in warm]:
         _heard_seconds(future)
     first_chunks(pipeline, 1, 1, lambda index: make("first", index, min(2.0, seconds)))
 
 
 def steady(
-    bench: Bench, pipeline: Speaking, slots: int, request: Callable[[int], SynthesisRequest], watched: Watched | None = None
+    bench: Bench, pipeline: Pipeline, slots: int, request: Callable[[int], SynthesisRequest], watched: Watched | None = None
 ) -> dict[str, Any]:
     """`TURNS` requests a slot, with all slots taken: measured from the end of the first one of each slot until no new ones follow."""
     under_way, total = slots + slots // BESIDE, TURNS * slots
@@ -182,7 +174,7 @@ def steady(
 
     for number in range(total):
         free.acquire()
-        future = pipeline.submit(request(number))
+        future = submit(pipeline, request(number))
         future.add_done_callback(ended)
         futures.append(future)
         if watched is not None and number == total // 2:
@@ -202,7 +194,7 @@ def steady(
 
 
 def stream_part(
-    bench: Bench, pipeline: Speaking, engine: str, counts: list[int], seconds: float, make: Make, about: dict[str, Any] | None = None
+    bench: Bench, pipeline: Pipeline, engine: str, counts: list[int], seconds: float, make: Make, about: dict[str, Any] | None = None
 ) -> None:
     """First chunks of so many streams back to back: median and 95th of 100, without the first stream of each place. `about`: as of
     `speech_part`."""
@@ -216,7 +208,7 @@ def stream_part(
         bench.timed("first chunk", number, took, engine=engine, slots=number, streams=total, **more)
 
 
-def first_chunks(pipeline: Speaking, at_once: int, total: int, request: Callable[[int], SynthesisRequest]) -> list[float]:
+def first_chunks(pipeline: Pipeline, at_once: int, total: int, request: Callable[[int], SynthesisRequest]) -> list[float]:
     """Milliseconds from each request to its first samples, with so many streams at once; those that random weights ended before it are
     left out. Raises the error of a stream that failed otherwise."""
     ended: Queue[NightjarError | None] = Queue()
@@ -226,16 +218,15 @@ def first_chunks(pipeline: Speaking, at_once: int, total: int, request: Callable
         asked = request(index)
         begin = time.perf_counter()
 
-        def heard(chunk: AudioChunk | NightjarError) -> None:
-            if isinstance(chunk, NightjarError):
-                ended.put(None if chunk.code is ErrorCode.SYNTH_NO_AUDIO else chunk)
-                return
-            if len(chunk.samples):
-                waits.setdefault(index, 1000 * (time.perf_counter() - begin))
-            if chunk.final:
+        def heard(event: Event) -> None:
+            if isinstance(event, Failed):
+                ended.put(None if event.error.code is ErrorCode.SYNTH_NO_AUDIO else event.error)
+            elif isinstance(event, Done):
                 ended.put(None)
+            elif len(event.samples):
+                waits.setdefault(index, 1000 * (time.perf_counter() - begin))
 
-        pipeline.start_stream(asked, heard)
+        pipeline.start(asked, heard, stream=True)
 
     for index in range(min(at_once, total)):
         start(index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from benchmarks import job_gpu, planted
 from benchmarks.qwen3_load import Load
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import Speech
+from pipelines.request import Done, Event, Failed, Speech
 
 
 def test_a_jobs_rate_leaves_out_the_ramp_and_the_tail() -> None:
@@ -48,16 +47,17 @@ def test_a_job_runs_beside_the_engine_into_a_folder_and_through_services(tmp_pat
 
 
 def test_planted_audio_is_as_long_as_what_it_replaces() -> None:
-    made: Future[Speech] = Future()
-    heard = planted.with_planted_audio(made)
-    made.set_result(Speech(np.zeros(9600, np.float32), 24_000, "5 words", meta={"frames": 5}))
-    speech = heard.result(0)
+    heard: list[Event] = []
+    tell = planted.with_planted_audio(heard.append)
+    tell(Done(Speech(np.zeros(9600, np.float32), 24_000, "5 words", meta={"frames": 5})))
+    (event,) = heard
+    assert isinstance(event, Done)
+    speech = event.speech
     assert (len(speech.samples), speech.text, speech.meta) == (9600, "5 words", {"frames": 5})
     assert 0.05 < np.abs(speech.samples).max() < 0.99
-    failing: Future[Speech] = Future()
-    heard = planted.with_planted_audio(failing)
-    failing.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "closed"))
-    assert isinstance(heard.exception(0), SynthesisError)
+    failure = Failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "closed"))
+    tell(failure)
+    assert heard[1] is failure
 
 
 def test_table_of_jobs_leaves_out_what_a_row_has_not() -> None:

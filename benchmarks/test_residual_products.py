@@ -22,7 +22,7 @@ def added_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Ten
 
 
 def added_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, **_) -> Tensor:
-    """The twin of `kernels.lm_residual.add_product`."""
+    """The twin of `kernels.lm_products.add_product`."""
     return x.add_(a @ weight.t())
 
 

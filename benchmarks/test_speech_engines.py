@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import wave
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks import engine_agreement, family_lines, fish_speech
-from benchmarks.speech_load import Speaking, first_chunks, recording, spoken_request
+from benchmarks.speech_load import first_chunks, recording, spoken_request
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import AudioChunk, Speech, SynthesisRequest
-from pipelines.streams import End, Heard
+from pipelines.request import AudioChunk, Done, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
+from tests.support.called import CalledPipeline
 
 
 def found_in(path: Path) -> dict[str, Any]:
@@ -41,38 +40,36 @@ def test_a_recording_is_a_wav_file_of_its_length() -> None:
     assert recording(0.5, 16_000, 3) != recording(0.5, 16_000, 4)
 
 
-class Scripted(Speaking):
+class Scripted(CalledPipeline):
     """Streams of which some have no audio, and some fail."""
 
     def __init__(self) -> None:
         self.at_once = self.most = 0
-        self.kept: list[Heard] = []
+        self.kept: list[OnEvent] = []
         self.started: list[int] = []
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        raise NotImplementedError
-
-    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        assert isinstance(request, SynthesisRequest)
         self.at_once += 1
         self.started.append(request.seed)
         self.most = max(self.most, self.at_once)
-        self.kept.append(heard)
+        self.kept.append(on_event)
         if len(self.kept) == 2:
             self.kept, waiting = [], self.kept
             self.at_once -= 2
             for one in waiting:
                 self.speak(request, one)
-        return lambda: None
+        return Listener(on_event, lambda _done: None)
 
-    def speak(self, request: SynthesisRequest, heard: Heard) -> None:
+    def speak(self, request: SynthesisRequest, heard: OnEvent) -> None:
         if request.seed == 3:
-            heard(SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model wrote no speech tokens."))
+            heard(Failed(SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model wrote no speech tokens.")))
             return
         if request.seed == 7:
-            heard(SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine failed."))
+            heard(Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine failed.")))
             return
         heard(AudioChunk(np.zeros(8, np.float32), 16_000))
-        heard(AudioChunk(np.zeros(0, np.float32), 16_000, final=True))
+        heard(Done(Speech(np.zeros(0, np.float32), 16_000)))
 
 
 def request(index: int) -> SynthesisRequest:

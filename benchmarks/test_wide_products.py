@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks import wide_products
 from benchmarks.random_models.frames import Maker, Shape
 from benchmarks.wide_products import Product
-from kernels import lm_wide
+from kernels import lm_products
 from kernels.layers import rms_norm, swiglu
 
 
@@ -28,7 +28,7 @@ def test_launch_after_launch_multiplies_the_same_activations(monkeypatch: pytest
 
     monkeypatch.setattr(wide_products, "add_norm", added_norm)
     monkeypatch.setattr(wide_products, "swiglu", lambda both, out: out.copy_(swiglu(both)))
-    monkeypatch.setattr(lm_wide, "swiglu", wide)
+    monkeypatch.setattr(lm_products, "swiglu", wide)
     given = Product(Maker("cpu", torch.float32), Shape(hidden=64, inter=96), 5, 3)
     exact, before = swiglu(rms_norm(given.x, given.norm, 1e-6) @ given.weights[-1].t()), given.x.clone()
     for launches in (given.cublas, given.ours) * 2:

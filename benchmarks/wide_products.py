@@ -1,4 +1,4 @@
-"""Times SwiGLU of many rows in CUDA C++ (`kernels/lm_wide.py`) beside cuBLAS's and the launches around those, and frames with it.
+"""Times SwiGLU of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the launches around those, and frames with it.
 
     python -m benchmarks.wide_products [--rows 512,640,1024] [--parts check,products,frame]
 
@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_models.frames import LARGE, SMALL, Maker, Shape
-from kernels import layers, lm_wide
+from kernels import layers, lm_products
 from kernels.lm_frame import FusedFrame, Plan, plan_for
+from kernels.lm_products import fills, processors
 from kernels.lm_triton import add_norm, swiglu
-from kernels.lm_wide import fills, processors
 
 LAYERS, EPS = 28, 1e-6
 SHAPES = {"0.6B": SMALL, "1.7B": LARGE}
@@ -49,7 +49,7 @@ class Product:
     def ours(self, around: bool = True) -> None:
         for weight in self.weights:
             x = add_norm(self.x, self.pending, self.norm, EPS, self.h, early=True) if around else self.x
-            lm_wide.swiglu(x, weight, self.y, pdl=around)
+            lm_products.swiglu(x, weight, self.y, pdl=around)
 
     def cublas(self, around: bool = True) -> None:
         for weight in self.weights:
@@ -72,7 +72,7 @@ def check(bench: Bench, rows: int) -> None:
         given = Product(Maker(str(bench.device), torch.bfloat16, seed=rows), shape, rows, 1)
         exact = given.twin(torch.float64)
         allowed = float((given.twin(torch.bfloat16) - exact).norm())
-        found = [lm_wide.swiglu(given.x, given.weights[0], given.y.clone()) for _ in range(2)]
+        found = [lm_products.swiglu(given.x, given.weights[0], given.y.clone()) for _ in range(2)]
         worst = max(float((y - exact).norm()) / allowed for y in found)
         same = all(torch.equal(y, found[0]) for y in found)
         bench.add({"part": "check", "rows": rows, "sizes": name, "error": worst, "same": same})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jobs.formatting import redact
@@ -25,21 +25,16 @@ RUN_SHARD = "nightjar.run_shard"
 QUEUE = "nightjar"
 KEY_PREFIX = "speech:"
 
-#: Redis priorities: 0 is delivered first, and kombu keeps one list each for 0, 3, 6 and 9.
-_PRIORITY_HIGHEST, _PRIORITY_HIGH, _PRIORITY_NORMAL, _PRIORITY_LOW = 0, 3, 6, 9
-
 CONNECT_SECONDS = 5
 SOCKET_SECONDS = 30
 BATCH_MESSAGES = 500
 
 
 def message_priority(job_priority: int) -> int:
-    """The Redis priority of a job's messages: a higher job priority is a lower number."""
-    if job_priority >= 10:
-        return _PRIORITY_HIGHEST
+    """The Redis priority of a job's messages: 0 is delivered first, and kombu keeps one list each for 0, 3, 6 and 9."""
     if job_priority > 0:
-        return _PRIORITY_HIGH
-    return _PRIORITY_NORMAL if job_priority == 0 else _PRIORITY_LOW
+        return 0 if job_priority >= 10 else 3
+    return 6 if job_priority == 0 else 9
 
 
 def make_celery(settings: Settings) -> Celery:
@@ -101,8 +96,8 @@ def make_celery(settings: Settings) -> Celery:
 class Publisher:
     """Publishes shards over one pooled connection. Raises `broker.unreachable` and may then be used again."""
 
-    def __init__(self, settings: Settings, app: Celery | None = None) -> None:
-        self._app = app or make_celery(settings)
+    def __init__(self, settings: Settings) -> None:
+        self._app = make_celery(settings)
 
     def publish(self, tickets: Sequence[Ticket]) -> None:
         """Sends one message for each ticket, pipelined; the body is (job, shard, epoch) and nothing else."""
@@ -163,22 +158,10 @@ class Publisher:
             ) from error
 
 
-def publish(settings: Settings, tickets: Sequence[Ticket]) -> None:
-    """Publishes once, on a connection of its own. Raises `broker.unreachable`."""
-    publisher = Publisher(settings)
-    try:
-        publisher.publish(tickets)
-    finally:
-        publisher.close()
-
-
 def check(settings: Settings) -> None:
     """Raises `broker.unreachable` when the broker does not answer within a few seconds."""
-    publisher = Publisher(settings)
-    try:
+    with closing(Publisher(settings)) as publisher:
         publisher.ping()
-    finally:
-        publisher.close()
 
 
 class Dispatcher:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jobs.estimate import Estimate, dry_run
-from jobs.input_format import AskedFormat
 from jobs.input_records import Records
+from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
@@ -34,26 +34,6 @@ __all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "check
 
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitOptions:
-    """What a person may say about a job beside its input and its spec."""
-
-    name: str = ""
-    owner: str = ""
-    priority: int = 0
-    weight: int = 1
-    max_attempts: int = 3
-    max_in_flight: int | None = None
-    error_budget: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
-    on_error: Literal["skip", "abort"] = "skip"
-    #: How the input writes its lines, for a spec that is not resolved.
-    input_format: AskedFormat = "dialogues"
-    #: The same key is the same job; None: made from input, spec and store.
-    idempotency_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

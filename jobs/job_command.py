@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec
+from jobs.job_options import flags, options_of, usual_options
+from jobs.ledger.records import Job, JobSpec
 from jobs.quality import DEFAULT, PRESETS, Quality
-from jobs.turns import ASKED
 from pipelines.errors import NightjarError
 from pipelines.request import Generation
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 #: The variable that chooses the engine of a model that several can run.
 ENGINE = "SPEECH_ENGINE__KIND"
-
-#: Of `Generation`: what no option says, for it is a line's own, or has its own option.
-_NO_OPTION = ("reference_text", "seed", "roles")
-_MOST_ATTEMPTS = 3
 #: Parts of the longest key of `--qa-set`.
 _KEY_PARTS = 3
 
@@ -39,7 +35,7 @@ def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list
     else:
         chosen = ["env", f"{ENGINE}={engines[0]}"] if len(engines) == 1 else []
         program = [*chosen, "nightjar", "run", job.input_uri, "--out", home]
-    return [*program, *_of_spec(job.spec), *_of_job(job)]
+    return [*program, *_of_options(job), *_of_quality(_without_own_pace(job.spec))]
 
 
 def command_text(words: list[str]) -> str:
@@ -64,7 +60,7 @@ def unsaid(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]
     if job.input_uri == "-":
         notes.append("The input came from standard input: give the same lines again.")
     roles = (job.spec.generation.roles or {}).values()
-    if job.spec.generation.reference_text is not None or any(one != Generation(voice=one.voice) for one in roles):
+    if any(one != Generation(voice=one.voice) for one in roles):
         notes.append("Its generation has settings that no option has; see `spec` in the JSON.")
     card, revision = _card(job.spec.model), job.spec.model_revision
     if revision and (card is None or card.revision != revision):
@@ -84,48 +80,23 @@ def _card(model: str) -> ModelCard | None:
         return None
 
 
-def _of_spec(spec: JobSpec) -> Iterator[str]:
-    yield from ("--model", spec.model)
-    for name in Generation.__struct_fields__:
-        value = getattr(spec.generation, name)
-        if value is not None and name not in _NO_OPTION:
-            yield from (f"--{name.replace('_', '-')}", str(value))
-    for role, own in (spec.generation.roles or {}).items():
-        if own.voice is not None:
-            yield from ("--voice-of", f"{role}={own.voice}")
-    if spec.seed:
-        yield from ("--seed", str(spec.seed))
-    if spec.format != "wav":
-        yield from ("--format", spec.format)
-    if spec.sample_rate is not msgspec.UNSET:
-        yield from ("--sample-rate", str(spec.sample_rate))
-    if spec.speak is not msgspec.UNSET and spec.speak in ASKED and spec.speak != "auto":
-        yield from ("--speak", spec.speak)
-    if spec.pack is True:
-        yield "--pack"
-    yield from _of_quality(_without_own_pace(spec))
-    if spec.reading is not msgspec.UNSET:
-        for name in ("limit", "sample"):
-            if (count := getattr(spec.reading, name)) is not None:
-                yield from (f"--{name}", str(count))
-        for option, pairs in (("--column", spec.reading.columns), ("--voice-for", spec.reading.voices)):
-            for key, value in (pairs or {}).items():
-                yield from (option, f"{key}={value}")
-
-
-def _of_job(job: Job) -> Iterator[str]:
-    if (written := job.labels.get(INPUT_FORMAT)) is not None:
-        yield from ("--input-format", written)
-    if job.name:
-        yield from ("--name", job.name)
-    for key, value in sorted(job.labels.items()):
-        if key != INPUT_FORMAT:
-            yield from ("--label", f"{key}={value}")
-    plain = {"priority": (job.priority, 0), "weight": (job.weight, 1), "max-attempts": (job.max_attempts, _MOST_ATTEMPTS)}
-    limits = {"max-in-flight": (job.max_in_flight, None), "error-budget": (job.error_budget, None)}
-    for name, (value, usual) in {**plain, **limits}.items():
-        if value != usual:
-            yield from (f"--{name}", str(value))
+def _of_options(job: Job) -> Iterator[str]:
+    """The model, and each other option that is not as usual."""
+    made, usual = options_of(job.spec, job), usual_options()
+    settings = {**made.pop("generation"), **{name: value for name, value in made.items() if name not in flags() and value != usual[name]}}
+    for name, shown in flags().items():
+        value = made.get(name)
+        if value is None or (value == usual.get(name) and name != "model"):
+            continue
+        if isinstance(value, Mapping):
+            for key, one in sorted(cast("Mapping[str, str]", value).items()):
+                yield from (shown.flag, f"{key}={one}")
+        elif value is True:
+            yield shown.flag
+        else:
+            yield from (shown.flag, str(value))
+    for name, value in settings.items():
+        yield from ("--set", f"{name}={value}")
 
 
 def _without_own_pace(spec: JobSpec) -> Quality | None:

@@ -25,14 +25,14 @@ from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
 from jobs.source import LineBatch, open_source
-from jobs.spec import job_records, resolve, speak_of
+from jobs.spec import job_records, resolve
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
 from jobs.verify import Expected, ObjectCheck, made_again, request_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
-from pipelines.request import Pipeline, Speech
+from pipelines.request import Pipeline, Speech, submit
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -98,7 +98,7 @@ class Repair:
                         if inputs[row.shard_no] != loaded:
                             lines = {line.index: line for line in read_shard(self.store, *inputs[row.shard_no])}
                             loaded = inputs[row.shard_no]
-                        future = self.pipeline.submit(request_of(self.store, self.job, lines[row.index], artifact.seed, artifact.kind))
+                        future = submit(self.pipeline, request_of(self.store, self.job, lines[row.index], artifact.seed, artifact.kind))
                         begun.append((row, artifact, future))
                     except NightjarError as error:
                         begun.append((row, artifact, error))
@@ -229,7 +229,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
 
         def restore(number: int, raw: bytes, dialogue: Dialogue) -> None:
             index, key = wanted.pop(dialogue.example_id)
-            turns, heard = _spoken(dialogue, speak_of(job.spec))
+            turns, heard = _spoken(dialogue, job.spec.speak)
             references = {place: uploader.key(dialogue.messages[place][2]) for place in heard}
             lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
 
@@ -269,10 +269,10 @@ def _dialogues(records: Records, form: OpenAiBatchForm | None, refused: Collecti
             yield number, line, raw, dialogue
 
 
-def _spoken(dialogue: Dialogue, speak: Speak | None) -> tuple[tuple[int, ...] | None, Sequence[int]]:
+def _spoken(dialogue: Dialogue, speak: Speak) -> tuple[tuple[int, ...] | None, Sequence[int]]:
     """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they need."""
     messages = dialogue.messages
-    if speak is None or speak == "answer":
+    if speak == "answer":
         return None, [place for place, (role, modality, _) in enumerate(messages) if modality == "audio" and role != "assistant"]
     turns = spoken_turns(messages, speak)
     return turns, sorted({place for turn in turns for place in reference_places(messages, turn)})

@@ -17,13 +17,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from jobs.formatting import is_address
-from jobs.input_format import InputFormat
 from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
-from pipelines.audio_format import AudioFormat
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode, nearest
 from pipelines.registry import ModelCard, has_option
@@ -190,29 +201,23 @@ class ServeSettings(SettingsGroup):
     strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
 
 
+def _job_options(value: dict[str, Any]) -> dict[str, Any]:
+    from jobs.job_options import OptionError, read_options
+
+    try:
+        if own := value.keys() & {"name", "idempotency_key"}:
+            raise OptionError(own.pop(), "it is the night's", unknown=True)
+        return read_options(value)
+    except OptionError as error:
+        kind = "extra_forbidden" if error.unknown else "job_option"
+        raise PydanticCustomError(kind, "{reason}", {"key": error.name, "reason": error.reason}) from None
+
+
 class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
     input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
-    input_format: InputFormat = Field(default="dialogues", description="Format of the file.")
-    model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
-    speak: Literal["auto", "user", "assistant", "all"] | None = Field(default=None, description="Whose texts become speech; as `--speak`.")
-    voice: str | None = Field(default=None, description="Voice for lines without a voice.")
-    voice_of: dict[Literal["user", "assistant"], str] = Field(default={}, description="Voice for each role.")
-    language: str | None = Field(default=None, description="Language for lines without a language.")
-    instruct: str | None = Field(default=None, description="Style instruction for lines without one.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
-    format: AudioFormat = Field(default="wav", description="Audio format: wav, flac, mp3 or opus.")
-    sample_rate: Annotated[int, Field(ge=8_000, le=48_000)] | None = Field(
-        default=None, description="Sample rate of the audio in Hz, 8000 to 48000. Unset: the model's own."
-    )
-    pack: bool = Field(default=False, description="Store the audio of many items in one object, a pack; as `--pack`.")
-    qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Quality checks.")
-    qa_config: Path | None = Field(default=None, description="TOML file with changes to the checks.")
-    priority: int = Field(default=0, description="Jobs with a higher priority run first.")
-    weight: PositiveInt = Field(default=1, description="Share of the workers among jobs of the same priority.")
     store_url: str | None = Field(default=None, description="Store of this schedule. Unset: `store_url`.")
-    on_error: Literal["skip", "abort"] = Field(default="skip", description="`skip`: leave bad lines out. `abort`: refuse the whole file.")
     exports: Words = Field(
         default=(), description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible."
     )
@@ -222,6 +227,17 @@ class Schedule(SettingsGroup):
         "a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}` in `home`.",
     )
     splits: str | None = Field(default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01.")
+    #: Every other key is an option of the job, by its name in Python (`jobs.job_options`).
+    options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_options(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        given = cast("dict[str, Any]", value)
+        own = {name: given[name] for name in given if name in cls.model_fields and name != "options"}
+        return own | {"options": {name: given[name] for name in given if name not in own}}
 
 
 class Settings(SettingsGroup):
@@ -474,7 +490,10 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     errors = error.errors(include_url=False, include_input=False)
     # What is written wrongly explains what is missing.
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    key = ".".join(str(part) for part in first["loc"])
+    place = [str(part) for part in first["loc"]]
+    if (option := first.get("ctx", {}).get("key")) is not None:
+        place[-1] = option
+    key = ".".join(place)
     # A group that does not exist is named with the key that was given in it.
     inside = next((name for name in origins if name == key or name.startswith(f"{key}.")), None)
     given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
@@ -511,10 +530,14 @@ def _variable(key: str) -> str:
 
 def _keys(group: type[SettingsGroup], schedule: str, path: str = "") -> Iterator[str]:
     """The dotted keys of all settings, those of a schedule with its name."""
+    from jobs.job_options import hints
+
     for name, field in group.model_fields.items():
         inner = field.annotation
         if name == "schedules":
             yield from _keys(Schedule, schedule, f"schedules.{schedule}.")
+        elif name == "options":
+            yield from (f"{path}{option}" for option in hints())
         elif isinstance(inner, type) and issubclass(inner, SettingsGroup):
             yield from _keys(inner, schedule, f"{path}{name}.")
         else:

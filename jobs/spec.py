@@ -148,7 +148,7 @@ def _only_voice(card: ModelCard) -> str | None:
 
 def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:
     form = OpenAiBatchForm(voices.card, spec.format) if format == "openai-batch" else None
-    return LineChecker(voices.card, spec.generation, form, speak_of(spec), voices)
+    return LineChecker(voices.card, spec.generation, form, spec.speak, voices)
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
@@ -186,21 +186,15 @@ def _check_audio(spec: JobSpec, card: ModelCard) -> None:
     check_rate(spec.format, spec.sample_rate)
 
 
-def speak_of(spec: JobSpec) -> Speak | None:
-    """Whose turns a job speaks; None: it is of before this could be said."""
-    return None if spec.speak is msgspec.UNSET else spec.speak
-
-
 def _speak(spec: JobSpec, card: ModelCard) -> Speak:
-    asked = "auto" if spec.speak is msgspec.UNSET else spec.speak
     if card.capabilities.multi_turn:
-        if asked not in ("auto", "answer"):
+        if spec.speak not in ("auto", "answer"):
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
             raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out, or use a model that speaks one text.")
         return "answer"
-    if asked not in ASKED:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"`speak` is {asked[:40]!r}.", f"Use one of: {', '.join(ASKED)}.")
-    return asked
+    if spec.speak not in ASKED:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"`speak` is {spec.speak[:40]!r}.", f"Use one of: {', '.join(ASKED)}.")
+    return spec.speak
 
 
 def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus
 from jobs.ledger.records import INPUT_FORMAT, ItemRow, Job, JobState, RejectedLine, ShardState
-from jobs.ledger.status import JobStatus
+from jobs.ledger.status import RECENT_SECONDS, JobStatus, WorkerStatus
 from pipelines.errors import ErrorCode
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence
 
 
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
-    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last `recent.seconds` (`jobs.ledger.fleet`)."""
+    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last `recent.seconds` (`jobs.ledger.status`)."""
     recent = worker.recent
     return {
         "schema": "nightjar.worker/1",

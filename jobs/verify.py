@@ -30,7 +30,7 @@ from jobs.where import Where
 from pipelines.audio import decode
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
-from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
+from pipelines.request import Message, Pipeline, Speech, SynthesisRequest, submit
 from pipelines.vad import trim_silence
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, 
         try:
             if row.shard_no in unread:
                 raise unread[row.shard_no]
-            speech = made_again(pipeline.submit(request_of(store, job, lines[row.index], artifact.seed)), job)
+            speech = made_again(submit(pipeline, request_of(store, job, lines[row.index], artifact.seed)), job)
             reproduced = _compared(row, artifact, store, encoded_audio(speech, job.spec).data, close_db)
         except NightjarError as error:
             reproduced = ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 
 from kernels import toolchain
@@ -22,15 +21,15 @@ from kernels import toolchain
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
-#: The files of `kernels/cuda` that every frame of graphs needs, by name; and those that a wheel brings.
-NAMES = ("skinny", "predictor_attention", "sampler")
-SHIPPED = (*NAMES, "persistent", "persistent_talker")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
-SHIPPED_TARGETS = ("sm_90a", "compute_90")
-#: Sources with Hopper's own products, which no other GPU runs: a wheel brings machine code alone.
-HOPPER_ONLY = ("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products")
+HOPPER, NEWER = "sm_90a", "compute_90"
+#: The files of `kernels/cuda` that a wheel brings, and their targets. No other GPU runs those with Hopper's own products.
+SHIPPED = {
+    **dict.fromkeys(("skinny", "predictor_attention", "sampler", "persistent", "persistent_talker"), (HOPPER, NEWER)),
+    **dict.fromkeys(("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products"), (HOPPER,)),
+}
 #: All code that a wheel brings, by source and target.
-SHIPPED_CODE = (*product(SHIPPED, SHIPPED_TARGETS), *product(HOPPER_ONLY, SHIPPED_TARGETS[:1]))
+SHIPPED_CODE = [(name, target) for name, targets in SHIPPED.items() for target in targets]
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -64,7 +63,7 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)
     before = _read(kept) if _is_own(kept.parent) else None
-    for code in (_read(SOURCES / kept.name), before, _read(SOURCES / file_name(name, SHIPPED_TARGETS[-1]))):
+    for code in (_read(SOURCES / kept.name), before, _read(SOURCES / file_name(name, NEWER))):
         if code is not None:
             yield code
     yield _compiled(name, target, kept, before)

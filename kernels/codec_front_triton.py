@@ -1,46 +1,25 @@
 # ruff: noqa: N803
-"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU; twins: `kernels.codec_front`."""
+"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU; twins: `kernels.codec_ops`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import codec_front
-from kernels.codec_front import GELU, SWIGLU
-from kernels.codec_launch import pieces, power_from
-from kernels.compile_together import on_grid
-from kernels.registry import LIBRARY
-
-INTERPRETED = triton.knobs.runtime.interpret
-
-
-@dataclass(frozen=True, slots=True)
-class ProductTile:
-    """How a product is cut: rows x columns x depth of a tile, pipeline stages, warps."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    warps: int
-
+from kernels.codec_launch import Tile
+from kernels.codec_ops import GELU, SWIGLU
+from kernels.codec_triton import _product
+from kernels.registry import on_gpu
+from kernels.triton_launch import INTERPRETED, on_grid, pieces, power_from
 
 #: The only ones that were tried. SwiGLU has two accumulators of its columns.
-PRODUCT, PRODUCT_SWIGLU = ProductTile(128, 128, 64, 3, 8), ProductTile(128, 64, 64, 3, 8)
+PRODUCT, PRODUCT_SWIGLU = Tile(128, 128, 64, 3, 8), Tile(128, 64, 64, 3, 8)
 #: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a block computes.
 QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8
-
-
-@triton.jit
-def _product(a, b, total, FAST: tl.constexpr):
-    """total + a @ b; the interpreter multiplies in float32, since it cannot in bfloat16."""
-    return tl.dot(a, b, total) if FAST else tl.dot(a.to(tl.float32), b.to(tl.float32), total)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -253,6 +232,11 @@ def depthwise_norm_kernel(
     tl.store(out + place, (centred * scale[:, None]).to(out.dtype.element_ty), mask=(at < steps)[:, None] & known[None, :])
 
 
+def _product_fits(x: Tensor, weight: Tensor, *_: object) -> bool:
+    return x.dtype == torch.bfloat16 and len(weight) % 16 == 0
+
+
+@on_gpu("codec_product", _product_fits)
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
     """`codec_product`, where K is a multiple of 16."""
     gated = activation == SWIGLU
@@ -262,28 +246,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     out = x.new_empty(*x.shape[:-1], columns)
     tile = PRODUCT_SWIGLU if gated else PRODUCT
     tall = min(tile.rows, max(64, power_from(count)))
-    step = min(tile.depth, depth & -depth)
     scales = None if eps is None else _scales(x, count, depth, eps)
     on_grid(product_kernel, (pieces(count, tall) * pieces(columns, tile.columns),))(
-        x,
-        scales,
-        weight,
-        bias,
-        residual,
-        out,
-        count,
-        K=depth,
-        N=columns,
-        GATED=gated,
-        CURVED=activation == GELU,
-        BM=tall,
-        BN=tile.columns,
-        BK=step,
-        GROUP=8,
-        STAGES=tile.stages,
-        FAST=not INTERPRETED,
-        num_warps=tile.warps,
-    )
+        x, scales, weight, bias, residual, out, count, K=depth, N=columns, GATED=gated, CURVED=activation == GELU, BM=tall, BN=tile.columns,
+        BK=min(tile.depth, depth & -depth), GROUP=8, STAGES=tile.stages, FAST=not INTERPRETED, num_warps=tile.warps,
+    )  # fmt: skip
     return out
 
 
@@ -294,6 +261,13 @@ def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
     return out
 
 
+def _attention_fits(qkv: Tensor, *rest: object) -> bool:
+    *_, heads, kv_heads, window = rest
+    dim = qkv.shape[2] // (heads + 2 * kv_heads)
+    return qkv.dtype == torch.bfloat16 and dim >= 32 and dim & (dim - 1) == 0 and window > 1
+
+
+@on_gpu("codec_window_attention", _attention_fits)
 def window_attention(
     qkv: Tensor,
     past: Tensor | None,
@@ -311,79 +285,25 @@ def window_attention(
     qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
     out = qkv.new_empty(rows, steps, heads * dim)
     queries = min(QUERIES, max(16, power_from(steps)))
+    strides = (0 if past is None else past.stride(0), 0 if kept is None else kept.stride(0), 0 if len(cosine) == 1 else cosine.stride(0))
     on_grid(window_kernel, (pieces(steps, queries), heads, rows))(
-        qkv,
-        past,
-        kept,
-        positions,
-        cosine,
-        sine,
-        out,
-        steps,
-        0 if past is None else past.stride(0),
-        0 if kept is None else kept.stride(0),
-        0 if len(cosine) == 1 else cosine.stride(0),
-        1 / math.sqrt(dim),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        H=dim // 2,
-        EARLIER=window - 1,
-        BM=queries,
-        BK=KEYS,
-        FAST=not INTERPRETED,
-        num_warps=4,
-    )
+        qkv, past, kept, positions, cosine, sine, out, steps, *strides, 1 / math.sqrt(dim), HEADS=heads, KV_HEADS=kv_heads, H=dim // 2,
+        EARLIER=window - 1, BM=queries, BK=KEYS, FAST=not INTERPRETED, num_warps=4,
+    )  # fmt: skip
     return out
 
 
+def _depthwise_fits(x: Tensor, *_: object) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+@on_gpu("codec_depthwise_norm", _depthwise_fits)
 def depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`codec_depthwise_norm`."""
     rows, steps, channels = x.shape
     x, out = x.contiguous(), torch.empty(rows, steps, channels, dtype=x.dtype, device=x.device)
     on_grid(depthwise_norm_kernel, (pieces(steps, STEPS), rows))(
-        x,
-        history,
-        weight,
-        bias,
-        out,
-        steps,
-        0 if history is None else history.stride(0),
-        eps,
-        TAPS=len(weight),
-        C=channels,
-        BM=STEPS,
-        BC=power_from(channels),
-        num_warps=4,
-    )
+        x, history, weight, bias, out, steps, 0 if history is None else history.stride(0), eps, TAPS=len(weight), C=channels, BM=STEPS,
+        BC=power_from(channels), num_warps=4,
+    )  # fmt: skip
     return out
-
-
-def _product_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
-    fits = x.dtype == torch.bfloat16 and len(weight) % 16 == 0
-    return (product if fits else codec_front.codec_product)(x, weight, bias, residual, eps, activation)
-
-
-def _attention_on_gpu(
-    qkv: Tensor,
-    past: Tensor | None,
-    kept: Tensor | None,
-    positions: Tensor | None,
-    cosine: Tensor,
-    sine: Tensor,
-    heads: int,
-    kv_heads: int,
-    window: int,
-) -> Tensor:
-    dim = qkv.shape[2] // (heads + 2 * kv_heads)
-    fits = qkv.dtype == torch.bfloat16 and dim >= 32 and dim & (dim - 1) == 0 and window > 1
-    run = window_attention if fits else codec_front.codec_window_attention
-    return run(qkv, past, kept, positions, cosine, sine, heads, kv_heads, window)
-
-
-def _depthwise_on_gpu(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return (depthwise_norm if x.dtype == torch.bfloat16 else codec_front.codec_depthwise_norm)(x, history, weight, bias, eps)
-
-
-LIBRARY.impl("codec_product", _product_on_gpu, "CUDA")
-LIBRARY.impl("codec_window_attention", _attention_on_gpu, "CUDA")
-LIBRARY.impl("codec_depthwise_norm", _depthwise_on_gpu, "CUDA")

@@ -7,16 +7,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import codec_cuda, codec_ops
 from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
-from kernels.compile_together import compiling, on_grid
-from kernels.registry import LIBRARY
+from kernels.registry import LIBRARY, on_gpu
+from kernels.triton_launch import INTERPRETED, compiling, on_grid, pieces, power_from
 
-INTERPRETED = triton.knobs.runtime.interpret
 #: Products of the last convolution kept for each step: room for this many taps.
 HEAD_TAPS = 8
 
@@ -57,16 +55,6 @@ TILES: dict[Shape, Tile] = {
     Shape("conv", 192, 288, 2): Tile(128, 128, 64, 3, 4),
     Shape("unit", 96, 96, 7): Tile(128, 0, 32, 3, 4),
 }
-
-
-def pieces(count: int, size: int) -> int:
-    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else that is worked out for a launch."""
-    return -(-count // size)
-
-
-def power_from(count: int) -> int:
-    """The least power of two that is at least `count`, which is at least 1."""
-    return 1 << (count - 1).bit_length()
 
 
 @lru_cache(maxsize=4096)
@@ -114,19 +102,23 @@ def _tiles(tensor: Tensor, *block: int) -> Any:
     return TensorDescriptor.from_tensor(tensor, list(block))
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for an argument that the kernel does not read."""
-    return other if tensor is None else tensor
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _after(active: Tensor | None, active_lead: int, other: Tensor) -> tuple[Tensor, int]:
+def _chosen_tile(kind: str, a: Tensor, lead: int, columns: int, taps: int) -> Tile | None:
+    if a.dtype != torch.bfloat16:
+        return None
+    return tile_for(Shape(kind, a.shape[2], columns, taps), a.shape[1] - lead, _has_tma(a.device))
+
+
+def _place(active: Tensor | None, active_lead: int) -> tuple[Tensor | None, int]:
     """Where an activated result starts, and the values from one row to the next."""
     if active is None:
-        return other, 0
-    if not active_lead:
-        return active, active[0].numel()
+        return None, 0
     flat = active.view(len(active), -1)
-    return flat[:, active_lead:], flat.shape[1]
+    return flat[:, active_lead:] if active_lead else active, flat.shape[1]
 
 
 def conv(
@@ -142,47 +134,30 @@ def conv(
     active_lead: int,
     frequency: Tensor | None,
     gain: Tensor | None,
-    tile: Tile,
+    *,
     ends: Tensor | None = None,
     open_ends: bool = False,
+    tile: Tile | None = None,
 ) -> None:
-    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth."""
+    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth.
+
+    Without a tile the best one, or the twin where there is none.
+    """
     rows, extended, channels = a.shape
     steps, columns = extended - lead, weight.shape[1]
+    if tile is None and (tile := _chosen_tile("conv", a, lead, columns, taps)) is None:
+        into = (residual, raw, active, active_lead, frequency, gain)
+        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *into, ends=ends, open_ends=open_ends)
+        return
     if channels % tile.depth or weight.shape[0] != taps * channels:
         raise ValueError(f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels")
-    place, stride = _after(active, active_lead, a)
     on_grid(conv_kernel, (rows * pieces(steps, tile.rows) * pieces(columns, tile.columns),))(
         _tiles(a, 1, tile.rows, tile.depth) if tile.tma else a,
         _tiles(weight, tile.depth, tile.columns) if tile.tma else weight,
-        bias,
-        _or(residual, a),
-        _or(raw, a),
-        place,
-        stride,
-        _or(frequency, bias),
-        _or(gain, bias),
-        ends,
-        rows,
-        steps,
-        lead,
-        DILATION=dilation,
-        TAPS=taps,
-        C=channels,
-        N=columns,
-        RESIDUAL=residual is not None,
-        RAW=raw is not None,
-        ACTIVE=active is not None,
-        OPEN=open_ends and ends is not None,
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.depth,
-        GROUP=8,
-        STAGES=tile.stages,
-        TMA=tile.tma,
-        FAST=not INTERPRETED,
-        num_warps=tile.warps,
-    )
+        bias, residual, raw, *_place(active, active_lead), frequency, gain, ends, rows, steps, lead,
+        DILATION=dilation, TAPS=taps, C=channels, N=columns, OPEN=open_ends and ends is not None, BM=tile.rows, BN=tile.columns,
+        BK=tile.depth, GROUP=8, STAGES=tile.stages, TMA=tile.tma, FAST=not INTERPRETED, num_warps=tile.warps,
+    )  # fmt: skip
 
 
 def unit(
@@ -201,63 +176,48 @@ def unit(
     active_lead: int,
     frequency2: Tensor | None,
     gain2: Tensor | None,
-    tile: Tile,
+    *,
     ends: Tensor | None = None,
     open_ends: bool = False,
+    packed: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> None:
-    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192)."""
+    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192).
+
+    `packed` weights run in CUDA C++ where that is faster. Without a tile the best one, or the twin where there is none.
+    """
     rows, extended, channels = a.shape
-    steps = extended - lead
+    inner, into = (bias1, frequency1, gain1), (raw, active, active_lead, frequency2, gain2)
+    if packed is not None and codec_cuda.pays(a, lead) and codec_cuda.aligned(a, residual, raw, active, active_lead):
+        codec_cuda.unit(a, lead, residual, packed, *inner, bias2, dilation, *into, ends, open_ends, load_only=compiling())
+        return
+    steps, taps = extended - lead, weight1.shape[0] // channels
+    if tile is None and (tile := _chosen_tile("unit", a, lead, channels, taps)) is None:
+        codec_ops.codec_active_unit(
+            a, lead, residual, weight1, *inner, weight2, bias2, dilation, *into, ends=ends, open_ends=open_ends
+        )  # fmt: skip
+        return
     large, small = split(channels)
     deep, rest = (tile.depth, 0) if channels % tile.depth == 0 else (large, small)
-    other = rest or deep
-    tma = tile.tma
-    place, stride = _after(active, active_lead, a)
+    other, tma = rest or deep, tile.tma
     on_grid(unit_kernel, (rows * pieces(steps, tile.rows),))(
-        _tiles(a, 1, tile.rows, deep) if tma else a,
-        _tiles(a, 1, tile.rows, other) if tma else a,
-        _tiles(weight1, deep, large) if tma else weight1,
-        _tiles(weight1, deep, small) if tma else weight1,
-        _tiles(weight1, other, large) if tma else weight1,
-        _tiles(weight1, other, small) if tma else weight1,
-        bias1,
-        frequency1,
-        gain1,
-        weight2,
-        bias2,
-        residual,
-        _or(raw, a),
-        place,
-        stride,
-        _or(frequency2, bias2),
-        _or(gain2, bias2),
-        ends,
-        rows,
-        steps,
-        lead,
-        DILATION=dilation,
-        TAPS=weight1.shape[0] // channels,
-        C=channels,
-        N0=large,
-        N1=small,
-        RAW=raw is not None,
-        ACTIVE=active is not None,
-        OPEN=open_ends and ends is not None,
-        BM=tile.rows,
-        K0=deep,
-        K1=rest,
-        STAGES=tile.stages,
-        TMA=tma,
-        FAST=not INTERPRETED,
-        num_warps=tile.warps,
-    )
+        *(_tiles(a, 1, tile.rows, depth) if tma else a for depth in (deep, other)),
+        *(_tiles(weight1, depth, columns) if tma else weight1 for depth in (deep, other) for columns in (large, small)),
+        *inner, weight2, bias2, residual, raw, *_place(active, active_lead), frequency2, gain2, ends, rows, steps, lead,
+        DILATION=dilation, TAPS=taps, C=channels, N0=large, N1=small, OPEN=open_ends and ends is not None, BM=tile.rows, K0=deep, K1=rest,
+        STAGES=tile.stages, TMA=tma, FAST=not INTERPRETED, num_warps=tile.warps,
+    )  # fmt: skip
 
 
-def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, ends: Tensor | None = None) -> Tensor:
+def _head_fits(a: Tensor, lead: int, weight: Tensor, bias: Tensor, **_: Tensor | None) -> bool:
+    return a.dtype == torch.bfloat16 and _depth(a.shape[2]) is not None and len(weight) <= HEAD_TAPS
+
+
+@on_gpu("codec_head", _head_fits)
+def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
     """`codec_head` in bfloat16 (bias float32), for up to 8 taps and a multiple of 16 channels."""
     rows, extended, channels = a.shape
-    steps, taps = extended - lead, weight.shape[0]
-    depth = _depth(channels)
+    steps, taps, depth = extended - lead, weight.shape[0], _depth(channels)
     if depth is None or taps > HEAD_TAPS:
         raise ValueError(f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible")
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
@@ -279,60 +239,6 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return out
 
 
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _conv_on_gpu(
-    a: Tensor,
-    lead: int,
-    weight: Tensor,
-    bias: Tensor,
-    taps: int,
-    dilation: int,
-    *after: Any,
-    ends: Tensor | None = None,
-    open_ends: bool = False,
-) -> None:
-    shape = Shape("conv", a.shape[2], weight.shape[1], taps)
-    tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
-    if tile is None:
-        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after, ends=ends, open_ends=open_ends)
-    else:
-        conv(a, lead, weight, bias, taps, dilation, *after, tile, ends, open_ends)
-
-
-def _unit_on_gpu(
-    a: Tensor,
-    lead: int,
-    residual: Tensor,
-    weight1: Tensor,
-    *rest: Any,
-    ends: Tensor | None = None,
-    open_ends: bool = False,
-    packed: Tensor | None = None,
-) -> None:
-    if packed is not None and codec_cuda.pays(a, lead) and codec_cuda.aligned(a, residual, *rest[6:9]):
-        bias1, frequency1, gain1, _, bias2, *after = rest
-        everything = (a, lead, residual, packed, bias1, frequency1, gain1, bias2, *after)
-        codec_cuda.run(*everything, ends=ends, open_ends=open_ends, compile_only=compiling())
-        return
-    channels = a.shape[2]
-    shape = Shape("unit", channels, channels, weight1.shape[0] // channels)
-    tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
-    if tile is None:
-        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest, ends=ends, open_ends=open_ends)
-    else:
-        unit(a, lead, residual, weight1, *rest, tile, ends, open_ends)
-
-
-def _head_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
-    fits = a.dtype == torch.bfloat16 and _depth(a.shape[2]) is not None and weight.shape[0] <= HEAD_TAPS
-    return head(a, lead, weight, bias, ends) if fits else codec_ops.codec_head(a, lead, weight, bias, ends=ends)
-
-
-LIBRARY.impl("codec_active_conv", _conv_on_gpu, "CUDA")
-LIBRARY.impl("codec_active_unit", _unit_on_gpu, "CUDA")
-LIBRARY.impl("codec_head", _head_on_gpu, "CUDA")
+LIBRARY.impl("codec_active_conv", conv, "CUDA")
+LIBRARY.impl("codec_active_unit", unit, "CUDA")
 LIBRARY.impl("snake_beta", snake, "CUDA")

@@ -75,9 +75,6 @@ def _write(
     N: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    RAW: tl.constexpr,
-    ACTIVE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake up to the row's end, where asked for."""
@@ -86,11 +83,11 @@ def _write(
     inside = (at < steps)[:, None] & (columns < N)[None, :]
     place = at[:, None] * N + columns[None, :]
     value += tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
-    if RESIDUAL:
+    if residual is not None:
         value += tl.load(residual + row.to(tl.int64) * steps * N + place, mask=inside, other=0.0).to(tl.float32)
-    if RAW:
+    if raw is not None:
         tl.store(raw + row.to(tl.int64) * steps * N + place, value.to(tl.bfloat16), mask=inside)
-    if ACTIVE:
+    if active is not None:
         f = tl.load(frequency + columns, mask=columns < N, other=0.0)[None, :]
         g = tl.load(gain + columns, mask=columns < N, other=0.0)[None, :]
         to = active + row.to(tl.int64) * stride + place
@@ -135,9 +132,6 @@ def conv_kernel(
     TAPS: tl.constexpr,
     C: tl.constexpr,
     N: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    RAW: tl.constexpr,
-    ACTIVE: tl.constexpr,
     OPEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -169,7 +163,7 @@ def conv_kernel(
         shift = (TAPS - 1 - i // chunks) * DILATION
         piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
         total = _product(piece, _weights(w, i * BK, n, N, BK, BN, TMA), total, FAST)
-    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, zeros, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
+    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, zeros, N, BM, BN, FAST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -200,8 +194,6 @@ def unit_kernel(
     C: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
-    RAW: tl.constexpr,
-    ACTIVE: tl.constexpr,
     OPEN: tl.constexpr,
     BM: tl.constexpr,
     K0: tl.constexpr,
@@ -244,12 +236,12 @@ def unit_kernel(
     hidden1 = right.to(tl.bfloat16)
     out = _product(hidden0, _weights(w2, 0, 0, C, N0, N0, False), tl.zeros((BM, N0), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, 0, C, N1, N0, False), out, FAST)
-    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, N0, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, N0, FAST)
     # Never fewer than 64 columns: with 32, ptxas 12.8 computes the upper half of a shared-memory descriptor wrongly.
     n1p: tl.constexpr = N1 if N1 > 64 else 64
     out = _product(hidden0, _weights(w2, 0, N0, C, N0, n1p, False), tl.zeros((BM, n1p), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, N0, C, N1, n1p, False), out, FAST)
-    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, n1p, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, n1p, FAST)
 
 
 @triton.jit

@@ -1,11 +1,25 @@
-"""What kernels need of CUDA's driver: load machine code, find a kernel in it, launch it. Called through ctypes, so nothing is linked."""
+"""The one place where the kernels of `kernels/cuda` are loaded and launched, by CUDA's driver.
+
+That is called through ctypes, so nothing is linked.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import binaries, toolchain
+
+log = logging.getLogger(__name__)
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -73,17 +87,21 @@ def _on(device: int) -> Iterator[None]:
             driver.cuCtxSetCurrent(current)
 
 
-_MAP_BYTES, _BFLOAT16, _PROMOTION_128B = 128, 9, 2  # CUtensorMap, and of its enumerations
+_BFLOAT16, _PROMOTION_128B = 9, 2  # of CUtensorMap's enumerations
 _SWIZZLES = {32: 2, 64: 3}  # of 64 and of 128 bytes, by the last size of a box
 
 
-def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
-    """What kernels copy boxes of a contiguous bfloat16 tensor by, `TensorMap` of kernels/cuda/wgmma.cuh.
+#: `TensorMap` of kernels/cuda/wgmma.cuh, in a structure of arguments.
+TensorMap = ctypes.c_byte * 128
+
+
+def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> ctypes.Array[ctypes.c_byte]:
+    """What kernels copy boxes of a contiguous bfloat16 tensor by.
 
     sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32 or 64 values. Raises
     RuntimeError when the driver refuses.
     """
-    memory = (ctypes.c_char * (2 * _MAP_BYTES))()
+    memory = (ctypes.c_char * (2 * ctypes.sizeof(TensorMap)))()
     offset = -ctypes.addressof(memory) % 64
     strides = (ctypes.c_ulonglong * 2)(2 * sizes[0], 2 * sizes[0] * sizes[1])
     steps = (ctypes.c_uint * 3)(1, 1, 1)
@@ -92,7 +110,12 @@ def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, i
         (ctypes.c_uint * 3)(*box), steps, 0, _SWIZZLES[box[0]], _PROMOTION_128B, 0,
     )  # fmt: skip
     _check(code, "A map of a tensor")
-    return bytes(memory)[offset : offset + _MAP_BYTES]
+    return TensorMap.from_buffer_copy(memory, offset)
+
+
+def matrix_map(matrix: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_byte]:
+    """`tensor_map` of a contiguous matrix whose boxes are so many columns and rows."""
+    return tensor_map(matrix.data_ptr(), (matrix.shape[1], len(matrix), 1), (columns, rows, 1))
 
 
 class Module:
@@ -170,3 +193,74 @@ class Kernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with _on(self._device):
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A file of `kernels/cuda`, and its kernels."""
+
+    name: str
+    #: The kernels with the dynamic shared memory that they are made for, in bytes.
+    kernels: Mapping[str, int]
+    #: Who is slower without them, as a sentence.
+    without: str = ""
+    #: As `Module.kernel`.
+    all_shared: bool = False
+
+    @cache  # noqa: B019 - sources live as long as the process
+    def on(self, device: int) -> dict[str, Kernel]:
+        """The kernels on a device, made by the first code that its driver takes. Raises RuntimeError or OSError where there is none."""
+        fault = RuntimeError(f"there is no code of {self.name}")
+        for code in binaries.candidates(self.name, torch.cuda.get_device_capability(device)):
+            try:
+                module = Module(code, device)
+                return {kernel: module.kernel(kernel, size, self.all_shared) for kernel, size in self.kernels.items()}
+            except RuntimeError as error:
+                fault = error
+        raise fault
+
+    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, device: int | None, **how: Any) -> None:
+        """A launch on the current stream of a device (None: the current one); `how`: as `Kernel.launch`."""
+        index = index_of(device)
+        self.on(index)[kernel].launch(grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, **how)
+
+
+@cache
+def available(device: int, *sources: Source) -> bool:
+    """Whether a device has all kernels of these sources: a Hopper, or a newer one where they have code for it. They load side by side.
+
+    Where a device could run them and their code is missing, one warning says so.
+    """
+    capability, newer = torch.cuda.get_device_capability(device), all(binaries.NEWER in binaries.SHIPPED[one.name] for one in sources)
+    if capability < (9, 0) or (capability > (9, 0) and not newer):
+        return False
+    try:
+        with ThreadPoolExecutor(len(sources)) as pool:
+            list(pool.map(lambda source: source.on(device), sources))
+    except (RuntimeError, OSError) as error:
+        names, said = ", ".join(source.name for source in sources), toolchain.first_line(error)
+        log.warning(
+            "the CUDA C++ kernels of %s cannot be made (%s); %s. %s", names, said, sources[0].without, toolchain.CUDA_ADVICE, exc_info=True
+        )
+        return False
+    return True
+
+
+def index_of(device: int | None) -> int:
+    return torch.cuda.current_device() if device is None else device
+
+
+@cache
+def processors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
+    """Fields of a structure of arguments, all of one type."""
+    return ((name, kind) for name in names.split())
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Where tensors begin, as arguments of a kernel."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

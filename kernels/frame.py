@@ -54,6 +54,10 @@ class StackTensors:
     def hidden(self) -> int:
         return self.norm.shape[0]
 
+    @property
+    def inner(self) -> int:
+        return self.layers[0].down.shape[1]
+
 
 class Heads(Protocol):
     """The attention heads of a stack, whether it is loaded or only configured."""

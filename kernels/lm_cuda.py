@@ -1,154 +1,122 @@
-"""The CUDA C++ kernels of `kernels/cuda`: which shapes they know, and their launches on the current stream of a device."""
+"""CUDA C++ kernels of decoding for few rows: which shapes and models they know, and their launches.
+
+Products (`kernels/cuda/skinny.cu`), the predictor's attention (`predictor_attention.cu`) and draws (`sampler.cu`).
+"""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from ctypes import c_float, c_int, c_longlong, c_void_p
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from kernels import binaries, toolchain
-from kernels.cuda_driver import Kernel, Module
-
-log = logging.getLogger(__name__)
+from kernels.cuda_driver import Source, addresses, fields
+from kernels.frame import FrameTensors
 
 PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
 FIRST, MIDDLE, LAST = range(3)
 
-#: How a skinny product is cut: groups of 8 weight rows a block, tiles of 16 rows, warps, and blocks of 32 along the inner size a warp.
-Partition = tuple[int, int, int, int]
-#: By (inner size, has norm, epilogue): the partitions for up to 8 rows, up to 16, and more.
-_PARTITIONS: dict[tuple[int, bool, int], tuple[Partition, Partition, Partition]] = {
-    (1024, True, PLAIN): ((2, 1, 8, 4), (2, 1, 8, 4), (2, 2, 8, 4)),
-    (1024, False, PLAIN): ((4, 1, 16, 2), (4, 1, 16, 2), (4, 2, 16, 2)),
-    (1024, False, SWIGLU): ((6, 1, 16, 2), (6, 1, 16, 2), (6, 2, 16, 2)),
-    (1024, True, SWIGLU): ((6, 1, 8, 4), (6, 1, 8, 4), (6, 2, 8, 4)),
-    (2048, True, PLAIN): ((4, 1, 16, 4), (4, 1, 16, 4), (4, 1, 16, 4)),
-    (2048, True, SWIGLU): ((4, 1, 16, 4), (4, 1, 16, 4), (4, 1, 16, 4)),
-    (2048, False, RESIDUAL): ((1, 1, 8, 8), (1, 1, 16, 4), (1, 2, 16, 4)),
-    (2048, False, BIAS): ((1, 1, 8, 8), (1, 1, 8, 8), (1, 2, 8, 8)),
-    (3072, False, RESIDUAL): ((1, 1, 12, 8), (1, 1, 16, 6), (1, 2, 16, 6)),
-    (6144, False, RESIDUAL): ((1, 1, 16, 12), (1, 1, 16, 12), (1, 1, 16, 12)),
+
+class Partition(NamedTuple):
+    """How a skinny product is cut: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of 32 inner values of a warp."""
+
+    groups: int
+    tiles: int
+    warps: int
+    blocks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: a block's weights, the warps' partial sums, and squares for the norm."""
+        width = self.groups * 8
+        padded = width if width % 32 in (8, 24) else width + 8
+        return self.warps * (self.groups * self.blocks * 32 * 16 + self.tiles * 16 * padded * 4 + self.tiles * 16 * 4)
+
+
+#: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16 rows.
+_CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
+    (1024, True, PLAIN): (2, 8, 8, 2),
+    (1024, False, PLAIN): (4, 16, 16, 2),
+    (1024, False, SWIGLU): (6, 16, 16, 2),
+    (1024, True, SWIGLU): (6, 8, 8, 2),
+    (2048, True, PLAIN): (4, 16, 16, 1),
+    (2048, True, SWIGLU): (4, 16, 16, 1),
+    (2048, False, RESIDUAL): (1, 8, 16, 2),
+    (2048, False, BIAS): (1, 8, 8, 2),
+    (3072, False, RESIDUAL): (1, 12, 16, 2),
+    (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
-#: The same for (1024, True, PLAIN) where the output is wide.
-_WIDE_OUTPUT: tuple[Partition, Partition, Partition] = ((4, 1, 8, 4), (4, 1, 8, 4), (4, 2, 8, 4))
-_WIDE_FROM = 4096
-_DRAWS = {FIRST: "draw_first", MIDDLE: "draw_middle", LAST: "draw_last"}
+#: The shape that has other groups where the output is wide, from so many outputs on.
+_WIDE_SHAPE, _WIDE_GROUPS, _WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Blocks of the predictor's attention, at most: four on each multiprocessor of an H200 or H100.
 _ATTENTION_BLOCKS = 4 * 132
+
+
+def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
+    """How the product of a shape in `_CUTS` is cut for so many rows."""
+    groups, few, more, tiles = _CUTS[shape]
+    warps = few if rows <= 8 else more
+    return Partition(_WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps))
+
+
+def skinny_name(partition: Partition, normed: bool, epilogue: int) -> str:
+    """The skinny kernel of a partition, as kernels/cuda/skinny.cu names it."""
+    return "_".join(["skinny", *(str(int(part)) for part in (*partition, normed, epilogue))])
+
+
+def _skinny_kernels() -> dict[str, int]:
+    shapes = [(shape, False) for shape in _CUTS] + [(_WIDE_SHAPE, True)]
+    cuts = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
+    return {skinny_name(cut, normed, epilogue): cut.shared_bytes for (_, normed, epilogue), cut in cuts}
+
+
+SKINNY = Source("skinny", _skinny_kernels(), "batches of few requests run on Triton's kernels, which are slower")
+ATTENTION = Source("predictor_attention", {f"predictor_attention_{pairs}": 0 for pairs in range(1, 9)})
+DRAWS = Source("sampler", dict.fromkeys(("draw_first", "draw_middle", "draw_last"), 0))
+#: What every frame of graphs needs.
+SOURCES = (SKINNY, ATTENTION, DRAWS)
 
 
 class _SkinnyArguments(ctypes.Structure):
     """`Args` of kernels/cuda/skinny.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "w", "norm", "extra", "y", "normed", "ahead")),
-        ("ahead_bytes", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "n", "x_stride", "y_stride", "late")),
-        ("eps", ctypes.c_float),
+        *fields(c_void_p, "x w norm extra y normed ahead"),
+        ("ahead_bytes", c_longlong),
+        *fields(c_int, "rows n x_stride y_stride late"),
+        ("eps", c_float),
     )
 
 
 class _AttentionArguments(ctypes.Structure):
     """`Args` of kernels/cuda/predictor_attention.cu."""
 
-    _fields_ = (
-        ("tensors", ctypes.c_void_p * 7),
-        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "position")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-    )
+    _fields_ = (("tensors", c_void_p * 7), *fields(c_int, "rows kv_heads position"), *fields(c_float, "eps scale"))
 
 
 class _DrawArguments(ctypes.Structure):
     """`Args` of kernels/cuda/sampler.cu."""
 
-    _fields_ = (("tensors", ctypes.c_void_p * 23), ("large", ctypes.c_longlong * 3), ("small", ctypes.c_int * 8))
+    _fields_ = (("tensors", c_void_p * 23), ("large", c_longlong * 3), ("small", c_int * 8))
 
 
-def kernel_name(partition: Partition, normed: bool, epilogue: int) -> str:
-    """The skinny kernel of a partition, as kernels/cuda/skinny.cu names it."""
-    return "_".join(["skinny", *(str(int(part)) for part in (*partition, normed, epilogue))])
-
-
-def shared_bytes(partition: Partition) -> int:
-    """Dynamic shared memory of a skinny kernel: a block's weights, the warps' partial sums, and squares for the norm."""
-    groups, tiles, warps, blocks = partition
-    width = groups * 8
-    padded = width if width % 32 in (8, 24) else width + 8
-    return warps * groups * blocks * 32 * 16 + warps * tiles * 16 * padded * 4 + warps * tiles * 16 * 4
-
-
-def kernels_of(name: str) -> dict[str, int]:
-    """All kernels of one source of `kernels.binaries.NAMES`, with their dynamic shared memory in bytes."""
-    if name == "skinny":
-        known = [(shape, partition) for shape, three in _PARTITIONS.items() for partition in three]
-        known += [((1024, True, PLAIN), partition) for partition in _WIDE_OUTPUT]
-        return {kernel_name(partition, normed, epilogue): shared_bytes(partition) for (_, normed, epilogue), partition in known}
-    return dict.fromkeys(_DRAWS.values() if name == "sampler" else (f"predictor_attention_{pairs}" for pairs in range(1, 9)), 0)
-
-
-@cache
-def _kernels(name: str, device: int) -> dict[str, Kernel]:
-    """The kernels of one source on a device, made by the first code that its driver takes."""
-    fault = RuntimeError(f"there is no code of {name}")
-    for code in binaries.candidates(name, torch.cuda.get_device_capability(device)):
-        try:
-            module = Module(code, device)
-            return {kernel: module.kernel(kernel, size) for kernel, size in kernels_of(name).items()}
-        except RuntimeError as error:
-            fault = error
-    raise fault
-
-
-def available(device: int | None = None) -> bool:
-    """Whether the CUDA C++ kernels can run on a device (None: the current one): sm_90 or newer, with a driver that takes their code,
-    brought, kept or compiled now.
-
-    Where that fails on a device that could run them, one warning for each device says so.
-    """
-    return torch.cuda.is_available() and prepared(_index(device))
-
-
-@cache
-def prepared(device: int) -> bool:
-    """As `available`, for the index of a device that is there."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
+def known_to_cuda(weights: FrameTensors) -> bool:
+    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and what is fed back."""
+    depth, rules, feedback = weights.depth, weights.draw, weights.feedback
+    if depth is None or feedback.starts is not depth.starts or feedback.text is None or feedback.text_by_code or feedback.scale != 1:
         return False
-    try:
-        with ThreadPoolExecutor(len(binaries.NAMES)) as pool:
-            list(pool.map(lambda name: _kernels(name, device), binaries.NAMES))
-    except (RuntimeError, OSError) as error:
-        log.warning(
-            "the CUDA C++ kernels cannot be made (%s); batches of few requests run on Triton's kernels, which are slower. %s",
-            toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
-        )  # fmt: skip
-        return False
-    return True
-
-
-def _index(device: int | None) -> int:
-    return torch.cuda.current_device() if device is None else device
+    plain = not rules.nucleus_first and not rules.window and len(rules.ends) == 1
+    layers = [layer for stack in weights.stacks for layer in stack.layers]
+    normed = all(layer.qkv_bias is None and layer.q_norm is not None and layer.k_norm is not None for layer in layers)
+    return plain and normed and not any(stack.wide_rope for stack in weights.stacks)
 
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
     """Whether the skinny kernel knows this shape."""
-    return (inner, normed, epilogue) in _PARTITIONS
-
-
-def _launch(
-    name: str, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, programmatic: bool, device: int | None
-) -> None:
-    index = _index(device)
-    _kernels(name, index)[kernel].launch(grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, programmatic)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return (inner, normed, epilogue) in _CUTS
 
 
 def skinny(
@@ -176,19 +144,17 @@ def skinny(
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
-    if shape not in _PARTITIONS:
+    if shape not in _CUTS:
         raise RuntimeError(f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}.")
-    wide = shape == (1024, True, PLAIN) and width % 32 == 0 and width >= _WIDE_FROM
-    partition = (_WIDE_OUTPUT if wide else _PARTITIONS[shape])[0 if rows <= 8 else 1 if rows <= 16 else 2]
-    groups, tiles, warps, _ = partition
-    block_width = (groups // 2 if epilogue == SWIGLU else groups) * 8
+    partition = partition_of(shape, rows, wide=shape == _WIDE_SHAPE and width % 32 == 0 and width >= _WIDE_FROM)
+    block_width = (partition.groups // 2 if epilogue == SWIGLU else partition.groups) * 8
     if width % block_width:
         raise RuntimeError(f"A skinny product's n={width} is no multiple of {block_width}.")
     bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
-    pointers = [_address(tensor) for tensor in (x, weight, norm, extra, y, normed, ahead)]
+    pointers = addresses(x, weight, norm, extra, y, normed, ahead)
     arguments = _SkinnyArguments(*pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps)
-    grid = (width // block_width, -(-rows // (tiles * 16)))
-    _launch("skinny", kernel_name(partition, norm is not None, epilogue), grid, warps * 32, arguments, pdl, x.device.index)
+    kernel, grid = skinny_name(partition, norm is not None, epilogue), (width // block_width, -(-rows // (partition.tiles * 16)))
+    SKINNY.launch(kernel, grid, partition.warps * 32, arguments, x.device.index, programmatic=pdl)
     return y
 
 
@@ -198,19 +164,18 @@ def has_predictor_attention(heads: int, kv_heads: int, span: int, head_dim: int)
 
 
 def predictor_attention(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor, position: int,
-    scale: float, out: Tensor, pdl: bool = True,
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    position: int, scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
+    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, normed heads of 128, in pairs."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
-    tensors = (qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out)
-    pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+    pointers = (c_void_p * 7)(*addresses(qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out))
     arguments = _AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
-    kernel = f"predictor_attention_{(position + 1) // 2}"
     grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ATTENTION_BLOCKS // kv_heads)), kv_heads)
-    _launch("predictor_attention", kernel, grid, _ATTENTION_WARPS * 32, arguments, pdl, qkv.device.index)
+    kernel = f"predictor_attention_{(position + 1) // 2}"
+    ATTENTION.launch(kernel, grid, _ATTENTION_WARPS * 32, arguments, qkv.device.index, programmatic=pdl)
     return out
 
 
@@ -225,6 +190,6 @@ def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bo
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
         raise RuntimeError(f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}.")
-    tensors = (ctypes.c_void_p * len(pointers))(*[tensor.data_ptr() for tensor in pointers])
-    arguments = _DrawArguments(tensors, (ctypes.c_longlong * 3)(*large), (ctypes.c_int * 8)(*small))
-    _launch("sampler", _DRAWS[stage], (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)
+    arguments = _DrawArguments((c_void_p * 23)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small))
+    kernel = list(DRAWS.kernels)[stage]
+    DRAWS.launch(kernel, (rows, 1), vocab // _DRAW_EACH, arguments, pointers[0].device.index, programmatic=pdl)

@@ -8,15 +8,19 @@ device, so a run can be captured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels import lm_cuda, lm_products, lm_residual, lm_wide
+from kernels import lm_cuda, lm_products
+from kernels.cuda_driver import available, index_of, processors
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, Layer, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
-from kernels.lm_products import RESIDUAL, SWIGLU, Norm
+from kernels.lm_cuda import BIAS, PLAIN, RESIDUAL, SWIGLU, known_to_cuda
+from kernels.lm_persistent import PredictorRun, Talker, TalkerRun
+from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import add_norm, swiglu
 
@@ -34,65 +38,57 @@ class Plan:
     #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
     norm_apart_rows: int = 1 << 30
     cuda_draw: bool = True
-    #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
+    #: `lm_products.product` serves all products, with PDL, on a GPU and for weights that it knows.
     products: bool = False
-    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it knows.
+    #: `lm_products.swiglu` serves instead of cuBLAS where its tiles fill the GPU (`lm_products.fills`), for weights that it knows.
     wide_swiglu: bool = False
-    #: The kernels of `lm_residual` make O and down instead of cuBLAS where all their tiles run at once (`lm_residual.splits_for`), for
-    #: weights that they know.
+    #: `lm_products.add_product` makes O and down instead of cuBLAS where all its tiles run at once (`lm_products.splits_for`), for weights
+    #: that it knows.
     residual_products: bool = False
-
-
-def known_to_cuda(weights: FrameTensors) -> bool:
-    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and what is fed back."""
-    depth, rules, feedback = weights.depth, weights.draw, weights.feedback
-    if depth is None or feedback.starts is not depth.starts or feedback.text is None or feedback.text_by_code or feedback.scale != 1:
-        return False
-    plain = not rules.nucleus_first and not rules.window and len(rules.ends) == 1
-    layers = [layer for stack in weights.stacks for layer in stack.layers]
-    normed = all(layer.qkv_bias is None and layer.q_norm is not None and layer.k_norm is not None for layer in layers)
-    return plain and normed and not any(stack.wide_rope for stack in weights.stacks)
-
-
-def _skinny_shapes(weights: FrameTensors) -> bool:
-    """Whether the skinny kernel knows every product of the frame."""
-    needed = {(stack.hidden, True, lm_cuda.PLAIN) for stack in weights.stacks}
-    for stack in weights.stacks:
-        layer = stack.layers[0]
-        needed |= {(layer.qkv.shape[1], True, lm_cuda.PLAIN), (layer.o.shape[1], False, lm_cuda.RESIDUAL)}
-        needed |= {(layer.gate_up.shape[1], True, lm_cuda.SWIGLU), (layer.down.shape[1], False, lm_cuda.RESIDUAL)}
-    if weights.depth is not None and weights.depth.project is not None:
-        needed.add((weights.depth.project[0].shape[1], False, lm_cuda.BIAS))
-    return all(lm_cuda.has_skinny(*shape) for shape in needed)
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
-    known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and known_to_cuda(weights) and _skinny_shapes(weights)
-    return known and lm_cuda.available(k_cache.device.index)
+    if not known_to_cuda(weights) or not _on_gpu(k_cache):
+        return False
+    shapes = {(stack.hidden, True, PLAIN) for stack in weights.stacks}
+    for stack in weights.stacks:
+        layer = stack.layers[0]
+        shapes |= {(layer.o.shape[1], False, RESIDUAL), (stack.hidden, True, SWIGLU), (stack.inner, False, RESIDUAL)}
+    if weights.depth is not None and weights.depth.project is not None:
+        shapes.add((weights.depth.project[0].shape[1], False, BIAS))
+    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(index_of(k_cache.device.index), *lm_cuda.SOURCES)
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the kernels of `lm_products` know every product of the frame and its device, and the other CUDA C++ kernels run too."""
+    """Whether `lm_products.product` knows every product of the frame and its device, and the other CUDA C++ kernels run too."""
     depth = weights.depth
     if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
         return False
     layers = [stack.layers[0] for stack in weights.stacks]
     matrices = [weights.head, depth.heads[0], *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-    return all(lm_products.has_product(*matrix.shape) for matrix in matrices) and lm_products.available(k_cache.device.index)
+    known = all((*matrix.shape,) in lm_products.CUTS for matrix in matrices)
+    return known and available(index_of(k_cache.device.index), lm_products.PRODUCTS)
 
 
-def runs_wide(weights: FrameTensors) -> bool:
-    """Whether the kernel of `lm_wide` knows gate and up of all layers, and their device."""
-    return all(lm_wide.serves(stack.layers[0].down) for stack in weights.stacks if stack.layers)
+def runs_swiglu(weights: FrameTensors) -> bool:
+    """Whether `lm_products.swiglu` knows gate and up of all layers, and their device."""
+    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the kernels of `lm_residual` know O and down of all layers, and their device."""
-    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
-        return False
+    """Whether `lm_products.add_product` knows O and down of all layers, and their device."""
     matrices = [matrix for stack in weights.stacks if stack.layers for matrix in (stack.layers[0].o, stack.layers[0].down)]
-    return all(lm_residual.has_product(*matrix.shape) for matrix in matrices) and lm_residual.available(k_cache.device.index)
+    known = _on_gpu(k_cache) and all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
+    return known and available(index_of(k_cache.device.index), lm_products.RESIDUAL_PRODUCTS)
+
+
+def _on_gpu(cache: Tensor) -> bool:
+    return cache.dtype == torch.bfloat16 and cache.is_cuda
+
+
+#: Attention of a layer: its number, the packed projections, and where the result goes.
+Attend = Callable[[int, Tensor, Tensor], None]
 
 
 class FusedFrame:
@@ -106,7 +102,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self._wide_swiglu = plan.wide_swiglu and runs_wide(weights)
+        self._wide_swiglu = plan.wide_swiglu and runs_swiglu(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
         self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
@@ -115,7 +111,10 @@ class FusedFrame:
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
-        #: Whether the next norm may start early where the others may not: first in a stack and behind a product of `lm_residual`.
+        #: What the next norm adds to the state first; the norm that the product before made, where it did; whether the next norm may start
+        #: early where the others may not, first in a stack and behind `lm_products.add_product`.
+        self._pending: Tensor | None = None
+        self._normed: Norm | None = None
         self._starts_early = False
         self._skinny = runs_cuda(weights, k_cache)
 
@@ -160,7 +159,7 @@ class FusedFrame:
         n, head = rows.shape[0], self.weights.head
         self._step, self._order = 0, self._orders.setdefault(n, [])
         kept = self._hidden[:n].copy_(hidden)
-        self._draws(torch.mm(kept, head.t(), out=self._logits[: n * len(head)].view(n, -1)), rows, codes, flags)
+        self._draws(torch.mm(kept, head.t(), out=_rows(self._logits, n, len(head))), rows, codes, flags)
 
     def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """All codes of a frame, from the logits of code 0 and the state in `_hidden`."""
@@ -182,22 +181,15 @@ class FusedFrame:
         """The codebooks behind code 0, one after the other."""
         n, x, stack, behind = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
         for step in range(behind):
-            first = step == 0
-            position = 0 if first else step + 1
+            first, position = step == 0, step + 1 if step else 0
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
-                keys, values = self._past[0, layer, :n], self._past[1, layer, :n]
-                q_norm, k_norm = stack.layers[layer].q_norm, stack.layers[layer].k_norm
+                tensors = (self._past[0, layer, :n], self._past[1, layer, :n], position, stack.scale, out)
+                ahead = (qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table)
                 if self._fast and position:
-                    assert q_norm is not None and k_norm is not None  # noqa: PT018
-                    lm_cuda.predictor_attention(
-                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, self.plan.pdl
-                    )
-                    return
-                predictor_attention(
-                    qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
-                    wide_rope=stack.wide_rope,
-                )  # fmt: skip
+                    lm_cuda.predictor_attention(*ahead, *tensors, pdl=self.plan.pdl)
+                else:
+                    predictor_attention(*ahead, *tensors, pdl=self.plan.pdl, wide_rope=stack.wide_rope)
 
             self._stack(stack, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
             logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
@@ -213,94 +205,71 @@ class FusedFrame:
             self._order.append(weight)
         return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
 
-    def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
+    def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
-        if self._products:
-            self._wide_stack(stack, x, attend, keep)
-            return
-        pending: Tensor | None = None
-        self._starts_early = self._residual
-        for index, layer in enumerate(stack.layers):
-            o, down = layer.o, layer.down
-            rows = len(x)
-            qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
-            mixed = self._mixed[: rows * o.shape[1]].view(rows, -1)
-            narrow = self._narrow(rows)
+        narrow = self._narrow(len(x))
+        self._pending, self._normed, self._starts_early = None, None, self._residual
+        for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
+            qkv, mixed = _rows(self._qkv, len(x), len(layer.qkv)), _rows(self._mixed, len(x), layer.o.shape[1])
             if narrow:
                 self._thin_normed(x, layer.qkv, qkv, layer.input_norm, stack.eps)
+            elif self._products:
+                self._wide(self._normed or self._added_norm(x, layer.input_norm, stack.eps), layer.qkv, qkv)
             else:
-                self._normed_qkv(x, pending, layer, stack.eps, qkv)
+                normed, weight = self._added_norm(x, layer.input_norm, stack.eps), layer.qkv.t()
+                if layer.qkv_bias is None:
+                    torch.mm(normed, weight, out=qkv)
+                else:
+                    torch.addmm(layer.qkv_bias, normed, weight, out=qkv)
             attend(index, qkv, mixed)
-            if keep and index == len(stack.layers) - 1:
-                x, mixed, rows = x[keep:], mixed[keep:], rows - keep
-            act = self._act[: rows * down.shape[1]].view(rows, -1)
-            if narrow:
-                self._thin(mixed, o, x, epilogue=lm_cuda.RESIDUAL, extra=x)
-                self._thin_normed(x, layer.gate_up, act, layer.post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
-                self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
-                continue
-            pending = self._added(x, mixed, o)
-            self._normed_swiglu(x, pending, layer, stack.eps, act)
-            pending = self._added(x, act, down)
-        self._pending = pending
+            if keep and following is None:
+                x, mixed = x[keep:], mixed[keep:]
+            self._behind_attention(stack, layer, following, x, mixed, narrow)
+
+    def _behind_attention(self, stack: StackTensors, layer: Layer, following: Layer | None, x: Tensor, mixed: Tensor, narrow: bool) -> None:
+        """A layer from the result of its attention on; what is not added to x yet is `_pending`."""
+        act, eps = _rows(self._act, len(x), stack.inner), stack.eps
+        if narrow:
+            self._thin(mixed, layer.o, x, epilogue=RESIDUAL, extra=x)
+            self._thin_normed(x, layer.gate_up, act, layer.post_norm, eps, epilogue=SWIGLU)
+            self._thin(act, layer.down, x, epilogue=RESIDUAL, extra=x)
+        elif self._products:
+            parts = self._parts(stack.hidden)
+            norm = Norm(_rows(self._weighted, *x.shape), _rows(self._squares, len(x), parts), eps)
+            self._wide(mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
+            self._wide(norm, layer.gate_up, act, epilogue=SWIGLU)
+            behind = {} if following is None else {"norm": following.input_norm, "into": norm}
+            self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x, **behind)
+            self._normed = None if following is None else norm
+        else:
+            self._pending = self._added(x, mixed, layer.o)
+            self._normed_swiglu(x, layer, eps, act)
+            self._pending = self._added(x, act, layer.down)
 
     def _added(self, x: Tensor, a: Tensor, weight: Tensor) -> Tensor | None:
         """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
         splits, self._starts_early, (n, inner) = None, False, weight.shape
         if self._residual:
-            splits = lm_residual.splits_for(len(x), n, inner, lm_residual.clusters_of(x.device.index or 0))
+            splits = lm_products.splits_for(len(x), n, inner, lm_products.clusters_of(x.device.index or 0))
         if splits is None:
-            return torch.mm(a, weight.t(), out=self._y[: x.numel()].view_as(x))
-        lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
+            return torch.mm(a, weight.t(), out=_rows(self._y, *x.shape))
+        lm_products.add_product(x, a, weight, splits, pdl=x.is_cuda)
         self._starts_early = True
         return None
 
-    def _pdl(self, x: Tensor) -> bool:
-        """Whether a norm of x may start early: everywhere, or first and behind products of `lm_residual`."""
-        return self.plan.pdl or (self._starts_early and x.is_cuda)
+    def _added_norm(self, x: Tensor, weight: Tensor, eps: float, into: Tensor | None = None, early: bool = False) -> Tensor:
+        """The norm of x, to which it adds what is pending; it may start early everywhere, or first and behind `lm_products.add_product`."""
+        pdl = self.plan.pdl or (self._starts_early and x.is_cuda)
+        return add_norm(x, self._pending, weight, eps, _rows(self._h, *x.shape) if into is None else into, pdl=pdl, early=early)
 
-    def _normed_qkv(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, qkv: Tensor) -> None:
-        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self._pdl(x))
-        if layer.qkv_bias is None:
-            torch.mm(normed, layer.qkv.t(), out=qkv)
-        else:
-            torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
-
-    def _normed_swiglu(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, act: Tensor) -> None:
-        normed = self._h[: x.numel()].view_as(x)
-        wide = self._wide_swiglu and lm_wide.fills(len(act), act.shape[1], lm_wide.processors(x.device.index or 0))
-        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self._pdl(x), early=wide and x.is_cuda)
+    def _normed_swiglu(self, x: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
+        wide = self._wide_swiglu and lm_products.fills(len(act), act.shape[1], processors(x.device.index or 0))
+        normed = self._added_norm(x, layer.post_norm, eps, early=wide and x.is_cuda)
         if wide:
-            lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
-            return
-        both = self._gate_up[: len(x) * layer.gate_up.shape[0]].view(len(x), -1)
-        swiglu(torch.mm(normed, layer.gate_up.t(), out=both), act, pdl=self.plan.pdl)
-
-    def _wide_stack(self, stack: StackTensors, x: Tensor, attend, keep: int) -> None:
-        """The same with products of which all norms but the first are parts: those of `lm_products`."""
-        following = [layer.input_norm for layer in stack.layers[1:]]
-        input_norm, normed = stack.layers[0].input_norm, self._h[: x.numel()].view_as(x)
-        ahead: Tensor | Norm = add_norm(x, None, input_norm, stack.eps, normed, pdl=self.plan.pdl)
-        for index, layer in enumerate(stack.layers):
-            rows = len(x)
-            qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
-            mixed = self._mixed[: rows * layer.o.shape[1]].view(rows, -1)
-            self._wide(ahead, layer.qkv, qkv)
-            attend(index, qkv, mixed)
-            if keep and index == len(following):
-                x, mixed = x[keep:], mixed[keep:]
-            rows, width = x.shape
-            act = self._act[: rows * layer.down.shape[1]].view(rows, -1)
-            parts = self._parts(width)
-            norm = Norm(self._weighted[: x.numel()].view_as(x), self._squares[: rows * parts].view(rows, parts), stack.eps)
-            self._wide(mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
-            self._wide(norm, layer.gate_up, act, epilogue=SWIGLU)
-            if index < len(following):
-                self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x, norm=following[index], into=norm)
-                ahead = norm
-            else:
-                self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x)
-        self._pending = None
+            lm_products.swiglu(normed, layer.gate_up, act, pdl=True)
+        else:
+            both = torch.mm(normed, layer.gate_up.t(), out=_rows(self._gate_up, len(x), len(layer.gate_up)))
+            swiglu(both, act, pdl=self.plan.pdl)
 
     def _parts(self, width: int) -> int:
         """Sums of squares that a row of this width has between two products."""
@@ -308,34 +277,27 @@ class FusedFrame:
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
-        rows, width = x.shape
-        logits = self._logits[: rows * head.shape[0]].view(rows, -1)
-        if self._pending is None and self._narrow(rows):
+        logits = _rows(self._logits, len(x), len(head))
+        if self._pending is None and self._narrow(len(x)):
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
-        normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
-        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self._pdl(x))
-        if self._products:
-            return self._wide(normed, head, logits)
-        return torch.mm(normed, head.t(), out=logits)
+        normed = self._added_norm(x, stack.norm, stack.eps, hidden)
+        return self._wide(normed, head, logits) if self._products else torch.mm(normed, head.t(), out=logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
-        if self._narrow(hidden.shape[0]):
-            self._thin(hidden, weight, x, epilogue=lm_cuda.BIAS, extra=bias)
+        if self._narrow(len(hidden)):
+            self._thin(hidden, weight, x, epilogue=BIAS, extra=bias)
         else:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
-    def _thin_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = lm_cuda.PLAIN) -> None:
-        rows, width = x.shape
-        if rows < self.plan.norm_apart_rows or not lm_cuda.has_skinny(width, False, epilogue):
+    def _thin_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = PLAIN) -> None:
+        if len(x) < self.plan.norm_apart_rows or not lm_cuda.has_skinny(x.shape[1], False, epilogue):
             self._thin(x, weight, y, norm=norm, eps=eps, epilogue=epilogue)
-            return
-        normed = add_norm(x, None, norm, eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-        self._thin(normed, weight, y, epilogue=epilogue)
+        else:
+            self._thin(add_norm(x, None, norm, eps, _rows(self._h, *x.shape), pdl=self.plan.pdl), weight, y, epilogue=epilogue)
 
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
-        plan = self.plan
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
-        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
+        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=self.plan.pdl, **options)
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
         return lm_products.product(x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options)
@@ -372,6 +334,34 @@ class FusedFrame:
             draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
 
 
+class PersistentFrame(FusedFrame):
+    """A frame of persistent kernels, for the one number of rows of their launches: the codebooks behind code 0, and the talker's layers
+    where `talker` is given."""
+
+    def __init__(
+        self, behind: PredictorRun, state: StateTensors, k_cache: Tensor, v_cache: Tensor, plan: Plan, talker: Talker | None = None
+    ) -> None:
+        # No kernel is launched early behind a cooperative one.
+        plan = plan if talker is None else replace(plan, pdl=False)
+        super().__init__(behind.predictor.frame, state, k_cache, v_cache, behind.rows, plan)
+        self.behind, self.talker = behind, None if talker is None else TalkerRun(talker, behind)
+
+    def _backbone(self, rows: Tensor, x: Tensor) -> None:
+        if self.talker is None:
+            super()._backbone(rows, x)
+        else:
+            self.talker.launch(x, rows, self.state, self._keys, self._values)
+            self._pending = None
+
+    def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        self.behind.launch(self._x[1], rows, codes, self._finite, flags, self.state)
+
+
+def _rows(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """The beginning of a buffer as [rows, width]."""
+    return buffer[: rows * width].view(rows, width)
+
+
 def _as_bytes(state: StateTensors) -> StateTensors:
     """The state as kernels read it: truth values are bytes."""
 
@@ -387,5 +377,5 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    residual = 64 < rows <= lm_residual.MANY
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_wide.FEW, residual_products=residual)
+    residual = 64 < rows <= lm_products.MANY
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_products.FEW, residual_products=residual)

@@ -1,28 +1,28 @@
-"""The code predictor's part of a frame in one cooperative launch: which models it knows, its weights, its launch, and frames with it.
+"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. The models they know, weights, launches.
 
-The kernel is `kernels/cuda/persistent.cuh`, its twin `kernels.reference.depth_frame`.
+The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins `kernels.reference.depth_frame` and the layers of
+`kernels.reference.backbone_step`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from ctypes import c_float, c_int, c_longlong, c_uint, c_void_p
+from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries
-from kernels.cuda_driver import Kernel, Module
+from kernels.cuda_driver import Source, addresses, fields, index_of
 from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, StateTensors
-from kernels.lm_frame import known_to_cuda
-from kernels.persistent_cuts import PREDICTORS, Cut
+from kernels.lm_cuda import known_to_cuda
 
-#: The source in `kernels/cuda`, and the numbers of rows that it has kernels for.
-SOURCE, ROWS = "persistent", (1, 2)
-#: The source of the kernels that a `Trial` needs.
-TESTED_SOURCE = "persistent_tested"
+#: The sources in `kernels/cuda`: the predictor's, the talker's, and that of the kernels that a `Trial` needs.
+SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
+#: The numbers of rows that they have kernels for.
+ROWS = (1, 2)
 #: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void and no other one may follow.
 FAILED = 4
 #: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a millisecond. For each of them, a block
@@ -37,18 +37,28 @@ _WAITS = ("exchange {}", "the weights after exchange {}", "room for chunk {} of 
 _TILE = 256  # elements: 8 rows of 32
 
 
-class Arguments(ctypes.Structure):
-    """`Args` of kernels/cuda/persistent_shape.cuh."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "norms", "rope", "x", "inputs", "table", "text")),
-        *((name, ctypes.c_void_p) for name in ("rows", "seeds", "top_k", "starts", "trailing", "codes", "frames", "positions")),
-        *((name, ctypes.c_void_p) for name in ("finite", "flags", "temperature", "top_p", "greedy", "state_inputs", "packets", "control")),
-        *((name, ctypes.c_longlong) for name in ("end", "dead")),
-        *((name, ctypes.c_int) for name in ("talker", "trailing_width", "patience", "gap", "delay", "silent", "starved", "keeping")),
-        ("seed", ctypes.c_uint),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-    )
+    name: str
+    blocks: int
+    warps: int
+    tiles: int
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the warps that compute, and the one that streams weights."""
+        return 32 * (self.warps + 1)
+
+
+#: The compute capability of the GPU that the pace of the weights' copies and the times of benchmarks/NOTES.md are from.
+MEASURED_ON = (9, 0)
+#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
+PREDICTORS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)}
+#: By width, inner width, heads, kv heads, size of a head.
+TALKERS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128): Cut("persistent_talker_published", 128, 8, 4, 232_448)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +69,63 @@ class Trial:
     `keeping` frees none for the next ones.
     """
 
-    seed: int = 0
     delay: int = 0
     silent: int = -1
     starved: int = -1
     keeping: int = -1
+    seed: int = 0
 
 
-def cut_of(depth: DepthTensors) -> Cut | None:
-    """How this predictor is cut; None where there is no kernel for it."""
-    stack, (behind, codes, _) = depth.stack, depth.heads.shape
-    inner = stack.layers[0].down.shape[1]
-    cut = PREDICTORS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim, codes, len(stack.layers), behind))
-    return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, inner) else None
+#: The end of a launch's arguments.
+_LAST_FIELDS = (*fields(c_int, "patience gap delay silent starved keeping"), ("seed", c_uint), *fields(c_float, "eps scale"))
+
+
+class Arguments(ctypes.Structure):
+    """`Args` of kernels/cuda/persistent_shape.cuh."""
+
+    _fields_ = (
+        *fields(c_void_p, "weights norms rope x inputs table text rows seeds top_k starts trailing codes frames positions finite flags"),
+        *fields(c_void_p, "temperature top_p greedy state_inputs packets control"),
+        *fields(c_longlong, "end dead"),
+        *fields(c_int, "talker trailing_width"),
+        *_LAST_FIELDS,
+    )
+
+
+class TalkerArguments(ctypes.Structure):
+    """`TalkArgs` of kernels/cuda/persistent_shape.cuh."""
+
+    _fields_ = (
+        *fields(c_void_p, "weights norms rope inputs x rows positions page_table keys values packets control"),
+        ("layer_size", c_longlong),
+        *fields(c_int, "layers table_width page_size"),
+        *_LAST_FIELDS,
+    )
+
+
+def predictor_cut(weights: FrameTensors) -> Cut | None:
+    """How the predictor of these weights is cut; None where there is no kernel for it, or for the rules of its draws."""
+    if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
+        return None
+    behind, codes, _ = depth.heads.shape
+    return _spoken(PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind)), depth.stack)
+
+
+def talker_cut(weights: FrameTensors) -> Cut | None:
+    """How the talker's layers of these weights are cut; None where there is no kernel for them."""
+    return _spoken(TALKERS.get(_sizes(weights.backbone)), weights.backbone) if _plain(weights) else None
+
+
+def _plain(weights: FrameTensors) -> bool:
+    return known_to_cuda(weights) and weights.head.dtype == torch.bfloat16
+
+
+def _sizes(stack: StackTensors) -> tuple[int, ...]:
+    return stack.hidden, stack.inner, stack.heads, stack.kv_heads, stack.head_dim
+
+
+def _spoken(cut: Cut | None, stack: StackTensors) -> Cut | None:
+    return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, stack.inner) else None
 
 
 def all_blocks_speak(blocks: int, width: int, inner: int) -> bool:
@@ -80,13 +134,6 @@ def all_blocks_speak(blocks: int, width: int, inner: int) -> bool:
     A block without any could still read attention's result of a layer when the others write that of the next one over it.
     """
     return any((blocks - 1) * 8 * -(-n // (8 * blocks)) < n for n in (width, inner))
-
-
-def known(weights: FrameTensors) -> bool:
-    """Whether there is a kernel for the predictor of these weights, and for the rules of its draws."""
-    depth = weights.depth
-    plain = known_to_cuda(weights) and weights.backbone.hidden % 8 == 0
-    return plain and depth is not None and cut_of(depth) is not None and weights.head.dtype == torch.bfloat16
 
 
 def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
@@ -131,17 +178,9 @@ def packed_norms(stack: StackTensors, cut: Cut) -> Tensor:
     return torch.cat([*(norm for layer in stack.layers for norm in norms(layer)), functional.pad(stack.norm, padding)])
 
 
-def packets_of(depth: DepthTensors, rows: int) -> int:
-    """Packets of two values that blocks exchange: q, k and v; attention; the state twice; the inner width; logits; two tokens a row."""
-    stack = depth.stack
-    inner, mixed = stack.layers[0].down.shape[1], stack.heads * stack.head_dim
-    values = stack.layers[0].qkv.shape[0] + mixed + 2 * stack.hidden + inner + depth.heads.shape[1]
-    return rows * values
-
-
-def epochs_of(depth: DepthTensors) -> int:
-    """Exchanges of a frame."""
-    return len(depth.heads) * (5 * len(depth.stack.layers) + 1)
+def _exchanged(stack: StackTensors) -> int:
+    """Values of a row that blocks exchange in a layer: q, k and v; attention; the state twice; the inner width."""
+    return stack.layers[0].qkv.shape[0] + stack.heads * stack.head_dim + 2 * stack.hidden + stack.inner
 
 
 def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
@@ -149,41 +188,30 @@ def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
     return f"{cut.name}_{rows}" + ("_tested" if tested else "")
 
 
-@cache
-def _kernel(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
-    """A kernel on a device, made by the first code of its source that the driver takes."""
-    fault = RuntimeError(f"there is no code of {source}")
-    for code in binaries.candidates(source, torch.cuda.get_device_capability(device)):
-        try:
-            return Module(code, device).kernel(name, shared_bytes)
-        except RuntimeError as error:
-            fault = error
-    raise fault
-
-
-def resident_kernel(source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> Kernel:
-    """The kernel of a cut. Raises RuntimeError where there is no code, or where the device does not hold all blocks at once."""
-    kernel = _kernel(TESTED_SOURCE if tested else source, kernel_name(cut, rows, tested), cut.shared_bytes, device.index or 0)
-    if (room := kernel.resident_blocks(cut.threads)) < cut.blocks:
+def resident_kernel(source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> tuple[Source, str]:
+    """The kernel of a cut, and its source. Raises RuntimeError where there is no code, or the device does not hold all blocks at once."""
+    name = kernel_name(cut, rows, tested)
+    made = _source(TESTED_SOURCE if tested else source, name, cut.shared_bytes)
+    if (room := made.on(index_of(device.index))[name].resident_blocks(cut.threads)) < cut.blocks:
         raise RuntimeError(f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once.")
-    return kernel
+    return made, name
+
+
+@cache
+def _source(source: str, kernel: str, shared_bytes: int) -> Source:
+    return Source(source, {kernel: shared_bytes})
 
 
 class Predictor:
     """The packed weights of one predictor, which the launches for all numbers of rows share."""
 
     def __init__(self, weights: FrameTensors) -> None:
-        """Raises ValueError for a predictor without a kernel (`known`)."""
-        depth = weights.depth
-        cut = cut_of(depth) if depth is not None and known(weights) else None
+        """Raises ValueError for a predictor without a kernel (`predictor_cut`)."""
+        depth, cut = weights.depth, predictor_cut(weights)
         if depth is None or cut is None:
             raise ValueError("There is no persistent kernel for this predictor.")
         self.frame, self.depth, self.cut = weights, depth, cut
         self.weights, self.norms = packed_weights(depth, cut), packed_norms(depth.stack, cut)
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
 
 
 class PredictorRun:
@@ -198,9 +226,10 @@ class PredictorRun:
         """
         self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
         self.gap = GAP if gap is None else gap
-        cut, depth, device = predictor.cut, predictor.depth, predictor.device
-        self._kernel = resident_kernel(SOURCE, cut, rows, trial is not None, device)
-        self.packets = torch.zeros(packets_of(depth, rows), 2, dtype=torch.int32, device=device)
+        depth, device = predictor.depth, predictor.weights.device
+        self._source, self._kernel = resident_kernel(SOURCE, predictor.cut, rows, trial is not None, device)
+        # A packet is two values; a row has two tokens in the first pass.
+        self.packets = torch.zeros(rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device)
         self.control = torch.zeros(3, dtype=torch.int32, device=device)
 
     @property
@@ -212,6 +241,10 @@ class PredictorRun:
         who, wanted = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}", _WAITS[word >> 28 & 3]
         return f"{who} waited in vain for {wanted.format(word & 0xFFFFF)}."
 
+    def rest(self, stack: StackTensors) -> tuple[float, ...]:
+        """`_LAST_FIELDS` of a launch."""
+        return self.patience, self.gap, *astuple(self.trial or Trial()), stack.eps, stack.scale
+
     def launch(self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors) -> None:
         """What `kernels.reference.run_frame` does behind code 0, on the current stream of the device.
 
@@ -219,22 +252,53 @@ class PredictorRun:
         the slots; codes: int64 [rows, codebooks] with code 0 filled in; finite: int32 [rows], whether its logits were; flags: uint8 [rows].
         Writes the other codes, the flags (with `FAILED`), and in `state` the next inputs, positions and frames.
         """
-        frame, depth = self.predictor.frame, self.predictor.depth
-        draws, feedback, text = state.residual, frame.feedback, frame.feedback.text
-        assert text is not None
-        tensors = (
-            self.predictor.weights, self.predictor.norms, depth.stack.rope_table, x, depth.inputs, feedback.table, text, rows, state.seeds,
+        predictor, frame, depth = self.predictor, self.predictor.frame, self.predictor.depth
+        draws, feedback = state.residual, frame.feedback
+        pointers = addresses(
+            predictor.weights, predictor.norms, depth.stack.rope_table, x, depth.inputs, feedback.table, feedback.text, rows, state.seeds,
             draws.top_k, depth.starts, state.trailing, codes, state.frames, state.positions, finite, flags, draws.temperature, draws.top_p,
             draws.greedy, state.inputs, self.packets, self.control,
         )  # fmt: skip
-        trial = self.trial or Trial()
-        arguments = Arguments(
-            *[tensor.data_ptr() for tensor in tensors], frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1],
-            self.patience, self.gap, trial.delay, trial.silent, trial.starved, trial.keeping, trial.seed,
-            depth.stack.eps, depth.stack.scale,
+        numbers = (frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1])
+        _launch(self._source, self._kernel, predictor.cut, Arguments(*pointers, *numbers, *self.rest(depth.stack)), x.device)
+
+
+class Talker:
+    """The packed weights of one talker, which the launches for all numbers of rows share."""
+
+    def __init__(self, weights: FrameTensors) -> None:
+        """Raises ValueError for a talker without a kernel (`talker_cut`)."""
+        if (cut := talker_cut(weights)) is None:
+            raise ValueError("There is no persistent kernel for this talker.")
+        self.stack, self.cut = weights.backbone, cut
+        self.weights, self.norms = packed_layers(self.stack, cut), packed_norms(self.stack, cut)
+
+
+class TalkerRun:
+    """Launches for the number of rows of a predictor's, with which they share what blocks report."""
+
+    def __init__(self, talker: Talker, behind: PredictorRun) -> None:
+        """Raises RuntimeError where there is no code, or where the device does not hold all blocks at once."""
+        self.talker, self.behind = talker, behind
+        stack, cut, device = talker.stack, talker.cut, talker.weights.device
+        self._source, self._kernel = resident_kernel(TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device)
+        # Two values each, and each value of attention's parts.
+        packets = _exchanged(stack) // 2 + cut.blocks // stack.kv_heads * stack.heads * (stack.head_dim + 2)
+        self.packets = torch.zeros(behind.rows * packets, 2, dtype=torch.int32, device=device)
+
+    def launch(self, x: Tensor, rows: Tensor, state: StateTensors, keys: Tensor, values: Tensor) -> None:
+        """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the last norm.
+
+        keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position are added.
+        """
+        talker, behind, stack = self.talker, self.behind, self.talker.stack
+        pointers = addresses(
+            talker.weights, talker.norms, stack.rope_table, state.inputs, x, rows, state.positions, state.page_table, keys, values,
+            self.packets, behind.control,
         )  # fmt: skip
-        self._kernel.launch((self.predictor.cut.blocks, 1), self.predictor.cut.threads, arguments, stream_of(x.device), cooperative=True)
+        numbers = (keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3])
+        _launch(self._source, self._kernel, talker.cut, TalkerArguments(*pointers, *numbers, *behind.rest(stack)), x.device)
 
 
-def stream_of(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _launch(source: Source, kernel: str, cut: Cut, arguments: ctypes.Structure, device: torch.device) -> None:
+    source.launch(kernel, (cut.blocks, 1), cut.threads, arguments, device.index, cooperative=True)

@@ -1,40 +1,66 @@
-"""Products of decoding for 17 to 64 rows in CUDA C++ (`kernels/cuda/products.cu`): how each is cut, and its launch.
+"""Products of decoding with Hopper's own instructions, in CUDA C++: how each is cut, and its launch.
 
-They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.reference`. A norm between two of them is
-part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the product behind it in float32.
+`product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a residual
+(`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of `torch.mm` and of the kernels of
+`kernels.lm_triton` behind it. A norm between two of the first kind is part of both (`Norm`): rows are rounded once, after its weights, and
+its scale multiplies the sums of the product behind it in float32.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
+from collections.abc import Mapping
+from ctypes import c_byte, c_float, c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels import binaries, cuda_driver, toolchain
-from kernels.cuda_driver import Kernel, Module
+from kernels.cuda_driver import Source, TensorMap, addresses, available, fields, matrix_map, processors
+from kernels.lm_cuda import PLAIN, RESIDUAL, SWIGLU
 
-log = logging.getLogger(__name__)
-
-SOURCE = "products"
-PLAIN, RESIDUAL, SWIGLU = range(3)
-#: Rows of x that a kernel has room for; more are further blocks.
+#: Rows of x that a kernel of `product` has room for; more are further blocks.
 ROOMS = (32, 64, 128)
-#: Values of the inner size in a stage, and weight rows of a block.
+#: Values of the inner size in a stage, of all three, and weight rows of a block of `product`.
 PIECE = 64
-_THREADS = 256
-#: Bytes of shared memory that a block may have; stages and blocks of a cluster that a kernel may have.
+#: Rows of a tile of the two for many rows, and outputs.
+ROWS, RESIDUAL_OUTPUTS, SWIGLU_OUTPUTS = 128, 128, 96
+#: Parts of the inner size of `add_product`, which are the blocks of a cluster. With fewer cuBLAS is as fast.
+SPLITS = (4, 8)
+#: Frames of more rows have too many tiles of `add_product` for a Hopper at every published width.
+MANY = 384
+#: cuBLAS is faster than `swiglu` for so many rows and fewer, whatever the tiles.
+FEW = 256
+_THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
+#: Of `product`: bytes of shared memory that a block may have; stages and blocks of a cluster.
 _SHARED, _MOST_STAGES, _MOST_SPLITS = 227 << 10, 16, 8
-_CAPABILITY = (9, 0)
-_MAP_BYTES = 128
+#: The share of its clusters that a device may have tiles of `add_product` for: devices of one kind, which give the same bits, hold a few
+#: more or fewer.
+_ROOM = 0.9
+#: Outputs of the widest products with a residual that were measured. Of wider ones the weights are so many that all multiprocessors have
+#: to read them, as cuBLAS's do.
+_WIDEST = 2048
+#: The share of its turns that a device has to have tiles of `swiglu` for: a launch takes a whole turn's time where the last one has few.
+_FULL = 0.9
+#: `Block` of residual_products.cu and of wide_products.cu: stages with two barriers each, the sums of a tile, alignment.
+_RESIDUAL_BYTES = _WIDE_STAGES * ((ROWS + RESIDUAL_OUTPUTS) * PIECE * 2 + 16) + ROWS * RESIDUAL_OUTPUTS * 4 + 1024
+_SWIGLU_BYTES = _WIDE_STAGES * ((ROWS + 2 * SWIGLU_OUTPUTS) * PIECE * 2 + 16) + 1024
+
+PRODUCTS = Source(
+    "products", {f"product_{room}": _SHARED for room in ROOMS}, "batches of 17 to 64 requests are slower", all_shared=True
+)  # fmt: skip
+RESIDUAL_PRODUCTS = Source(
+    "residual_products", {f"residual_product_{splits}": _RESIDUAL_BYTES for splits in SPLITS}, "large batches are slower", all_shared=True
+)  # fmt: skip
+WIDE_PRODUCTS = Source(
+    "wide_products", {"wide_swiglu": _SWIGLU_BYTES}, "large batches and many prompts at once are slower", all_shared=True
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in shared memory."""
+    """How `product` is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in shared memory."""
 
     splits: int
     stages: int
@@ -56,7 +82,7 @@ class Cut:
 
 
 #: Measured best (benchmarks/NOTES.md) for up to 32 rows, and for more, by weight rows and inner size.
-_CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
+CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
     (4096, 1024): (Cut(4, 4), Cut(2, 6)),
     (1024, 2048): (Cut(8, 4), Cut(4, 3)),
     (6144, 1024): (Cut(2, 8), Cut(2, 3)),
@@ -66,14 +92,9 @@ _CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
 }
 
 
-def has_product(weight_rows: int, inner: int) -> bool:
-    """Whether a cut was measured for weights of this shape; those of gate and up lie one below the other."""
-    return (weight_rows, inner) in _CUTS
-
-
 def cut_for(rows: int, weight_rows: int, inner: int) -> Cut:
-    """The cut of a product that there is."""
-    return _CUTS[weight_rows, inner][rows > ROOMS[0]]
+    """The cut of a product that is in `CUTS`; weights of gate and up lie one below the other."""
+    return CUTS[weight_rows, inner][rows > ROOMS[0]]
 
 
 def room_for(rows: int) -> int:
@@ -81,16 +102,95 @@ def room_for(rows: int) -> int:
     return next((room for room in ROOMS if rows <= room), ROOMS[-1])
 
 
+def residual_fault(n: int, inner: int, splits: int) -> str | None:
+    """Why a product of `n` outputs of `inner` values that is added to a residual cannot be cut so, or None."""
+    if splits not in SPLITS:
+        return f"a product has {' or '.join(map(str, SPLITS))} splits, not {splits}"
+    if n % RESIDUAL_OUTPUTS or inner % (PIECE * splits):
+        return f"{n} outputs of {inner} values do not fall into tiles of {RESIDUAL_OUTPUTS} x {PIECE * splits}"
+    return None
+
+
+def has_residual(n: int, inner: int) -> bool:
+    """Whether `n` outputs of `inner` values fall into tiles of `add_product`, and are not too many."""
+    return n <= _WIDEST and residual_fault(n, inner, min(SPLITS)) is None
+
+
+@cache
+def clusters_of(device: int) -> dict[int, int]:
+    """How many clusters of `add_product` a device holds at once, by parts of the inner size."""
+    kernels = RESIDUAL_PRODUCTS.on(device)
+    return {splits: kernels[f"residual_product_{splits}"].resident_clusters(_WIDE_THREADS, splits) for splits in SPLITS}
+
+
+def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> int | None:
+    """The most parts of which all tiles run at once; None where there are none, and cuBLAS is faster.
+
+    clusters: how many a device holds at once, by parts (`clusters_of`).
+    """
+    tiles = -(-rows // ROWS) * (n // RESIDUAL_OUTPUTS)
+    fitting = [splits for splits in SPLITS if residual_fault(n, inner, splits) is None and tiles <= _ROOM * clusters[splits]]
+    return max(fitting, default=None)
+
+
+def blocks_of(rows: int, n: int, processors: int) -> int:
+    """Blocks of `swiglu`, at most one for each multiprocessor, of which each has as many tiles as any other, or one fewer."""
+    return -(-_tiles(rows, n) // _turns(rows, n, processors))
+
+
+def fills(rows: int, n: int, processors: int) -> bool:
+    """Whether `swiglu` is worth its launch for `rows` rows of `n` outputs: more than `FEW` rows, and tiles that fill their turns."""
+    return rows > FEW and _tiles(rows, n) >= _FULL * _turns(rows, n, processors) * processors
+
+
+def _tiles(rows: int, n: int) -> int:
+    return -(-rows // ROWS) * (n // SWIGLU_OUTPUTS)
+
+
+def _turns(rows: int, n: int, processors: int) -> int:
+    """Tiles that a block has, where each multiprocessor has one block."""
+    return -(-_tiles(rows, n) // processors)
+
+
+def serves_swiglu(down: Tensor) -> bool:
+    """Whether `swiglu` knows gate and up of a layer whose `down` is [inner, n], and their device."""
+    fits = down.is_cuda and down.dtype == torch.bfloat16 and down.shape[1] % SWIGLU_OUTPUTS == 0 and down.shape[0] % PIECE == 0
+    return fits and available(down.device.index or 0, WIDE_PRODUCTS)
+
+
 class _Arguments(ctypes.Structure):
     """`Args` of kernels/cuda/products.cu."""
 
     _fields_ = (
-        ("maps", (ctypes.c_byte * _MAP_BYTES) * 2),
-        *((name, ctypes.c_void_p) for name in ("extra", "norm", "squares", "y", "weighted", "y_squares")),
-        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "y_stride", "epilogue", "splits", "stages")),
-        ("eps", ctypes.c_float),
-        ("pad", ctypes.c_byte * 48),
+        ("maps", TensorMap * 2),
+        *fields(c_void_p, "extra norm squares y weighted y_squares"),
+        *fields(c_int, "rows n inner y_stride epilogue splits stages"),
+        ("eps", c_float),
+        ("pad", c_byte * 48),
     )
+
+
+class _WideArguments(ctypes.Structure):
+    """`Args` of kernels/cuda/residual_products.cu and wide_products.cu."""
+
+    _fields_ = (("maps", TensorMap * 2), ("y", c_void_p), *fields(c_int, "rows n inner y_stride"), ("pad", c_byte * 40))
+
+
+def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Array[ctypes.Array[c_byte]]:
+    """The maps of weights and activations, whose boxes have so many rows."""
+    return (TensorMap * 2)(matrix_map(weight, PIECE, weight_rows), matrix_map(x, PIECE, rows))
+
+
+def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None:
+    """Raises ValueError where weights of so many halves do not give y from x, or what a kernel reads or writes at once starts between
+    multiples of 16 bytes, or, in y, of `step` values."""
+    (rows, inner), n = x.shape, y.shape[1]
+    if weight.shape != (halves * n, inner) or len(y) != rows:
+        raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
+    if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
+        raise ValueError("Activations and weights have to be contiguous and to start on multiples of 16 bytes.")
+    if y.stride(1) != 1 or y.stride(0) % step or y.data_ptr() % (2 * step):
+        raise ValueError(f"Rows of outputs have to start on multiples of {2 * step} bytes.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,49 +205,11 @@ class Norm:
     squares: Tensor
     eps: float
 
-
-def kernel_name(room: int) -> str:
-    """The kernel for so many rows of x, as the source names it."""
-    return f"product_{room}"
-
-
-@cache
-def _kernel(room: int, device: int) -> Kernel:
-    """A kernel on a device, made by the first code that the driver takes."""
-    fault = RuntimeError(f"there is no code of {SOURCE}")
-    for code in binaries.candidates(SOURCE, _CAPABILITY):
-        try:
-            return Module(code, device).kernel(kernel_name(room), _SHARED, all_shared=True)
-        except RuntimeError as error:
-            fault = error
-    raise fault
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether a device has the kernels. Where only their code is missing, a warning says so."""
-    if torch.cuda.get_device_capability(device) != _CAPABILITY:
-        return False
-    try:
-        for room in ROOMS:
-            _kernel(room, device)
-    except (RuntimeError, OSError) as error:
-        log.warning(
-            "the CUDA C++ kernels of products cannot be made (%s); batches of 17 to 64 requests are slower. %s",
-            toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
-        )  # fmt: skip
-        return False
-    return True
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-def _map(matrix: Tensor, rows: int) -> ctypes.Array[ctypes.c_byte]:
-    """Of a contiguous matrix, whose boxes are 64 values of so many rows."""
-    made = cuda_driver.tensor_map(matrix.data_ptr(), (matrix.shape[1], len(matrix), 1), (PIECE, rows, 1))
-    return (ctypes.c_byte * _MAP_BYTES).from_buffer_copy(made)
+    def fault(self, rows: int, width: int) -> str | None:
+        """Why it cannot stand behind, or ahead of, a product with so many rows of this width, or None."""
+        if self.squares.shape != (rows, width // PIECE) or not self.squares.is_contiguous():
+            return f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}."
+        return f"A norm between products has a multiple of {4 * PIECE} values, not {width}." if width % (4 * PIECE) else None
 
 
 def product(
@@ -170,28 +232,55 @@ def product(
     The same cut and room give a row the same bits in any company. Raises ValueError for what the kernel cannot do.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
-    rows, inner = x.shape
-    room, weight_rows = room_for(rows), len(weight)
+    (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
+    room = room_for(rows)
     if (fault := cut.fault(room, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
-    if weight_rows != (2 if epilogue == SWIGLU else 1) * y.shape[1] or len(y) != rows:
-        raise ValueError(f"{weight_rows} weight rows do not give {len(y)} rows of {y.shape[1]} outputs.")
-    if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)) or y.stride(0) % 2:
-        raise ValueError("Tensors of a product have to be contiguous and to start on multiples of 16 bytes.")
+    _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
     if (into is None) != (norm is None) or (into is not None and (epilogue != RESIDUAL or into.weighted.stride() != y.stride())):
         raise ValueError("A norm behind a product needs its weights, a residual, and rows as far apart as those of y.")
-    for one, width in ((ahead, inner), (into, y.shape[1])):
-        if one is not None and (one.squares.shape != (rows, width // PIECE) or not one.squares.is_contiguous()):
-            raise ValueError(f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}.")
-        if one is not None and width % (4 * PIECE):
-            raise ValueError(f"A norm between products has a multiple of {4 * PIECE} values, not {width}.")
-    maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, PIECE // 2), _map(x, room))
-    squares, weighted, y_squares = ahead and ahead.squares, into and into.weighted, into and into.squares
-    pointers = (None if t is None else t.data_ptr() for t in (extra, norm, squares, y, weighted, y_squares))
-    numbers = (rows, y.shape[1], inner, y.stride(0), epilogue, cut.splits, cut.stages)
-    arguments = _Arguments(maps, *pointers, *numbers, 0.0 if ahead is None else ahead.eps)
-    _kernel(room, x.device.index or 0).launch(
-        (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, _stream(x.device), pdl, cluster=cut.splits,
-        shared_bytes=cut.shared_bytes(room, inner),
+    for one, width in ((ahead, inner), (into, n)):
+        if one is not None and (fault := one.fault(rows, width)) is not None:
+            raise ValueError(fault)
+    pointers = addresses(extra, norm, ahead and ahead.squares, y, into and into.weighted, into and into.squares)
+    numbers = (rows, n, inner, y.stride(0), epilogue, cut.splits, cut.stages)
+    arguments = _Arguments(_maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps)
+    PRODUCTS.launch(
+        f"product_{room}", (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
+        cluster=cut.splits, shared_bytes=cut.shared_bytes(room, inner),
     )  # fmt: skip
+    return y
+
+
+def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool = False) -> Tensor:
+    """x += a @ weight.T, bfloat16, launched on the current stream of x's device.
+
+    x: [rows, n], its rows on multiples of 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n, inner]; splits: parts of the inner
+    size; pdl: the kernel may start while the one ahead still runs (programmatic dependent launch). The kernel behind may start early.
+    With the same splits a row has the same bits in any company. Raises ValueError for what the kernel cannot do.
+    """
+    (rows, inner), n = a.shape, x.shape[1]
+    if (fault := residual_fault(n, inner, splits)) is not None:
+        raise ValueError(f"There is no such product: {fault}.")
+    _check(a, weight, x, 1, step=8)
+    arguments = _WideArguments(_maps(weight, RESIDUAL_OUTPUTS, a, ROWS), x.data_ptr(), rows, n, inner, x.stride(0))
+    kernel, grid = f"residual_product_{splits}", (n // RESIDUAL_OUTPUTS * splits, -(-rows // ROWS))
+    RESIDUAL_PRODUCTS.launch(kernel, grid, _WIDE_THREADS, arguments, x.device.index, programmatic=pdl, cluster=splits)
+    return x
+
+
+def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
+    """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
+
+    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n]; pdl: the kernel may
+    start while the one ahead still runs (programmatic dependent launch).
+    A row has the same bits in any company. Raises ValueError for what the kernel cannot do.
+    """
+    (rows, inner), n = x.shape, y.shape[1]
+    if n % SWIGLU_OUTPUTS or inner % PIECE:
+        raise ValueError(f"{n} outputs of {inner} values do not fall into tiles of {SWIGLU_OUTPUTS} x {PIECE}.")
+    _check(x, weight, y, 2, step=4)
+    arguments = _WideArguments(_maps(weight, SWIGLU_OUTPUTS, x, ROWS), y.data_ptr(), rows, n, inner, y.stride(0))
+    blocks = blocks_of(rows, n, processors(x.device.index or 0))
+    WIDE_PRODUCTS.launch("wide_swiglu", (blocks, 1), _WIDE_THREADS, arguments, x.device.index, programmatic=pdl)
     return y

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import lm_wide
+from kernels import lm_products
 from kernels.attention import attend_padded, padded_places
+from kernels.cuda_driver import processors
 from kernels.frame import StackTensors
 from kernels.lm_triton import add_norm, swiglu
 from kernels.varlen_attention import PackedPrompts
@@ -138,12 +139,12 @@ def _write(
         add_norm(x, None, layer.post_norm, stack.eps, normed, early=wide and x.is_cuda)
         act = x.new_empty(len(x), layer.down.shape[1])
         if wide:
-            lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
+            lm_products.swiglu(normed, layer.gate_up, act, pdl=True)
         else:
             swiglu(torch.mm(normed, layer.gate_up.t()), act)
         x.addmm_(act, layer.down.t())
 
 
 def _fills(rows: int, down: Tensor) -> bool:
-    """Whether the kernel of `lm_wide` knows gate and up of a layer with this `down`, and is worth its launch for so many rows."""
-    return lm_wide.serves(down) and lm_wide.fills(rows, down.shape[1], lm_wide.processors(down.device.index or 0))
+    """Whether `lm_products.swiglu` knows gate and up of a layer with this `down`, and is worth its launch for so many rows."""
+    return lm_products.serves_swiglu(down) and lm_products.fills(rows, down.shape[1], processors(down.device.index or 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,19 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
         TWINS[name] = twin
         return twin
+
+    return register
+
+
+def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Registers the decorated launch as what an op does on a CUDA device with arguments that `fits`; with others its twin runs."""
+
+    def register(launch: Callable[P, R]) -> Callable[P, R]:
+        def run(*args: Any, **kwargs: Any) -> object:
+            return (launch if fits(*args, **kwargs) else TWINS[name])(*args, **kwargs)
+
+        LIBRARY.impl(name, run, "CUDA")
+        return launch
 
     return register
 

@@ -116,7 +116,7 @@ def triton_fault() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed."
     try:
-        import_module("kernels.probe_triton").check()
+        import_module("kernels.triton_launch").check()
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises is the answer
         return f"Triton cannot make kernels here ({first_line(error)})."
     return None

@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jobs.job_options import JobOptions
     from nightjar.item import Item
     from nightjar.job import Job, Report
-    from nightjar.options import JobOptions
     from nightjar.runs import find_job, run, submit
     from nightjar.voice import Sound, Voice, open_model
     from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -42,7 +42,7 @@ __all__ = [
 _MODULES = {
     "nightjar.item": ("Item",),
     "nightjar.job": ("Job", "Report"),
-    "nightjar.options": ("JobOptions",),
+    "jobs.job_options": ("JobOptions",),
     "nightjar.runs": ("find_job", "run", "submit"),
     "nightjar.voice": ("Sound", "Voice", "open_model"),
     "pipelines.errors": ("ErrorCode", "InputError", "NightjarError"),

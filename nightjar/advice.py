@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipelines.errors import NightjarError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError
 
 #: What stays as it is: a command to type. Then options: with a pair, in quotes with a value, and alone.
 _OPTION = re.compile(
@@ -49,3 +49,10 @@ def _argument(found: re.Match[str]) -> str:
     if found["mapping"]:
         return f'`{argument}={{"{found["key"]}": "{found["value"]}"}}`'
     return f'`{argument}="{found["chosen"]}"`' if found["chosen"] else f"`{argument}`"
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
+    """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        message = f"The argument `{name}` is {value!r:.100}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is.")

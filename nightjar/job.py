@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.export.items import ItemMetadata, item_metadata
+from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
@@ -31,8 +32,8 @@ from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
+from nightjar.advice import check_type
 from nightjar.item import Item
-from nightjar.options import check_type, unknown_name
 from nightjar.voice import Sound
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 

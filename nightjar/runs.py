@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 from collections.abc import Iterable
@@ -15,25 +14,23 @@ import msgspec
 from jobs.checks import lacking_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import SubmitOptions, check_wanted
+from jobs.ingest import check_wanted
 from jobs.ingest import submit as ingest
+from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
-from jobs.quality import quality_of
 from jobs.recent_jobs import remember_if_embedded, settings_for_job, settings_for_new_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store import is_remote, open_store
 from jobs.voices import voice_folder
-from nightjar.advice import advising
+from nightjar.advice import advising, check_type
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
-from nightjar.options import JobOptions, check_type, checked_generation, checked_options
 from pipelines.errors import ErrorCode, InputError, NotFoundError
-from pipelines.request import Generation, SpokenRole
 
 
 @advising()
@@ -58,7 +55,7 @@ def run(
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=str(out))
     settings = embedded_settings(chosen)
-    spec, submitted = _job_options(options)
+    spec, submitted = job_of(checked_options(options), user_name())
     path, spec, settings = _input(source, spec, settings)
     resolved = _resolved(spec, submitted, settings, fetch=not quiet)
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
@@ -78,7 +75,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
     if out is not None:
         check_type("out", out, (str, os.PathLike), "a folder")
     settings = settings_for_new_job(None if out is None else str(out))
-    spec, submitted = _job_options(options)
+    spec, submitted = job_of(checked_options(options), user_name())
     path, spec, settings = _input(source, spec, settings)
     resolved = _resolved(spec, submitted, settings, fetch=False, here=False)
     with closing(Ledger.of(settings)) as ledger:
@@ -127,36 +124,6 @@ def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings
     return str(path), spec, settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
 
 
-def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
-    """What of the options is the job's spec, and what is not. Raises `config.invalid`."""
-    given = checked_options(options)
-    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in given.pop("voice_of", {}).items()}
-    asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in ("voice", "language", "instruct") if key in given}}
-    generation = checked_generation(asked)
-    if roles:
-        generation = msgspec.structs.replace(generation, roles=roles)
-    columns, voices = given.pop("columns", None), given.pop("voice_for", None)
-    qa_config = given.pop("qa_config", None)
-    spec = JobSpec(
-        str(given.pop("model", "hibari")),
-        generation=generation,
-        seed=given.pop("seed", 0),
-        format=given.pop("format", "wav"),
-        quality=quality_of(given.pop("qa", "basic"), None if qa_config is None else Path(qa_config), tuple(given.pop("qa_set", ()))),
-        speak=given.pop("speak", msgspec.UNSET),
-        pack=given.pop("pack", False) or msgspec.UNSET,
-        reading=Reading(
-            limit=given.pop("limit", None),
-            sample=given.pop("sample", None),
-            columns=columns,
-            voices=voices,
-        ),
-        sample_rate=given.pop("sample_rate", msgspec.UNSET),
-    )
-    given.setdefault("input_format", "auto")
-    return spec, SubmitOptions(owner=_owner(), **given)
-
-
 def _resolved(spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True) -> ResolvedSpec:
     """The spec, checked against its model and, for a job that runs here, against the meters of its checks."""
     resolved = resolve(spec, options.input_format, voice_folder(settings))
@@ -164,10 +131,3 @@ def _resolved(spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetc
     if here and (lack := lacking_meters(spec.quality, say)) is not None:
         raise lack
     return resolved
-
-
-def _owner() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""

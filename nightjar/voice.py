@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
-from nightjar.options import check_type, plain_numbers
+from nightjar.advice import check_type
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError, nearest
 from pipelines.registry import ModelCard, describe, open_pipeline
-from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.stored_voices import in_voice_of
 from pipelines.validation import OPENAI_VOICES, check_seed, own_voice
 
@@ -102,12 +103,12 @@ class Voice:
         a stored voice. `reference` is a recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for
         what the model cannot do, and `SynthesisError` (`synth.aborted`) after `close`.
         """
-        speech = self._pipeline.submit(self._request(text, asked)).result()
+        speech = submit(self._pipeline, self._request(text, asked)).result()
         return Sound(speech.samples, speech.sample_rate, text)
 
     def stream(self, text: str, **asked: Any) -> Iterator[Sound]:
         """The speech of a text in pieces, each as soon as it is made. What it asks is that of `speak`."""
-        for chunk in self._pipeline.stream(self._request(text, asked)):
+        for chunk in stream(self._pipeline, self._request(text, asked)):
             if len(chunk.samples):
                 yield Sound(chunk.samples, chunk.sample_rate)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipelines.request import Pipeline, engine_info
+from pipelines.request import Pipeline
 
 _LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
 
@@ -20,7 +20,7 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         pipelines = self._pipelines()
-        infos, stats = [engine_info(one) for one in pipelines], [one.stats() for one in pipelines]
+        infos, stats = [one.info for one in pipelines], [one.stats() for one in pipelines]
         opened = InfoMetricFamily("speech_engine", "How the engine of a model was opened.", labels=_LABELS)
         for pipeline, info in zip(pipelines, infos):
             reproducible = "yes" if info.reproducible else "no"

@@ -92,8 +92,8 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
-    #: `submit_prepared`.
+    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch; its pipeline takes what that
+    #: prepared.
     frontend: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
     vllm_model: str = ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
+
+from pipelines.errors import ErrorCode, InputError, NightjarError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,6 +88,8 @@ class SynthesisRequest:
     generation: Generation = field(default_factory=Generation)
     #: Seed of all noise of this request, 0 <= seed < 2**63.
     seed: int = 0
+    #: Whether the text goes on after its beginning here: the rest comes by `Handle.append`. For models with `capabilities.text_in`.
+    text_open: bool = False
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -97,11 +103,16 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     recording: bytes | None = None
 
 
+#: Turns the next piece of a text, and whether it is the last one, into the ids of its tokens that are certain and were not given before.
+#: Raises `InputError` for what the model does not take; the text may go on.
+TextPieces = Callable[[str, bool], list[int]]
+
+
 class Frontend(Protocol):
     """The part of a pipeline that needs neither weights nor a device. It runs where the engine does not; `pipelines.registry.Family`."""
 
-    def prepare(self, request: SynthesisRequest) -> PreparedRequest:
-        """Raises `InputError` for a request that the model cannot serve."""
+    def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
+        """The request, and what takes the rest of a text that is open. Raises `InputError` for a request that the model cannot serve."""
         ...
 
 
@@ -130,11 +141,36 @@ class AudioChunk:
 
     samples: NDArray[np.float32]
     sample_rate: int
-    final: bool = False
     #: A piece of the text that the model writes, for models with `capabilities.text_out`.
     text: str = ""
-    #: The whole result, with the final piece of such a model.
-    speech: Speech | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a request: all of its speech; of a stream all but the samples, which were in its chunks."""
+
+    speech: Speech
+
+    @property
+    def samples(self) -> NDArray[np.float32]:
+        return self.speech.samples
+
+    @property
+    def sample_rate(self) -> int:
+        return self.speech.sample_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a request that came to nothing, or to no more than was heard."""
+
+    error: NightjarError
+
+
+#: What comes of a request: of a stream any number of chunks, then one end.
+Event = AudioChunk | Done | Failed
+#: Is called on any thread, on one at a time, and must be quick.
+OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +190,7 @@ class Capabilities:
     references: int = 1
     instruct: bool = False
     streaming: bool = False
-    #: Speaks while its text is still being written: `pipelines.streams.start_text_stream`.
+    #: Speaks while its text is still being written: `SynthesisRequest.text_open`.
     text_in: bool = False
     guidance: bool = False
     #: Takes temperature, top_k, top_p and repetition_penalty.
@@ -172,7 +208,7 @@ class Capabilities:
 class EngineInfo:
     """How a pipeline was opened: what provenance, metrics and the worker's first line say of its engine."""
 
-    #: Utterances that run at once, and that wait before `submit` blocks.
+    #: Utterances that run at once, and that wait before `start` blocks.
     slots: int = 1
     waiting_room: int = 0
     device: str = ""
@@ -220,9 +256,20 @@ class EngineStats:
     state: EngineState = "ready"
 
 
-def engine_info(pipeline: Pipeline) -> EngineInfo:
-    """What a pipeline says of its engine; the default for one of another package that says nothing."""
-    return getattr(pipeline, "info", EngineInfo())
+class Handle(Protocol):
+    """A request that was started. Its methods may be called from any thread, and wait for nothing."""
+
+    def append(self, text: str | list[int], final: bool) -> None:
+        """More of a text that is open; `final` ends it. What comes after that, or after the request's end, is ignored.
+
+        Of a `PreparedRequest` it is the ids of the frontend's `TextPieces`. Raises `InputError` for what the model does not take; the
+        request goes on.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Ends the request: nothing is heard of it any more but a chunk that is on its way. Does nothing after the end."""
+        ...
 
 
 class Pipeline(Protocol):
@@ -231,22 +278,19 @@ class Pipeline(Protocol):
     name: str
     sample_rate: int
     capabilities: Capabilities
-    info: EngineInfo
+    #: Whether `start` of a stream waits for nothing, so that an event loop may call it.
+    starts_at_once: bool
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        """Queues a request and returns at once, or blocks while the waiting room is full.
+    @property
+    def info(self) -> EngineInfo: ...
 
-        Raises `InputError` for a request the model cannot serve, before any engine work. The future's exception is a
-        `NightjarError`.
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Starts a request, whose speech comes whole or as a `stream` of chunks; `submit` and `stream` are for those who wait for it.
+
+        Blocks while the waiting room is full, but not for a stream: whoever asks for streams bounds them. `PreparedRequest` comes only to
+        families with a `Frontend`. Raises `NightjarError` for a request that is refused: `InputError` for one that the model cannot serve,
+        before any engine work, and `SynthesisError` (`synth.aborted`) once the pipeline is closed.
         """
-        ...
-
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """Audio as it is made. Raises `InputError` with `input.unsupported` where the model cannot stream."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its future fails with `synth.aborted`. Unknown ids are ignored."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -254,3 +298,84 @@ class Pipeline(Protocol):
     def close(self) -> None:
         """Frees the engine; requests in flight fail with `synth.aborted`. May be called more than once."""
         ...
+
+
+def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
+    """Starts a request; the future of its speech, whose exception is a `NightjarError`. Blocks and raises as `Pipeline.start`."""
+    future: Future[Speech] = Future()
+    future.set_running_or_notify_cancel()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Done):
+            future.set_result(event.speech)
+        elif isinstance(event, Failed):
+            future.set_exception(event.error)
+
+    pipeline.start(request, on_event)
+    return future
+
+
+def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk]:
+    """The chunks of a stream that the first `next` starts; closing the iterator ends it. Raises as `Pipeline.start`, and its failure."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    handle = pipeline.start(request, events.put, stream=True)
+    try:
+        while not isinstance(event := events.get(), Done):
+            if isinstance(event, Failed):
+                raise event.error
+            yield event
+    finally:
+        handle.cancel()
+
+
+def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
+    """Raises `InputError` (`input.unsupported`) for a stream, or a text in pieces, that the model cannot do."""
+    if stream and not pipeline.capabilities.streaming:
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} cannot stream.", "Ask for whole speech.")
+    if isinstance(request, SynthesisRequest) and request.text_open and not (stream and pipeline.capabilities.text_in):
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} takes no text in pieces.", "Give it whole sentences.")
+
+
+class Listener:
+    """Hands on what comes of one request until its end, in order, whichever threads it comes from. A `Handle` of a text that is whole."""
+
+    def __init__(self, on_event: OnEvent, over: Callable[[bool], None]) -> None:
+        """`over` is called once, after the end, with whether the request is done: not so after an error or `cancel`."""
+        self._on_event = on_event
+        self._over = over
+        self._order = threading.RLock()
+        self._lock = threading.Lock()
+        self._open = True
+        #: Of the audio that was handed on.
+        self.seconds = 0.0
+
+    def __call__(self, event: Event) -> None:
+        with self._order:
+            if not (self._open if isinstance(event, AudioChunk) else self._end()):
+                return
+            if not isinstance(event, Failed):
+                self.seconds += len(event.samples) / event.sample_rate
+            try:
+                self._on_event(event)
+            finally:
+                if not isinstance(event, AudioChunk):
+                    self._over(isinstance(event, Done))
+
+    def append(self, text: str | list[int], final: bool) -> None:
+        """The text is whole: raises ValueError."""
+        raise ValueError("The text of this request is whole.")
+
+    def cancel(self) -> None:
+        """Nothing is handed on any more. Does not wait for a chunk that is being handed on."""
+        if self._end():
+            self._over(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request goes on."""
+        return self._open
+
+    def _end(self) -> bool:
+        with self._lock:
+            first, self._open = self._open, False
+        return first

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
-from pipelines.request import Generation
-from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechEngine, Streamer, UtteranceFuture
-from pipelines.streams import Heard
+from pipelines.request import Failed, Generation, Listener
+from pipelines.results import FinishedCodes, RequestInfo, SpeechEngine, Streamer, Utterance
 from pipelines.validation import bounded, bounded_top_k, check_seed, either
 
 Finish = Literal["stop", "length"]
@@ -137,13 +136,13 @@ class TokenRequestInfo(RequestInfo, Generic[S]):
         raise NotImplementedError
 
 
-class TokenUtteranceFuture(UtteranceFuture[S]):
+class TokenUtterance(Utterance[S]):
     """A `TokenReceiver` of whole utterances."""
 
     streamed = False
 
-    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
+    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._read = info.read
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
@@ -165,8 +164,8 @@ class TokenStreamer(Streamer[S]):
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.
     looks_ahead: ClassVar[bool] = False
 
-    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], heard: Heard) -> None:
-        super().__init__(info, stage, heard)
+    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._read = info.read
         self._reader = info.reader()
 
@@ -180,12 +179,12 @@ class TokenStreamer(Streamer[S]):
         try:
             made = self._read(tokens)
         except SynthesisError as error:
-            self.close(error)
+            self.close(Failed(error))
             return
         self.flush()
         if self.looks_ahead:
             self.mark_end(made.codes.shape[1])
-        self.close(None)
+        self.complete(len(made.codes), made.finish)
 
 
 class Drawing(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -18,7 +19,7 @@ from pipelines.errors import ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.ledger.deletion import DeletedJob
+    from jobs.ledger.control import DeletedJob
     from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -43,14 +44,16 @@ class SweepReport:
         return SweepReport(self.orphans + other.orphans, self.bytes + other.bytes, self.failed_jobs + other.failed_jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class Orphan:
+class Orphan(NamedTuple):
     """An object that nothing named when it was found."""
 
-    job_id: str
     info: ObjectInfo
     #: The inputs none of whose lines names it, where it is reference audio.
     read: frozenset[tuple[str, str]] = frozenset()
+
+
+#: What a sweep finds in a store: objects and their bytes.
+_Found = Iterator[tuple[int, int]]
 
 
 def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds: float = GRACE_SECONDS, *, delete: bool) -> SweepReport:
@@ -65,9 +68,9 @@ def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds
     before = ledger.now() - grace_seconds
     for job in ledger.jobs(_MAX_JOBS, FINAL_STATES):
         if job.finished_at is not None and job.finished_at <= before:
-            report += _sweep_job(ledger, store_for, job, before, delete=delete)
+            report += _counted(job, store_for, partial(_orphans_of, ledger, job, before, delete))
     for gone in ledger.deleted_jobs():
-        report += _sweep_deleted(ledger, store_for, gone, delete=delete)
+        report += _counted(gone, store_for, partial(_left_of, ledger, gone, delete))
     return report
 
 
@@ -96,64 +99,56 @@ def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iter
             yield orphan
 
 
-def _sweep_job(ledger: Ledger, store_for: Callable[[str], ObjectStore], job: Job, before: float, *, delete: bool) -> SweepReport:
-    found = SweepReport()
+def _counted(job: Job | DeletedJob, store_for: Callable[[str], ObjectStore], find: Callable[[ObjectStore], _Found]) -> SweepReport:
+    """What is found in the store of a job, up to the first error of that."""
+    objects = size = failed = 0
     try:
         store = store_for(job.store_url)
         store.confirm(job.store_identity)
-        for orphan in orphans(ledger, store, job, before):
-            if not delete or _delete(ledger, store, orphan, before):
-                found += SweepReport(1, orphan.info.bytes)
+        for more, their_size in find(store):
+            objects, size = objects + more, size + their_size
     except NightjarError as error:
         if error.code is ErrorCode.LEDGER_UNREACHABLE:
             raise
         log.warning("job not swept", job=job.id, code=error.code.value, error=str(error))
-        found += SweepReport(failed_jobs=1)
-    if found.orphans:
-        log.info("orphans", job=job.id, orphans=found.orphans, bytes=found.bytes, deleted=delete)
-    return found
-
-
-def _sweep_deleted(ledger: Ledger, store_for: Callable[[str], ObjectStore], gone: DeletedJob, *, delete: bool) -> SweepReport:
-    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any more."""
-    try:
-        store = store_for(gone.store_url)
-        store.confirm(gone.store_identity)
-        if delete:
-            objects, size = delete_objects(store, gone.id)
-        else:
-            sizes = [info.bytes for info in objects_of(store, gone.id)]
-            objects, size = len(sizes), sum(sizes)
-        if delete and ledger.now() - gone.deleted_at > REMEMBERED_SECONDS:
-            ledger.forget_deleted(gone.id)
-    except NightjarError as error:
-        if error.code is ErrorCode.LEDGER_UNREACHABLE:
-            raise
-        log.warning("deleted job not swept", job=gone.id, code=error.code.value, error=str(error))
-        return SweepReport(failed_jobs=1)
+        failed = 1
     if objects:
-        log.info("objects of a deleted job", job=gone.id, objects=objects, bytes=size, deleted=delete)
-    return SweepReport(objects, size)
+        log.info("orphans", job=job.id, orphans=objects, bytes=size)
+    return SweepReport(objects, size, failed)
 
 
-def _delete(ledger: Ledger, store: ObjectStore, orphan: Orphan, before: float) -> bool:
-    return ledger.delete_orphan(orphan.job_id, orphan.info.key, before, lambda: store.delete(orphan.info.key), orphan.read)
+def _orphans_of(ledger: Ledger, job: Job, before: float, delete: bool, store: ObjectStore) -> _Found:
+    for info, read in orphans(ledger, store, job, before):
+        if not delete or ledger.delete_orphan(job.id, info.key, before, partial(store.delete, info.key), read):
+            yield 1, info.bytes
+
+
+def _left_of(ledger: Ledger, gone: DeletedJob, delete: bool, store: ObjectStore) -> _Found:
+    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any more."""
+    if not delete:
+        yield from ((1, info.bytes) for info in objects_of(store, gone.id))
+        return
+    yield delete_objects(store, gone.id)
+    if ledger.now() - gone.deleted_at > REMEMBERED_SECONDS:
+        ledger.forget_deleted(gone.id)
 
 
 def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
+    def listed(prefix: str) -> Iterator[ObjectInfo]:
+        return _in_order(store.list(prefix), store)
+
     prefix = job_prefix(job.id)
     for kind in ("audio", "text", QUARANTINE):
-        listed = _in_order(store.list(f"{prefix}{kind}/"), store)
-        yield from (Orphan(job.id, info) for info in _without(listed, ledger.artifact_keys(job.id, kind)))
+        yield from map(Orphan, _without(listed(f"{prefix}{kind}/"), ledger.artifact_keys(job.id, kind)))
     packs = ledger.packs(job.id)
-    yield from (Orphan(job.id, info) for info in _in_order(store.list(packs_prefix(job.id)), store) if info.key not in packs)
     inputs = frozenset(ledger.shard_inputs(job.id).values())
-    keys = {key for key, _ in inputs}
-    yield from (Orphan(job.id, info) for info in _in_order(store.list(f"{prefix}input/"), store) if info.key not in keys)
-    references = list(_in_order(store.list(f"{prefix}references/"), store))
+    named = packs | {key for key, _ in inputs}
+    for place in (packs_prefix(job.id), f"{prefix}input/"):
+        yield from (Orphan(info) for info in listed(place) if info.key not in named)
+    references = list(listed(f"{prefix}references/"))
     if references:
         named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(job.spec, job.id)
-        yield from (Orphan(job.id, info, inputs) for info in references if info.key not in named)
+        yield from (Orphan(info, inputs) for info in references if info.key not in named)
 
 
 def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -81,63 +81,50 @@ class PeriodicTask:
                 self.run_once()
 
 
+@dataclass(eq=False)
 class Maintenance:
     """Registers the worker, extends its leases, hands out shards and reconciles.
 
     Heartbeats have a thread of their own: a broker that hangs must not cost a lease.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        settings: Settings,
-        worker: WorkerInfo,
-        leases: LeaseBook,
-        metrics: Metrics,
-        clock: Clock,
-        publisher: Publisher,
-        on_job_ended: Callable[[str], None] = lambda _: None,
-        demand: Demand | None = None,
-        report_ends: Callable[[], None] | None = None,
-    ) -> None:
-        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet. `report_ends` reports ends to
-        the operator's hook, in a thread of its own; None: there is none.
+    ledger: Ledger
+    settings: Settings
+    worker: WorkerInfo
+    leases: LeaseBook
+    metrics: Metrics
+    clock: Clock
+    publisher: Publisher
+    #: Is told of jobs that the reconciler ended, and of those that have no manifest yet.
+    on_job_ended: Callable[[str], None] = lambda _: None
+    #: How many shards the worker can use.
+    demand: Demand = field(default_factory=Demand)
+    #: Reports ends to the operator's hook, in a thread of its own; None: there is none.
+    report_ends: Callable[[], None] | None = None
 
-        `demand`: how many shards the worker can use; None: as many as `worker` says.
-        """
-        self._ledger = ledger
-        self._settings = settings
-        self._worker = worker
-        self._leases = leases
-        self._metrics = metrics
-        self._clock = clock
-        self._publisher = publisher
-        self._on_job_ended = on_job_ended
-        self._demand = demand or Demand(worker.slots)
-        self._dispatcher = Dispatcher(ledger, settings, publisher)
+    def __post_init__(self) -> None:
+        times = self.settings.times
+        self._dispatcher = Dispatcher(self.ledger, self.settings, self.publisher)
         self._state = UP
         self._registered = False
-        self._reconciled_at = float("-inf")
-        self._depth_at = float("-inf")
-        self._heartbeats = PeriodicTask("heartbeats", settings.times.heartbeat_seconds, self.beat)
-        self._dispatch = PeriodicTask("dispatch", settings.times.dispatch_seconds, self.dispatch)
-        self._reports = None if report_ends is None else PeriodicTask("reports", settings.times.reconcile_seconds, report_ends)
+        self._reconciled_at = self._depth_at = float("-inf")
+        self._dispatch = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
+        self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.beat)
+        self._reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends or (lambda: None))
+        self._tasks = [self._dispatch, self._heartbeats, *([self._reports] if self.report_ends else [])]
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
-        self._ledger.register_worker(self._worker)
+        self.ledger.register_worker(self.worker)
         self._registered = True
-        self._heartbeats.start()
-        self._dispatch.start()
-        self._dispatch.nudge()
-        if self._reports is not None:
-            self._reports.start()
-            self._reports.nudge()
+        for task in self._tasks:
+            task.start()
+        self.nudge()
+        self.report_soon()
 
     def report_soon(self) -> None:
         """A job may have ended: the operator's hook need not wait for the next look at the ledger."""
-        if self._reports is not None:
-            self._reports.nudge()
+        self._reports.nudge()
 
     def nudge(self) -> None:
         """A shard ended: there may be room for another one."""
@@ -145,7 +132,7 @@ class Maintenance:
 
     def claimed(self) -> None:
         """A shard was claimed: the worker may be able to use more of them than it has said."""
-        if self._demand.shards > self._worker.slots:
+        if self.demand.shards > self.worker.slots:
             self._dispatch.nudge()
 
     def drain(self) -> None:
@@ -155,61 +142,59 @@ class Maintenance:
 
     def stop(self) -> None:
         """Ends the threads and strikes the worker off. The ledger may be unreachable."""
-        self._dispatch.stop()
-        self._heartbeats.stop()
-        if self._reports is not None:
-            self._reports.stop()
+        for task in self._tasks:
+            task.stop()
         if not self._registered:
             return
         try:
-            self._ledger.retire_worker(self._worker.id)
+            self.ledger.retire_worker(self.worker.id)
         except NightjarError as error:
             log.warning("worker not retired; it goes stale by itself", error=str(error))
 
     def beat(self) -> None:
         """One heartbeat of the worker and of all its leases."""
-        sent_at = self._clock.monotonic()
-        tickets = self._leases.tickets()
+        sent_at = self.clock.monotonic()
+        tickets = self.leases.tickets()
         if tickets:
-            lost = self._ledger.heartbeat(self._worker.id, tickets, self._settings.times.lease_seconds)
-            self._leases.renewed(tickets, lost, sent_at)
-        self._report(self._demand.shards)
+            lost = self.ledger.heartbeat(self.worker.id, tickets, self.settings.times.lease_seconds)
+            self.leases.renewed(tickets, lost, sent_at)
+        self._report(self.demand.shards)
 
     def dispatch(self) -> None:
         """One pass of the reconciler, if it is time, and of the dispatcher."""
         if self._state != UP:
             return
-        now = self._clock.monotonic()
-        if now - self._reconciled_at >= self._settings.times.reconcile_seconds:
+        now = self.clock.monotonic()
+        if now - self._reconciled_at >= self.settings.times.reconcile_seconds:
             self._reconciled_at = now
             self._reconcile()
-        shards = self._demand.shards
+        shards = self.demand.shards
         # Fewer at once would be written at each end of a shard, and more in the queue do no harm.
-        if shards > self._worker.slots or shards < self._worker.slots / 2:
+        if shards > self.worker.slots or shards < self.worker.slots / 2:
             self._report(shards)
         dispatched = self._dispatcher.run_once()
-        self._metrics.dispatched.inc(dispatched)
-        if now - self._depth_at >= self._settings.times.dispatch_seconds:
+        self.metrics.dispatched.inc(dispatched)
+        if now - self._depth_at >= self.settings.times.dispatch_seconds:
             self._depth_at = now
-            self._metrics.queue_depth.set(self._publisher.queue_depth())
+            self.metrics.queue_depth.set(self.publisher.queue_depth())
 
     def _report(self, shards: int) -> None:
         """A sign of life, with the number of shards that the worker can use."""
-        worker = replace(self._worker, slots=shards)
+        worker = replace(self.worker, slots=shards)
         try:
-            self._ledger.worker_heartbeat(worker.id, self._state, shards)
+            self.ledger.worker_heartbeat(worker.id, self._state, shards)
         except NotFoundError:
-            self._ledger.register_worker(worker)
-        self._worker = worker
+            self.ledger.register_worker(worker)
+        self.worker = worker
 
     def _reconcile(self) -> None:
-        report = self._ledger.reconcile(self._settings.times.queued_timeout_seconds)
+        report = self.ledger.reconcile(self.settings.times.queued_timeout_seconds)
         if report.changed:
             log.info("reconciled", **report.counts)
             for name, count in report.counts.items():
-                self._metrics.reconciled.labels(what=name).inc(count)
+                self.metrics.reconciled.labels(what=name).inc(count)
         for job_id in {*report.ended_jobs, *report.without_manifest}:
-            self._on_job_ended(job_id)
+            self.on_job_ended(job_id)
 
 
 def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:

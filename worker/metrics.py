@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from jobs.ledger.records import Done, Outcome
+from jobs.ledger.records import Failed, Outcome
 from pipelines.engine_metrics import EngineMetrics
-from pipelines.errors import NightjarError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
 from worker.leases import Clock
@@ -23,53 +24,48 @@ class Metrics:
     """The metrics of this process, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(VllmMetrics())
-        self.items = Counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"], registry=self.registry)
-        self.audio_seconds = Counter("speech_audio_seconds", "Seconds of committed speech.", registry=self.registry)
-        self.bytes_stored = Counter("speech_stored_bytes", "Bytes of committed audio.", registry=self.registry)
-        self.refused_draws = Counter(
-            "speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"], registry=self.registry
-        )
-        self.shards = Counter("speech_shards", "Shards that ended on this worker, by outcome.", ["outcome"], registry=self.registry)
-        self.lease_lost = Counter("speech_lease_lost", "Leases that another worker took or that expired.", registry=self.registry)
-        self.retries = Counter(
-            "speech_service_retries", "Retried calls to the ledger or the store, by error code.", ["code"], registry=self.registry
-        )
-        self.reconciled = Counter("speech_reconciled", "Repairs by the reconciler, by kind.", ["what"], registry=self.registry)
-        self.dispatched = Counter("speech_dispatched", "Shards sent to the broker.", registry=self.registry)
-        self.dropped_messages = Counter(
-            "speech_dropped_messages", "Dropped messages of the broker that this worker cannot read.", registry=self.registry
-        )
-        self.consumer_restarts = Counter("speech_consumer_restarts", "Reconnections of this worker to the broker.", registry=self.registry)
-        self.leases_held = Gauge("speech_leases_held", "Shards in flight on this worker.", registry=self.registry)
-        self.batch_size = Gauge("speech_engine_batch_size", "Requests in the engine's running batch.", registry=self.registry)
-        self.engine_waiting = Gauge("speech_engine_waiting", "Requests that wait for a slot in the engine.", registry=self.registry)
-        self.queue_depth = Gauge("speech_queue_depth", "Messages waiting in the broker.", registry=self.registry)
+        self.registry = registry = CollectorRegistry()
+        registry.register(VllmMetrics())
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.items = counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"])
+        self.audio_seconds = counter("speech_audio_seconds", "Seconds of committed speech.")
+        self.bytes_stored = counter("speech_stored_bytes", "Bytes of committed audio.")
+        self.refused_draws = counter("speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"])
+        self.shards = counter("speech_shards", "Shards that ended on this worker, by outcome.", ["outcome"])
+        self.lease_lost = counter("speech_lease_lost", "Leases that another worker took or that expired.")
+        self.retries = counter("speech_service_retries", "Retried calls to the ledger or the store, by error code.", ["code"])
+        self.reconciled = counter("speech_reconciled", "Repairs by the reconciler, by kind.", ["what"])
+        self.dispatched = counter("speech_dispatched", "Shards sent to the broker.")
+        self.dropped_messages = counter("speech_dropped_messages", "Dropped messages of the broker that this worker cannot read.")
+        self.consumer_restarts = counter("speech_consumer_restarts", "Reconnections of this worker to the broker.")
+        self.leases_held = gauge("speech_leases_held", "Shards in flight on this worker.")
+        self.batch_size = gauge("speech_engine_batch_size", "Requests in the engine's running batch.")
+        self.engine_waiting = gauge("speech_engine_waiting", "Requests that wait for a slot in the engine.")
+        self.queue_depth = gauge("speech_queue_depth", "Messages waiting in the broker.")
         self.commit_seconds = Histogram(
             "speech_commit_seconds",
             "Seconds of a micro-batch commit, with its retries.",
             buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60),
-            registry=self.registry,
+            registry=registry,
         )
 
     def count(self, outcomes: Iterable[Outcome]) -> None:
         """Counts outcomes that were committed."""
-        tally: Tally[tuple[str, str]] = Tally()
+        ends: Tally[tuple[str, str]] = Tally()
         refused: Tally[str] = Tally()
         audio_ms = stored = 0
         for outcome in outcomes:
             refused.update([draw.code.value for draw in outcome.draws if draw.code is not None])
-            if isinstance(outcome, Done):
-                tally["done", ""] += 1
-                audio_ms += sum(artifact.duration_ms for artifact in outcome.artifacts)
-                stored += sum(artifact.bytes for artifact in outcome.artifacts)
-            else:
-                tally["failed", outcome.code.value] += 1
-        for (outcome, code), number in tally.items():
-            self.items.labels(outcome=outcome, code=code).inc(number)
+            if isinstance(outcome, Failed):
+                ends["failed", outcome.code.value] += 1
+                continue
+            ends["done", ""] += 1
+            for artifact in outcome.artifacts:
+                audio_ms, stored = audio_ms + artifact.duration_ms, stored + artifact.bytes
+        for labels, number in ends.items():
+            self.items.labels(*labels).inc(number)
         for code, number in refused.items():
-            self.refused_draws.labels(code=code).inc(number)
+            self.refused_draws.labels(code).inc(number)
         self.audio_seconds.inc(audio_ms / 1000)
         self.bytes_stored.inc(stored)
 
@@ -86,8 +82,15 @@ class Metrics:
         self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
-        """Serves the metrics over HTTP; returns a function that stops it. Raises `OSError` when the port is taken."""
-        server, thread = start_http_server(port, addr=address, registry=self.registry)
+        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` when the port is taken."""
+        try:
+            server, thread = start_http_server(port, addr=address, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID,
+                f"Metrics cannot be served on port {port}: {error.strerror}.",
+                "Set SPEECH_WORKER__METRICS_PORT to a free port.",
+            ) from error
 
         def stop() -> None:
             server.shutdown()

@@ -2,135 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from jobs.dialogue import clean
 from jobs.formatting import counted
+from jobs.job_options import SubmitOptions, job_of
+from jobs.layout import slug
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
-from jobs.quality import quality_of
 from jobs.recent_jobs import remember_if_embedded
+from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
-from pipelines.request import Generation, SpokenRole
-from worker.datasets import Dataset, check_exports, write_datasets
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import Schedule, Settings
     from jobs.store.base import ObjectStore
 
-
-#: A night whose job ended so has not run.
-ENDED_BADLY = frozenset({JobState.FAILED, JobState.CANCELLED})
-
-
-def input_of(schedule: Schedule, night: date) -> str:
-    """The schedule's input with the night filled in: `{date}` is the ISO date, strftime codes work too."""
-    return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
-
-
-def night_jobs(ledger: Ledger, name: str, night: date) -> dict[int, Job]:
-    """The jobs of a night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
-    first = _key(name, night, 1)
-    ends = [(key.removeprefix(first), job) for key, job in ledger.jobs_of_keys(first)]
-    return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
-
-
-def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, number: int) -> Job:
-    """Submits the job of a night with this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
-    from jobs.ingest import SubmitOptions, submit
-
-    schedule = settings.schedules[name]
-    options = SubmitOptions(
-        name=f"{name} {night.isoformat()}",
-        priority=schedule.priority,
-        weight=schedule.weight,
-        labels={"schedule": name, "night": night.isoformat()},
-        on_error=schedule.on_error,
-        input_format=schedule.input_format,
-        idempotency_key=_key(name, night, number),
-    )
-    job = submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), _spec(schedule), options=options).job
-    remember_if_embedded(job.id, settings)
-    return job
-
-
-def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
-    """Whether a night whose job ended badly can be another job now: its file or what is made of it has changed, or lines of the
-    same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
-    back for a change only. Raises `NightjarError`.
-    """
-    from jobs.ingest import dry_run
-    from jobs.source import open_source
-    from jobs.spec import resolve, spec_sha
-    from jobs.voices import voice_folder
-
-    schedule = settings.schedules[name]
-    spec, store, source = _spec(schedule), _store(settings, schedule), input_of(schedule, night)
-    with open_source(source, settings.s3) as opened:
-        place = (opened.sha256, store.url, schedule.input_format)
-        if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
-            return True
-        resolved = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened)
-    if job.spec_sha != spec_sha(resolved.spec):
-        return True
-    return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
-
-
-def bad_end(job: Job) -> NightjarError:
-    """Why a night's job that failed or was cancelled made nothing, and what a person does."""
-    if job.state is JobState.CANCELLED:
-        return ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"Its job {job.id} was cancelled.",
-            "Run the night again with another file in the place of this one, or with --again to make this one after all.",
-        )
-    if job.rejected_lines:
-        message = f"Its job {job.id} has no items: all of the file's lines were refused."
-        return InputError(
-            ErrorCode.INPUT_NO_ITEMS, message, f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
-        )
-    return InputError(ErrorCode.INPUT_NO_ITEMS, "Its file has no lines.", "Put a file with dialogues there and run the night again.")
-
-
-def _key(name: str, night: date, number: int) -> str:
-    """The idempotency key of a night's job of this number: two processes that run the same night make one job."""
-    first = f"nightly/{name}/{night.isoformat()}"
-    return first if number == 1 else f"{first}/{number}"
-
-
-def _spec(schedule: Schedule) -> JobSpec:
-    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in schedule.voice_of.items()}
-    return JobSpec(
-        model=schedule.model,
-        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct, roles=roles or None),
-        seed=schedule.seed,
-        format=schedule.format,
-        quality=quality_of(schedule.qa, schedule.qa_config),
-        speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
-        pack=schedule.pack or msgspec.UNSET,
-        sample_rate=msgspec.UNSET if schedule.sample_rate is None else schedule.sample_rate,
-    )
-
-
-def _store(settings: Settings, schedule: Schedule) -> ObjectStore:
-    from jobs.store import open_store
-
-    return open_store(schedule.store_url or settings.effective_store_url, settings.s3)
-
-
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
+#: A night whose job ended so has not run.
+ENDED_BADLY = frozenset({JobState.FAILED, JobState.CANCELLED})
 #: A file of a night that is not there. What else is wrong with it counts as a failure.
 _MISSING = {ErrorCode.INPUT_UNREADABLE, ErrorCode.STORE_MISSING}
+#: Stands among the formats of exports for the job's report.
+REPORT = "report"
+#: A place that ends so has no extension of its own.
+_OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
+#: Nights whose places are compared: those of a leap year and of one day more.
+_COMPARED_NIGHTS = [date(2027, 12, 1) + timedelta(days=days) for days in range(367)]
 
 
 class NightEnd(StrEnum):
@@ -143,6 +53,17 @@ class NightEnd(StrEnum):
     MISSING = "missing"
     #: It was not submitted, or its job failed or was cancelled; the night stays due.
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One export of a night."""
+
+    format: str
+    to: str
+    items: int = 0
+    #: Why it was not written; empty: it stands.
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +87,8 @@ class Night:
     datasets: tuple[Dataset, ...] = ()
 
     def __str__(self) -> str:
-        code = self.code.value if self.code else ""
-        tail = " ".join(part for part in (self.job_id, code, self.reason) if part)
-        lines = [f"{clean(self.schedule, 100)} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"]
+        tail = "".join(f" {part}" for part in (self.job_id, self.code or "", self.reason) if part)
+        lines = [f"{clean(self.schedule, 100)} {self.night.isoformat()} {self.end}{tail}"]
         if self.failed_items or self.rejected_lines:
             counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
             lines.append(f"  {counts}; see why with: nightjar errors {self.job_id}")
@@ -178,9 +98,10 @@ class Night:
         return "\n".join(lines)
 
     @property
-    def empty(self) -> bool:
-        """Whether its job has ended and every item failed."""
-        return self.failed_items > 0 and self.done_items == 0
+    def bad(self) -> bool:
+        """Whether it is missing or failed, made nothing, or lacks a dataset."""
+        made_nothing = self.failed_items > 0 and self.done_items == 0
+        return self.end in {NightEnd.FAILED, NightEnd.MISSING} or made_nothing or any(one.reason for one in self.datasets)
 
     @property
     def view(self) -> dict[str, Any]:
@@ -191,8 +112,8 @@ class Night:
             "night": self.night.isoformat(),
             "end": self.end.value,
             "job": self.job_id or None,
-            "state": self.state.value if self.state else None,
-            "code": self.code.value if self.code else None,
+            "state": self.state and self.state.value,
+            "code": self.code and self.code.value,
             "reason": self.reason or None,
             "done_items": self.done_items,
             "failed_items": self.failed_items,
@@ -209,11 +130,8 @@ class NightlyReport:
 
     @property
     def failed(self) -> bool:
-        """Whether a night is missing or failed, made nothing, or lacks a dataset."""
-        return any(
-            night.end in {NightEnd.FAILED, NightEnd.MISSING} or night.empty or any(one.reason for one in night.datasets)
-            for night in self.nights
-        )
+        """Whether a night is bad."""
+        return any(night.bad for night in self.nights)
 
     @property
     def unfinished(self) -> bool:
@@ -261,42 +179,218 @@ def run_nights(
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
         chosen = [name for name in settings.schedules if not names or name in names]
-        nights = [run_night(settings, ledger, name, one, again=again) for name in chosen for one in dates]
-        return NightlyReport(_to_their_ends(settings, ledger, nights, time.monotonic() + wait_seconds))
+        nights = [ScheduledNight(settings, ledger, name, one) for name in chosen for one in dates]
+        return NightlyReport(_to_their_ends([(one, one.run(again=again)) for one in nights], time.monotonic() + wait_seconds))
     finally:
         ledger.close()
 
 
-def run_night(settings: Settings, ledger: Ledger, name: str, night: date, *, again: bool = False) -> Night:
-    """Submits one night of one schedule, unless it ran. A night whose job failed or was cancelled has not: it is submitted
-    once more where that can end otherwise, or with `again`.
+def _to_their_ends(nights: Sequence[tuple[ScheduledNight, Night]], deadline: float) -> list[Night]:
+    """The nights with the ends of their jobs and their datasets, in the order in which they come; as they are where the time is
+    over before. A ledger that is away for a while does not end hours of waiting."""
+    ended: dict[int, Night] = {}
+    while True:
+        for place, (scheduled, night) in enumerate(nights):
+            try:
+                if place not in ended and (end := scheduled.at_its_end(night)) is not None:
+                    ended[place] = end
+            except ServiceError as error:
+                if not error.code.retryable or time.monotonic() >= deadline:
+                    raise
+                log.warning("still waiting", schedule=night.schedule, job=night.job_id, code=error.code.value, error=str(error))
+        if len(ended) == len(nights) or time.monotonic() >= deadline:
+            return [ended[place] if place in ended else one.unfinished(night) for place, (one, night) in enumerate(nights)]
+        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
 
-    The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
-    idempotency key. Raises `ServiceError`.
-    """
-    jobs = night_jobs(ledger, name, night)
-    number = max(jobs, default=1)
-    last = jobs.get(number)
-    recorded = night.isoformat() in ledger.schedule_history(name)
-    if last is None and recorded:
-        return Night(name, night, NightEnd.RAN)
-    try:
-        if last is not None and last.state in ENDED_BADLY:
-            if not again and not is_mended(settings, last, name, night):
-                return _failed(ledger, Night(name, night, NightEnd.FAILED, last.id, last.state), bad_end(last))
-            last = submit_night(settings, ledger, name, night, number + 1)
-        elif last is None or last.state is JobState.INGESTING:
-            last = submit_night(settings, ledger, name, night, number)
-        elif recorded:
-            return Night(name, night, NightEnd.RAN, last.id, last.state)
-    except NightjarError as error:
-        end = NightEnd.MISSING if isinstance(error, InputError) and error.code in _MISSING else NightEnd.FAILED
-        return _failed(ledger, Night(name, night, end, last.id if last else "", last.state if last else None), _explained(error, last))
-    if last.state in ENDED_BADLY:
-        return _failed(ledger, Night(name, night, NightEnd.FAILED, last.id, last.state), bad_end(last))
-    ledger.schedule_ran(name, night.isoformat())
-    log.info("night submitted", schedule=name, night=night.isoformat(), job=last.id)
-    return Night(name, night, NightEnd.SUBMITTED, last.id, last.state)
+
+@dataclass(frozen=True, slots=True)
+class ScheduledNight:
+    """One night of one schedule."""
+
+    settings: Settings
+    ledger: Ledger
+    name: str
+    night: date
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.settings.schedules[self.name]
+
+    def run(self, *, again: bool = False) -> Night:
+        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is submitted once more where
+        that can end otherwise, or with `again`.
+
+        The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
+        idempotency key. Raises `ServiceError`.
+        """
+        jobs = self.jobs()
+        number = max(jobs, default=1)
+        last = jobs.get(number)
+        recorded = self.night.isoformat() in self.ledger.schedule_history(self.name)
+        if recorded and (last is None or not (last.state in ENDED_BADLY or last.state is JobState.INGESTING)):
+            return self._result(NightEnd.RAN, last)
+        try:
+            if last is not None and last.state in ENDED_BADLY:
+                if not again and not self._is_mended(last):
+                    return self._failed(self._result(NightEnd.FAILED, last), _bad_end(last))
+                last = self._submit(number + 1)
+            elif last is None or last.state is JobState.INGESTING:
+                last = self._submit(number)
+        except NightjarError as error:
+            end = NightEnd.MISSING if isinstance(error, InputError) and error.code in _MISSING else NightEnd.FAILED
+            return self._failed(self._result(end, last), _explained(error, last))
+        if last.state in ENDED_BADLY:
+            return self._failed(self._result(NightEnd.FAILED, last), _bad_end(last))
+        self.ledger.schedule_ran(self.name, self.night.isoformat())
+        log.info("night submitted", schedule=self.name, night=self.night.isoformat(), job=last.id)
+        return self._result(NightEnd.SUBMITTED, last)
+
+    def jobs(self) -> dict[int, Job]:
+        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
+        first = self._key(1)
+        ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
+        return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
+
+    def at_its_end(self, night: Night) -> Night | None:
+        """The night once its job has ended; None before."""
+        if not night.job_id or night.end not in {NightEnd.SUBMITTED, NightEnd.RAN}:
+            return night
+        status = self.ledger.status(night.job_id)
+        job, items = status.job, status.items
+        if not job.state.final:
+            return None
+        night = replace(night, state=job.state)
+        if job.state in ENDED_BADLY:
+            return self._failed(replace(night, end=NightEnd.FAILED), _bad_end(job))
+        datasets = self._write_datasets(list(self.jobs().values()))
+        return replace(night, done_items=items.done, failed_items=items.failed, rejected_lines=job.rejected_lines, datasets=datasets)
+
+    def unfinished(self, night: Night) -> Night:
+        """The night while its job goes on, with what a person does about it."""
+        job = self.ledger.job(night.job_id)
+        datasets = " for its datasets" if self.schedule.exports else ""
+        if job.state is JobState.PAUSED:
+            why = f" ({job.state_reason})" if job.state_reason else ""
+            reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
+        else:
+            reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
+        return replace(night, state=job.state, reason=reason)
+
+    def _result(self, end: NightEnd, job: Job | None) -> Night:
+        return Night(self.name, self.night, end) if job is None else Night(self.name, self.night, end, job.id, job.state)
+
+    def _failed(self, night: Night, error: NightjarError) -> Night:
+        """The night as one that has not run: it stays due."""
+        day, job = night.night.isoformat(), night.job_id or None
+        log.error("night failed", schedule=night.schedule, night=day, job=job, code=error.code.value, error=str(error))
+        if night.state in ENDED_BADLY:
+            self.ledger.schedule_forget(night.schedule, day)
+        return replace(night, reason=str(error), code=error.code)
+
+    def _key(self, number: int) -> str:
+        """The idempotency key of the night's job of this number: two processes that run the same night make one job."""
+        first = f"nightly/{self.name}/{self.night.isoformat()}"
+        return first if number == 1 else f"{first}/{number}"
+
+    def _submit(self, number: int) -> Job:
+        """Submits the job of this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
+        from jobs.ingest import submit
+
+        spec, options = _job(self.schedule)
+        day = self.night.isoformat()
+        labels = {**options.labels, "schedule": self.name, "night": day}
+        options = replace(options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number))
+        job = submit(self.settings, self.ledger, self._store(), input_of(self.schedule, self.night), spec, options=options).job
+        remember_if_embedded(job.id, self.settings)
+        return job
+
+    def _is_mended(self, job: Job) -> bool:
+        """Whether a night whose job ended badly can be another job now: its file or what is made of it has changed, or lines of the
+        same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
+        back for a change only. Raises `NightjarError`.
+        """
+        from jobs.ingest import dry_run
+        from jobs.source import open_source
+        from jobs.spec import resolve, spec_sha
+        from jobs.voices import voice_folder
+
+        settings, (spec, options) = self.settings, _job(self.schedule)
+        store, source = self._store(), input_of(self.schedule, self.night)
+        with open_source(source, settings.s3) as opened:
+            place = (opened.sha256, store.url, options.input_format)
+            if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
+                return True
+            resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
+        if job.spec_sha != spec_sha(resolved.spec):
+            return True
+        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
+
+    def _store(self) -> ObjectStore:
+        from jobs.store import open_store
+
+        return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
+
+    def _write_datasets(self, jobs: Sequence[Job]) -> tuple[Dataset, ...]:
+        """Writes the exports of the night whose last job has ended well. One that stands is left as it is, one that was stopped goes
+        on, and one that a job of this night left before it went on is written anew; one that fails keeps no other from being
+        written, and no file that is another's is touched."""
+        return tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
+
+    def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
+        to = place_of(self.settings, self.name, format, self.night)
+        about = {"job": jobs[-1].id, "format": format, "to": to}
+        try:
+            items = self._write(jobs, format, to)
+        except NightjarError as error:
+            log.error("dataset not written", **about, code=error.code.value, error=str(error))
+            return Dataset(format, to, reason=str(error))
+        except Exception as error:
+            # One dataset keeps no other back, whatever is wrong with it.
+            log.exception("dataset not written", **about)
+            return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
+        log.info("dataset complete", **about, items=items)
+        return Dataset(format, to, items)
+
+    def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
+        """Writes one export; how many items it has."""
+        from jobs.export import export, find_format, own_output, parse_splits
+        from jobs.store import store_of
+
+        job, own, settings = jobs[-1], {one.id for one in jobs}, self.settings
+        store = store_of(job, settings.s3)
+        if format == REPORT:
+            from jobs.report import ReportOptions, write_report
+
+            options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
+            return write_report(self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
+        wanted = self.schedule.splits
+        splits = parse_splits(wanted) if wanted and find_format(format).splittable else None
+        return export(self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items
+
+
+def input_of(schedule: Schedule, night: date) -> str:
+    """The schedule's input with the night filled in: `{date}` is the ISO date, strftime codes work too."""
+    return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
+
+
+def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
+    return job_of({"input_format": "dialogues", **schedule.options})
+
+
+def _bad_end(job: Job) -> NightjarError:
+    """Why a night's job that failed or was cancelled made nothing, and what a person does."""
+    if job.state is JobState.CANCELLED:
+        return ServiceError(
+            ErrorCode.LEDGER_STATE,
+            f"Its job {job.id} was cancelled.",
+            "Run the night again with another file in the place of this one, or with --again to make this one after all.",
+        )
+    if job.rejected_lines:
+        message = f"Its job {job.id} has no items: all of the file's lines were refused."
+        return InputError(
+            ErrorCode.INPUT_NO_ITEMS, message, f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
+        )
+    return InputError(ErrorCode.INPUT_NO_ITEMS, "Its file has no lines.", "Put a file with dialogues there and run the night again.")
 
 
 def _explained(error: NightjarError, job: Job | None) -> NightjarError:
@@ -307,62 +401,78 @@ def _explained(error: NightjarError, job: Job | None) -> NightjarError:
     return ServiceError(error.code, message, f"Run the night again after `nightjar cancel {job.id}`.")
 
 
-def _failed(ledger: Ledger, night: Night, error: NightjarError) -> Night:
-    """The night as one that has not run: it stays due."""
-    day, job = night.night.isoformat(), night.job_id or None
-    log.error("night failed", schedule=night.schedule, night=day, job=job, code=error.code.value, error=str(error))
-    if night.state in ENDED_BADLY:
-        ledger.schedule_forget(night.schedule, day)
-    return replace(night, reason=str(error), code=error.code)
+def place_of(settings: Settings, name: str, format: str, night: date) -> str:
+    """Where a night's export of a format goes. A format that is one file gets its extension, unless the place has an end of its own."""
+    schedule = settings.schedules[name]
+    extension = ".html" if format == REPORT else ".jsonl" if _is_one_file(format, schedule.splits) else ""
+    if (to := schedule.export_to) is not None:
+        end = extension if _OPEN_END.search(to) else ""
+        return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
+    return str(settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}")
 
 
-def _to_their_ends(settings: Settings, ledger: Ledger, nights: Sequence[Night], deadline: float) -> list[Night]:
-    """The nights with the ends of their jobs and their datasets, in the order in which they come; as they are where the time is
-    over before."""
-    ended: dict[int, Night] = {}
-    while True:
-        for place, night in enumerate(nights):
-            if place not in ended and (end := _patient(settings, ledger, night, deadline)) is not None:
-                ended[place] = end
-        if len(ended) == len(nights) or time.monotonic() >= deadline:
-            return [ended[place] if place in ended else _unfinished(settings, ledger, night) for place, night in enumerate(nights)]
-        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+def _is_one_file(format: str, splits: str | None) -> bool:
+    """Whether an export is one file. A format that is unknown here may be of a schedule that this process does not run."""
+    from jobs.export import find_format
 
-
-def _patient(settings: Settings, ledger: Ledger, night: Night, deadline: float) -> Night | None:
-    """As `_at_its_end`, but a ledger that is away for a while does not end hours of waiting."""
     try:
-        return _at_its_end(settings, ledger, night)
-    except ServiceError as error:
-        if not error.code.retryable or time.monotonic() >= deadline:
-            raise
-        log.warning("still waiting", schedule=night.schedule, job=night.job_id, code=error.code.value, error=str(error))
-        return None
+        return find_format(format).one_file(splits)
+    except ConfigError:
+        return False
 
 
-def _at_its_end(settings: Settings, ledger: Ledger, night: Night) -> Night | None:
-    """The night once its job has ended; None before."""
-    if not night.job_id or night.end not in {NightEnd.SUBMITTED, NightEnd.RAN}:
-        return night
-    status = ledger.status(night.job_id)
-    night = replace(night, state=status.job.state)
-    if not status.job.state.final:
-        return None
-    if status.job.state in ENDED_BADLY:
-        return _failed(ledger, replace(night, end=NightEnd.FAILED), bad_end(status.job))
-    jobs = list(night_jobs(ledger, night.schedule, night.night).values())
-    datasets = write_datasets(settings, ledger, night.schedule, night.night, jobs)
-    return replace(
-        night, done_items=status.items.done, failed_items=status.items.failed, rejected_lines=status.job.rejected_lines, datasets=datasets
-    )
+def check_exports(settings: Settings, names: Collection[str]) -> None:
+    """Raises `config.invalid` for exports of these schedules that could not be written, or that have one place with those of
+    another schedule or one inside the other: before a night's work rather than after it."""
+    for name in names:
+        _check_exports(settings, name)
+    owners: list[tuple[str, str]] = []
+    for name, schedule in settings.schedules.items():
+        for wanted in schedule.exports:
+            place = place_of(settings, name, wanted, _COMPARED_NIGHTS[0])
+            place = place if is_remote(place) else os.path.abspath(place)
+            for other, owner in owners:
+                if owner != name and {owner, name} & set(names) and _meet(place, other):
+                    reason = f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
+                    raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own.")
+            owners.append((place, name))
 
 
-def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:
-    job = ledger.job(night.job_id)
-    datasets = " for its datasets" if settings.schedules[night.schedule].exports else ""
-    if job.state is JobState.PAUSED:
-        why = f" ({job.state_reason})" if job.state_reason else ""
-        reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
-    else:
-        reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
-    return replace(night, state=job.state, reason=reason)
+def _meet(place: str, other: str) -> bool:
+    """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others without harm."""
+    if is_remote(place) or is_remote(other):
+        return place == other
+    return os.path.commonpath((place, other)) in (place, other)
+
+
+def _check_exports(settings: Settings, name: str) -> None:
+    """Raises `config.invalid` for formats that are unknown or never written to their places, and for places that several share."""
+    from jobs.export import find_format, format_names, parse_splits
+
+    schedule = settings.schedules[name]
+    known = (*format_names(), REPORT)
+    if unknown := [wanted for wanted in schedule.exports if wanted not in known]:
+        reason = f"The schedule {name!r} exports {unknown[0][:40]!r}, which is not a format."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, f"Use: {', '.join(known)}.")
+    splits = None if schedule.splits is None else parse_splits(schedule.splits)
+    to = schedule.export_to
+    if to is not None and "{format}" not in to and len(schedule.exports) > 1:
+        reason = f"The schedule {name!r} has several exports and one place."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{format}` into `export_to`.")
+    places = set() if to is None else {night.strftime(to.replace("{date}", "%Y-%m-%d")) for night in _COMPARED_NIGHTS}
+    if schedule.exports and to is not None and len(places) < len(_COMPARED_NIGHTS):
+        reason = f"The exports of {name!r} have one place for several nights."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{date}` into `export_to`.")
+    store_url = schedule.store_url or settings.effective_store_url
+    spec, _ = _job(schedule)
+    for wanted in schedule.exports:
+        place = place_of(settings, name, wanted, _COMPARED_NIGHTS[0])
+        try:
+            if wanted != REPORT:
+                chosen = find_format(wanted)
+                chosen.check(place, store_url, splits if chosen.splittable else None, packed=spec.pack is True, stored=spec.format)
+            elif is_remote(place):
+                raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
+        except ConfigError as error:
+            reason = f"The schedule {name!r} cannot export {wanted}: {error.message}"
+            raise ConfigError(error.code, reason, "Leave it out, or change `export_to` or the store.") from error

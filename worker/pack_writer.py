@@ -16,6 +16,7 @@ from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
 from jobs.ledger.records import Artifact, Done
 from jobs.packs import CONTENT_TYPE, PackBuilder
 from jobs.store.base import ObjectStore
+from jobs.times import Times
 from worker.leases import Clock, HeldLease
 
 log = structlog.get_logger(__name__)
@@ -52,8 +53,7 @@ class PackWriter:
         held: HeldLease,
         store: ObjectStore,
         *,
-        pack_bytes: int,
-        pack_seconds: float,
+        times: Times,
         clock: Clock,
         run: Callable[[Callable[[], None]], None],
         alone: Callable[[int], bool],
@@ -62,8 +62,7 @@ class PackWriter:
         that is on its way."""
         self._held = held
         self._store = store
-        self._pack_bytes = pack_bytes
-        self._pack_seconds = pack_seconds
+        self._times = times
         self._clock = clock
         self._run = run
         self._alone = alone
@@ -81,7 +80,7 @@ class PackWriter:
         hashes = [hashlib.sha256(one.data).hexdigest() for one in artifacts]
         with self._changed:
             # The thread that puts the pack before this one takes the full one next.
-            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self._pack_bytes)
+            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self._times.pack_bytes)
             pack = self._open
             if pack is None:
                 pack = self._open = _OpenPack(self._packs, self._clock.monotonic())
@@ -120,8 +119,8 @@ class PackWriter:
         pack = self._open
         if pack is None:
             return False
-        full = pack.builder.bytes >= self._pack_bytes
-        return full or self._clock.monotonic() - pack.begun_at >= self._pack_seconds or self._alone(len(pack.items))
+        full = pack.builder.bytes >= self._times.pack_bytes
+        return full or self._clock.monotonic() - pack.begun_at >= self._times.pack_seconds or self._alone(len(pack.items))
 
     def _put(self, pack: _OpenPack) -> None:
         """Puts a pack and answers its items, each with the key of the pack in its artifacts."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Speech, SynthesisRequest
+from pipelines.request import Handle, Speech, SynthesisRequest
 from worker.leases import GoneReason, HeldLease
 from worker.pack_writer import EncodedArtifact, PackWriter
 from worker.quality.meters import Utterance
@@ -35,7 +35,7 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ItemDraw:
     """A draw of an item, from its plan to its outcome."""
 
@@ -47,6 +47,8 @@ class ItemDraw:
     history: History = field(default_factory=History)
     #: Set when it is fed.
     request: SynthesisRequest = field(init=False)
+    #: What ends it, once the pipeline has taken it.
+    handle: Handle | None = None
     #: Whether draws differ by more than noise: the model samples, and was not asked to be greedy.
     sampled: bool = True
     #: When the engine took it, by the worker's clock and by the engine's timer.
@@ -56,14 +58,8 @@ class ItemDraw:
     engine_ms: int = 0
 
 
-class Redraw(NamedTuple):
-    """The draw did not pass its checks, and the item may have another one."""
-
-    history: History
-
-
-#: What became of a draw: an outcome of its item, another draw, or an error.
-Answer = Outcome | Redraw | BaseException
+#: What became of a draw: an outcome of its item, the draws so far where another one is to follow, or an error.
+Answer = Outcome | History | BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ class ShardOutput:
 
 
 #: The work on a draw. It yields what it waits for without a thread, and returns what became of the draw.
-_Path = Generator[Future[Any], Future[Any] | None, Outcome | Redraw | Future[Done]]
+_Path = Generator[Future[Any], Future[Any] | None, Outcome | History | Future[Done]]
 
 
 class ResultWriter:
@@ -141,7 +137,7 @@ class ResultWriter:
         try:
             waits_for = path.send(came)
         except StopIteration as end:
-            answer: Outcome | Redraw | Future[Done] = end.value
+            answer: Outcome | History | Future[Done] = end.value
             if isinstance(answer, Future):
                 answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
             else:
@@ -157,7 +153,7 @@ class ResultWriter:
         | the draw | the item |
         |---|---|
         | has no checks, or passed them | `Done`, once its artifacts are stored |
-        | did not pass, and another one may | `Redraw` |
+        | did not pass, and another one may | `History`: it is drawn again |
         | was the last one, and the job keeps the best | `Done` with the best draw's artifacts |
         | was the last one | `Failed`, the best draw's audio in quarantine |
         """
@@ -192,7 +188,7 @@ class ResultWriter:
                 checked = with_readings(checked, measured.readings, quality)
         history = draw.history.after(checked, draw.engine_ms)
         if not checked.passed and draw.number < draw.last and not draw.history.ended_by(checked, draw.sampled):
-            return Redraw(history)
+            return history
         best = checked if checked.passed else cast(CheckedDraw, history.best)
         record, speech = best.record, best.speech
         if best.passed or (quality.on_fail == "keep" and record.scores):

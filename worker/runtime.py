@@ -8,7 +8,6 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -31,10 +30,9 @@ from pipelines.errors import (
     NightjarError,
     NotFoundError,
     ServiceError,
-    SynthesisError,
 )
 from pipelines.registry import describe
-from pipelines.request import Pipeline, engine_info
+from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
@@ -95,14 +93,11 @@ class Runtime:
         self,
         settings: Settings,
         options: WorkerOptions | None = None,
-        *,
-        open_model: Callable[..., Pipeline] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings
         self.options = options or WorkerOptions()
         self._clock = clock or SystemClock()
-        self._open_model = open_model
         self._stores: dict[str, ObjectStore] = {}
         self._models: dict[str, str] = {}
         #: When this worker found that it cannot run a job.
@@ -173,9 +168,11 @@ class Runtime:
         """
         if self.options.parent_pid is not None:
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
-        self._serve_metrics()
+        self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
+        if (port := self.settings.worker.metrics_port) is not None:
+            self._stop_serving = self.metrics.serve(port, self.settings.worker.metrics_address)
         for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
-            if not self._done(step):
+            if self._asking(lambda step=step: [step()]) is None:
                 return
         say_up()
         self._up = True
@@ -194,9 +191,11 @@ class Runtime:
                 return Handling.REFUSED
 
     def _handle(self, ticket: Ticket) -> Handling:
-        refusal = self._refusal(ticket)
-        if refusal is not None:
-            return refusal
+        if self.draining:
+            return Handling.REFUSED
+        if self._leaves(ticket.job_id):
+            self._draining.wait(REST_SECONDS)
+            return Handling.REFUSED
         on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
         with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
             ran = placed and self._run(ticket)
@@ -243,49 +242,36 @@ class Runtime:
         return store
 
     def _open(self, model: str) -> Pipeline:
+        preload = self.options.preload
         try:
-            pipeline = self._opened(model)
-        except (ConfigError, ModelError) as error:
-            if error.code.retryable or (self._up and not self.options.private):
+            pipeline = (None if preload is None else preload.take(model)) or open_model(self.settings, model)
+        except NightjarError as error:
+            if not self._ends_worker(error) or not self._up:
                 raise
-            say_refused(error)
-            if not self._up:
-                raise
-            # The shard goes back as it was.
+            # No item was in the engine: the shard goes back as it was.
             self.hurry()
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
-        log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
-        self._say_unused(model)
-        return pipeline
-
-    def _say_unused(self, model: str) -> None:
-        """Names the settings that the first model which does not take them leaves unused."""
+        log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
+        # The first model that does not take some settings names them.
         if not self._said_unused and (unused := self.settings.unused(describe(model))) is not None:
             self._said_unused = True
             log.warning(unused)
+        return pipeline
 
-    def _opened(self, model: str) -> Pipeline:
-        if self._open_model is not None:
-            return self._open_model(model, **self.settings.engine_options(describe(model)))
-        preload = self.options.preload
-        try:
-            return (None if preload is None else preload.take(model)) or open_model(self.settings, model)
-        except (EngineCrashError, SynthesisError) as error:
-            if _says_gpu_is_bad(error) and self._end_without_engine(error):
-                # No item was in the engine: the shard goes back as it was.
-                raise LeaseGoneError(GoneReason.DRAINED) from error
-            raise
+    def _ends_worker(self, error: NightjarError) -> bool:
+        """Whether a model that cannot be opened ends this worker.
 
-    def _end_without_engine(self, error: NightjarError) -> bool:
-        """An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full, or its model broken. A worker
+        An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full, or its model broken. A worker
         that went on would fail every shard that it takes; the process that started it starts it again after a pause, and in the end no
-        more."""
-        ends = self._up and is_watched()
-        if ends:
-            self.hurry()
-            self._end_with(error)
-        return ends
+        more. What no start of it can open ends a worker that starts, or is one person's; that process is told.
+        """
+        if _says_gpu_is_bad(error):
+            return is_watched()
+        if not isinstance(error, ConfigError | ModelError) or error.code.retryable or (self._up and not self.options.private):
+            return False
+        say_refused(error)
+        return True
 
     def _end_with(self, error: NightjarError) -> None:
         """Ends this process with an error that every shard would meet."""
@@ -311,49 +297,29 @@ class Runtime:
 
     def _engine_slots(self) -> int:
         """Those of the open engine; 0 while none is open."""
-        return max((engine_info(pipeline).slots for pipeline in self.pipelines.pipelines()), default=0)
-
-    def _refusal(self, ticket: Ticket) -> Handling | None:
-        """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait; so
-        does every worker with a job that it lately could not run."""
-        if self.draining:
-            return Handling.REFUSED
-        if self._leaves(ticket.job_id):
-            self._draining.wait(REST_SECONDS)
-            return Handling.REFUSED
-        if self.options.model is None:
-            return None
-        model = self._models.get(ticket.job_id)
-        if model is None:
-            job = self._asking(lambda: self.ledger.job(ticket.job_id))
-            if job is None:
-                return Handling.REFUSED if self.draining else Handling.DROPPED
-            model = self._models[ticket.job_id] = job.spec.model
-        if model == self.options.model:
-            return None
-        self._draining.wait(REST_SECONDS)
-        return Handling.REFUSED
+        return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _leaves(self, job_id: str) -> bool:
+        """Whether this worker leaves a job to others: one of another model than its own, or one that it lately could not run."""
         refused_at = self._refused_at.get(job_id)
-        if refused_at is None or self._clock.monotonic() - refused_at >= self.settings.times.quarantine_seconds:
+        if refused_at is not None and self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds:
+            return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
+        if self.options.model is None:
             return False
-        return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
+        if job_id not in self._models and (job := self._asking(lambda: self.ledger.job(job_id))) is not None:
+            self._models[job_id] = job.spec.model
+        # A job that the ledger does not know is dropped at the claim.
+        return self._models.get(job_id, self.options.model) != self.options.model
 
     def _asking(self, call: Callable[[], T]) -> T | None:
-        """The ledger's answer. Asks again until it comes or the worker drains; None where the ledger does not know the job."""
-        answers: list[T] = []
-        with suppress(NotFoundError):
-            self._done(lambda: answers.append(call()))
-        return answers[0] if answers else None
-
-    def _done(self, step: Callable[[], None]) -> bool:
-        """Runs a step, and retries it with growing pauses after every retryable error; False: the worker drains instead."""
+        """The answer of `call`, which is asked again with growing pauses after every retryable error; None where the worker drains
+        instead, or the ledger does not know the job."""
         pause_seconds = 0.2
         while not self.draining:
             try:
-                step()
-                return True
+                return call()
+            except NotFoundError:
+                return None
             except NightjarError as error:
                 # An engine that dies while it opens its model, or finds no memory, would do so for ever: the worker cannot start.
                 if not error.code.retryable or _says_gpu_is_bad(error):
@@ -361,7 +327,7 @@ class Runtime:
                 self.metrics.waited_for(error)
             self._draining.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 2, 5.0)
-        return False
+        return None
 
     def _load_model(self) -> None:
         if self.options.model is not None:
@@ -389,17 +355,3 @@ class Runtime:
         self.hurry()
         # Only a signal stops Celery's loop.
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def _serve_metrics(self) -> None:
-        self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
-        port = self.settings.worker.metrics_port
-        if port is None:
-            return
-        try:
-            self._stop_serving = self.metrics.serve(port, self.settings.worker.metrics_address)
-        except OSError as error:
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID,
-                f"Metrics cannot be served on port {port}: {error.strerror}.",
-                "Set SPEECH_WORKER__METRICS_PORT to a free port.",
-            ) from error

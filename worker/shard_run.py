@@ -6,7 +6,7 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -22,15 +22,17 @@ from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
-from pipelines.request import Pipeline, Speech, engine_info
+from pipelines.request import Done as SpeechDone
+from pipelines.request import Event, Pipeline
+from pipelines.request import Failed as SpeechFailed
 from worker.admission import MAX_WRITING_ITEMS, Demand, FeedingOrder, ItemCounts
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import EngineTimer, Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
-from worker.quality.verdict import REDRAWN
+from worker.quality.verdict import REDRAWN, History
 from worker.request_builder import ReferenceCache, RequestBuilder
-from worker.result_writer import Answer, ItemDraw, Redraw, ResultWriter, ShardOutput
+from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -179,7 +181,7 @@ class ShardRun:
         if todo:
             with self._runner.pipelines.use(self._job.spec.model, self._held.check) as pipeline:
                 if (book := self._runner.provenance) is not None:
-                    retrying(lambda: book.note(store, self._job, engine_info(pipeline)))
+                    retrying(lambda: book.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
         self._finish(store, lines, retry_later)
 
@@ -225,8 +227,7 @@ class ShardRun:
         return PackWriter(
             self._held,
             store,
-            pack_bytes=self._times.pack_bytes,
-            pack_seconds=self._times.pack_seconds,
+            times=self._times,
             clock=self._clock,
             run=self._runner.writer.run,
             alone=self._only_waits_for,
@@ -282,38 +283,39 @@ class ShardRun:
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.enter()
                 self._in_engine[index] = draw
-            future = pipeline.submit(draw.request)
+            draw.handle = pipeline.start(draw.request, partial(self._made, draw))
         except NightjarError as error:
             with self._changed:
                 self._leave(draw)
             self.settle(draw, error)
             return
         with self._changed:
-            if self._in_engine.pop(index, None) is not None:
+            if self._halted:
+                self._leave(draw)
+            wanted = self._in_engine.pop(index, None) is not None
+            if wanted:
                 # The wait for room is the engine's: an item's own time starts now.
                 draw.started_at = self._clock.monotonic()
                 self._in_engine[index] = draw
-        if self._halted:
-            pipeline.abort(draw.request.request_id)
-        future.add_done_callback(partial(self._made, draw))
+        if not wanted:
+            draw.handle.cancel()
 
-    def _made(self, draw: ItemDraw, future: Future[Speech]) -> None:
+    def _made(self, draw: ItemDraw, event: Event) -> None:
         """The engine has answered."""
         with self._changed:
-            # One that was aborted has left before.
+            # One that nobody waits for has left before.
             if not self._leave(draw):
                 return
             # In the same step: at no time is an item that was begun in no state.
             self._writing.add(draw.line.index)
             self._answered += 1
-        error = future.exception()
-        if error is None:
-            self._runner.writer.submit(self._output, draw, future.result())
-        elif isinstance(error, NightjarError) and error.code in REDRAWN and self._job.spec.quality is not None:
+        if isinstance(event, SpeechDone):
+            self._runner.writer.submit(self._output, draw, event.speech)
+        elif isinstance(event, SpeechFailed) and event.error.code in REDRAWN and self._job.spec.quality is not None:
             # A failure that another seed may mend is a draw that did not pass its checks.
-            self._runner.writer.submit(self._output, draw, error)
-        else:
-            self.settle(draw, error)
+            self._runner.writer.submit(self._output, draw, event.error)
+        elif isinstance(event, SpeechFailed):
+            self.settle(draw, event.error)
 
     def _leave(self, draw: ItemDraw) -> bool:
         """Takes a draw out of the engine; False: it was not in it. Under the lock."""
@@ -330,9 +332,9 @@ class ShardRun:
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
             self._writing.discard(index)
-            if isinstance(outcome, Redraw):
+            if isinstance(outcome, History):
                 if not self._stopped:
-                    self._waiting.appendleft(ItemDraw(draw.line, draw.number + 1, draw.last, outcome.history))
+                    self._waiting.appendleft(ItemDraw(draw.line, draw.number + 1, draw.last, outcome))
             elif outcome is not None and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
@@ -449,7 +451,7 @@ class ShardRun:
         return taken
 
     def expire(self) -> bool:
-        """Fails items that were in the engine for too long (`synth.timeout`) and aborts their requests.
+        """Fails items that were in the engine for too long (`synth.timeout`) and cancels their requests.
 
         Returns whether the engine is stuck: it has not even accepted the next request for so long.
         """
@@ -463,13 +465,8 @@ class ShardRun:
             stuck = self._feeding in late
         for draw in late:
             self.settle(draw, SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"The item took more than {seconds:g} s in the engine."))
-        self._abort(late)
+        _cancel(late)
         return stuck
-
-    def _abort(self, draws: Sequence[ItemDraw]) -> None:
-        for draw in draws:
-            if self._pipeline is not None:
-                self._pipeline.abort(draw.request.request_id)
 
     def wind_down(self) -> None:
         """Feeds no more. Items that were not begun and draws that would follow stay without an outcome."""
@@ -478,17 +475,17 @@ class ShardRun:
             self._changed.notify_all()
 
     def _close(self) -> None:
-        """Ends the work: nothing more is fed, and requests in the engine are aborted without an outcome.
+        """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
 
         Waits a while for what is being written, and commits it. A failure costs time only: the items run again, and adopt their objects.
         """
         with self._changed:
             self._halted = True
-            aborted = list(self._in_engine.values())
-            for draw in aborted:
+            ended = list(self._in_engine.values())
+            for draw in ended:
                 self._leave(draw)
             self._changed.notify_all()
-        self._abort(aborted)
+        _cancel(ended)
         self._flush_packs()
         with self._changed:
             seconds = WRITING_SECONDS if self._held.gone in (None, GoneReason.DRAINED) else 0.0
@@ -574,6 +571,13 @@ def _runs_again(lease: Lease, outcome: Outcome) -> bool:
     if not isinstance(outcome, Failed) or not outcome.code.retryable:
         return False
     return lease.open_items[outcome.index][1] + 1 < lease.job.max_attempts
+
+
+def _cancel(draws: Sequence[ItemDraw]) -> None:
+    """Ends requests in the engine; one that waits for room there is ended when it has it."""
+    for draw in draws:
+        if draw.handle is not None:
+            draw.handle.cancel()
 
 
 def _engine_is_broken(outcomes: Sequence[Outcome]) -> bool:

@@ -68,12 +68,12 @@ def dummy_codec(config: FishConfig, device: torch.device, dtype: torch.dtype, fu
 def dummy_frames(config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True) -> EngineFrames:
     """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a seed of its own."""
     weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
-    norm = torch.ones(config.slow.dim, dtype=dtype, device=device)
+    norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
     slow = config.slow
     backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5)
-    drawn = weights("drawn", len(drawn_ids(config)), slow.dim)
+    drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
     tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
-    state = SlotState(slots, slow.dim, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
+    state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
     defaults = config.sampling
     how = defaults.temperature, defaults.top_k, defaults.top_p
     sampling, nothing = SamplingParams(*how, 1.0, *how, min_new_tokens=0), np.zeros(0, np.int64)

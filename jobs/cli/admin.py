@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import get_completion_class
 from pydantic import BaseModel, SecretStr
 
-from jobs.cli.context import common_options, home_option, output_options
+from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
 from jobs.formatting import MASK, printable, redact
-from jobs.settings import PREFIX, Settings, load_settings
+from jobs.job_options import hints
+from jobs.settings import PREFIX, Schedule, Settings, load_settings
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -31,8 +32,7 @@ def db() -> None:
 
 
 @db.command()
-@home_option
-@output_options
+@common_options
 def upgrade(home: str | None, output: Output) -> None:
     """Create the ledger's tables, or upgrade them to this version.
 
@@ -44,8 +44,7 @@ def upgrade(home: str | None, output: Output) -> None:
 
 
 @db.command()
-@home_option
-@output_options
+@common_options
 def current(home: str | None, output: Output) -> None:
     """Check that the ledger's tables match this version.
 
@@ -80,8 +79,7 @@ def config() -> None:
 
 
 @config.command()
-@home_option
-@output_options
+@common_options
 def show(home: str | None, output: Output) -> None:
     """Show every setting with its value and where it was set. Secrets are hidden.
 
@@ -128,29 +126,25 @@ def list_settings(markdown: bool, output: Output) -> None:
     output.table(("VARIABLE", "DEFAULT", "MEANING"), rows)
 
 
-def leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting, nested ones too."""
-    for name in type(model).model_fields:
-        value = getattr(model, name)
-        if isinstance(value, BaseModel):
-            yield from leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, dict) and value:
-            for key, entry in value.items():
-                yield from leaves(entry, f"{prefix}{name}.{key}.")
-        else:
+def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting, nested ones too; the options of a schedule are keys of it."""
+    for name, value in group.items() if isinstance(group, Mapping) else group:
+        if isinstance(value, BaseModel) or (isinstance(value, Mapping) and value):
+            yield from leaves(cast("Mapping[str, Any]", value), prefix if name == "options" else f"{prefix}{name}.")
+        elif name != "options":
             yield f"{prefix}{name}", value
 
 
 def described(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[str, str, str]]:
     """(variable, default, meaning) of every setting; `NAME` stands for the key of a schedule."""
-    from jobs.settings import Schedule
-
     for name, field in model.model_fields.items():
         variable = f"{prefix}{name.upper()}"
         if isinstance(field.default, BaseModel):
             yield from described(type(field.default), f"{variable}__")
         elif name == "schedules":
             yield from described(Schedule, f"{variable}__NAME__")
+        elif name == "options":
+            yield f"{prefix}OPTION", "", f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}."
         else:
             default = "required" if field.is_required() else "" if field.default in (None, ()) else str(field.default)
             yield variable, default, field.description or ""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.completion import export_formats
-from jobs.cli.context import common_options, found_job, job_argument, price_option, where_option
+from jobs.cli.options import common_options, export_formats, found_job, job_argument, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.recent_jobs import out_words
@@ -74,7 +73,7 @@ class FormatOption(click.Option):
     help="Convert the audio that the export holds or copies (--audio-root). [default: as it is in the store]",
 )
 @click.option("--sample-rate", metavar="HZ", type=int, help="Resample it: 8000 to 48000 Hz.")
-@where_option("Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.")
+@where_option
 @click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
 @click.option(
     "--part-mb",

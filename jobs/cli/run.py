@@ -1,31 +1,34 @@
-"""`nightjar run`: the whole path here and now. Ledger, broker, store and worker live in one folder and die with the command."""
+"""`nightjar run` and `nightjar dev`: ledger, broker, store and worker live in one folder and die with the command."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.completion import files
-from jobs.cli.context import JOB, GroupedCommand, common_options, option
-from jobs.cli.follow import Progress, exit_code_of
-from jobs.cli.show import status_lines
-from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
+from jobs.cli.options import JobCommand, Option, common_options, files, job_options, models
+from jobs.cli.status import exit_code_of, status_lines
 from jobs.cli.submit import dry_run_of
 from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus, count_gpus
-from jobs.ledger.records import Job
+from jobs.job_options import SubmitOptions
+from jobs.ledger.records import Job, JobSpec
 from jobs.ledger.status import JobStatus
+from jobs.progress import Progress
+from jobs.recent_jobs import noted_dev
 from jobs.settings import Settings, load_settings
 from jobs.status import status_view
+from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
@@ -96,20 +99,20 @@ class _Events:
         self.signals.cleaning = True
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=JobCommand)
 @click.argument("source", metavar="INPUT", shell_complete=files)
-@option(
+@click.option(
     "--gpu",
     "gpus",
     metavar="N,N...|all",
-    heading=JOB,
+    cls=Option,
+    heading="Job",
     help="GPUs as `nvidia-smi` numbers them, for example 0,1, or `all`. Runs one worker per GPU. [default: one worker, on the first GPU "
     "that CUDA_VISIBLE_DEVICES allows]",
 )
 @job_options
-@dry_run_option
 @common_options
-def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: Output, **given: Any) -> int:
+def run(source: str, gpus: str | None, spec: JobSpec, options: SubmitOptions, dry_run: bool, home: str | None, output: Output) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
     INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
@@ -127,7 +130,6 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
     chosen = load_settings(home=home)
     settings = embedded_settings(chosen)
     devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-    wanted = take_spec(given)
     with undisturbed():
         from jobs.checks import lacking_meters
         from jobs.local_run import LocalRun, run_locally
@@ -135,20 +137,19 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
         from jobs.spec import resolve
         from jobs.voices import voice_folder
 
-    spec = resolve(wanted, given["input_format"], voice_folder(settings))
-    engine = settings.chosen_engine(spec.card)
+    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    engine = settings.chosen_engine(resolved.card)
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
         output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
-    if (lack := lacking_meters(wanted.quality, output.note)) is not None:
+    if (lack := lacking_meters(spec.quality, output.note)) is not None:
         raise lack
     check_source(source)
-    options = submit_options(given)
     if dry_run:
-        return dry_run_of(settings, source, spec, output, abort=options.on_error == "abort")
+        return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
-        result = run_locally(LocalRun(chosen, settings, source, spec, options, devices), _Events(signals, progress))
+        result = run_locally(LocalRun(chosen, settings, source, resolved, options, devices), _Events(signals, progress))
     _summarize(result.status, settings, result.made, result.where, output)
     return exit_code_of(result.status.job.state)
 
@@ -175,3 +176,73 @@ def _near(place: str) -> str:
     """A path as seen from the working directory, where it is below it; an address as it is."""
     path = Path(place)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place
+
+
+@click.command()
+@click.option("--serve", "serves", is_flag=True, help="Also serve --model over HTTP, as `nightjar serve` does.")
+@click.option(
+    "--model", metavar="MODEL", default="hibari", show_default=True, shell_complete=models, help="Model of the server. Jobs name their own."
+)
+@common_options
+def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
+    """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, with --serve also the server.
+
+    Meanwhile `nightjar submit`, `status`, `watch` and `export` work in any folder without settings. Ctrl-C ends everything; jobs that
+    have not ended continue with the next `nightjar dev` in the same folder.
+
+    \b
+    Examples:
+      nightjar dev
+      nightjar dev --serve
+    """
+    settings = embedded_settings(load_settings(home=home))
+    if settings.broker_url is not None:
+        message = f"broker_url ({settings.origin('broker_url')}) names another broker, and `nightjar submit` would use that one."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Unset SPEECH_BROKER_URL for both.")
+    with undisturbed():
+        from jobs.cli.serve import check_extra
+        from jobs.ledger import Ledger
+        from jobs.local_run import POLL_SECONDS, forsake, requeue
+        from pipelines.registry import describe
+
+    if serves:
+        describe(model)
+        check_extra()
+    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, closing(Ledger.of(settings)) as ledger:
+        signals.embedded = embedded
+        try:
+            ledger.migrate()
+            for lost in embedded.lost_workers:
+                ledger.lose_worker(*lost)
+            requeue(ledger)
+            embedded.start()
+            url = f"http://{settings.serve.address}:{settings.serve.port}" if serves else None
+            if serves:
+                embedded.serve(model)
+            with noted_dev(settings.home):
+                _say(output, embedded, url)
+                while True:
+                    signals.check()
+                    embedded.check_place()
+                    embedded.tend(lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), output.note)
+                    time.sleep(POLL_SECONDS)
+        except Interrupted:
+            seconds = settings.worker.drain_seconds
+            output.note(f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
+            embedded.stop(seconds + 2)
+    return 0
+
+
+def _say(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
+    """Where everything is."""
+    settings = embedded.settings
+    if output.as_json:
+        output.data({"schema": "nightjar.dev/1", "home": str(embedded.home), "store": settings.effective_store_url, "server": url})
+    else:
+        output.line(f"ledger  {embedded.state / 'ledger.sqlite'}")
+        output.line(f"store   {settings.effective_store_url}")
+        output.line(f"logs    {embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}")
+        if url is not None:
+            output.line(f"server  {url}")
+    sys.stdout.flush()
+    output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")

@@ -8,13 +8,13 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.completion import files
-from jobs.cli.context import GroupedCommand, common_options
-from jobs.cli.follow import Progress
-from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
+from jobs.cli.options import JobCommand, common_options, files, job_options
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
+from jobs.job_options import SubmitOptions
+from jobs.ledger.records import JobSpec
+from jobs.progress import Progress
 from jobs.recent_jobs import remember_if_embedded, settings_for_new_job
 from jobs.settings import Settings
 from jobs.source import no_records
@@ -24,12 +24,11 @@ from pipelines.errors import ErrorCode, InputError
 SHOWN_LINES = 10
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=JobCommand)
 @click.argument("source", metavar="INPUT", shell_complete=files)
 @job_options
-@dry_run_option
 @common_options
-def submit(source: str, dry_run: bool, home: str | None, output: Output, **given: Any) -> int:
+def submit(source: str, spec: JobSpec, options: SubmitOptions, dry_run: bool, home: str | None, output: Output) -> int:
     """Submit INPUT as a job and print the job's id.
 
     INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
@@ -43,14 +42,13 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
       nightjar submit s3://bucket/dialogues.jsonl.zst --voice heart --label corpus=evening
     """
     settings = settings_for_new_job(home)
-    wanted = take_spec(given)
     from jobs.checks import lacking_meters
     from jobs.source import check_source
     from jobs.spec import resolve
     from jobs.voices import voice_folder
 
-    spec = resolve(wanted, given["input_format"], voice_folder(settings))
-    if (lack := lacking_meters(wanted.quality)) is not None:
+    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    if (lack := lacking_meters(spec.quality)) is not None:
         # The worker may be another machine.
         outcome = (
             "A worker that cannot download them waits"
@@ -59,9 +57,8 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         )
         output.note(f"{lack.message} {outcome}. {lack.advice}")
     check_source(source)
-    options = submit_options(given)
     if dry_run:
-        return dry_run_of(settings, source, spec, output, abort=options.on_error == "abort")
+        return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
 
     from jobs import dispatch
     from jobs.ingest import submit as ingest
@@ -75,7 +72,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         ledger.check_schema()
         dispatch.check(settings)
         with Progress(quiet=output.quiet) as progress:
-            result = ingest(settings, ledger, store, source, spec, options=options, progress=progress.reading)
+            result = ingest(settings, ledger, store, source, resolved, options=options, progress=progress.reading)
         remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
             # Idle workers need not wait for their own look at the ledger.

@@ -10,9 +10,7 @@ import sqlalchemy as sa
 
 from jobs.ledger import (
     control,
-    deletion,
     dispatch,
-    fleet,
     ingest,
     leases,
     lifecycle,
@@ -159,7 +157,7 @@ class Ledger:
     lose_worker = _writes(worker_rows.lose_worker)
     others_may_run = _reads(worker_rows.others_may_run)
     report_quarantines = _writes(worker_rows.report_quarantines)
-    worker_statuses = _reads_plainly(fleet.worker_statuses)
+    worker_statuses = _reads_plainly(job_status.worker_statuses)
 
     # Leases
     on_trial = _reads(leases.on_trial)
@@ -230,17 +228,17 @@ class Ledger:
     put_off = _writes(notification.put_off)
 
     # Deletion
-    begin_delete = _writes(deletion.begin_delete)
-    deleted_jobs = _reads(deletion.deleted_jobs)
-    forget_deleted = _writes(deletion.forget_deleted)
+    begin_delete = _writes(control.begin_delete)
+    deleted_jobs = _reads(control.deleted_jobs)
+    forget_deleted = _writes(control.forget_deleted)
 
     def delete_rows(self, job_id: str) -> None:
         """Removes every row of a job whose deletion began, its own one last; one transaction for some rows."""
-        for table in deletion.tables_of_jobs():
-            last = self.database.read(deletion.last_of, table, job_id)
-            for first in range(0, last + 1, deletion.ROWS_AT_ONCE):
-                self.database.write(deletion.delete_range, table, job_id, first)
-        self.database.write(deletion.end_delete, job_id)
+        for table in control.tables_of_jobs():
+            last = self.database.read(control.last_of, table, job_id)
+            for first in range(0, last + 1, control.ROWS_AT_ONCE):
+                self.database.write(control.delete_range, table, job_id, first)
+        self.database.write(control.end_delete, job_id)
 
     # Jobs and their status
     job = _reads(mapping.read_job)

@@ -100,8 +100,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = "wav"
     #: Checks of the speech; None: only that it is audio.
     quality: Quality | None = None
-    #: Whose turns are spoken; unset in jobs of before it could be said, which speak the one user's text, or answer the dialogue.
-    speak: Speak | msgspec.UnsetType = msgspec.UNSET
+    #: Whose turns are spoken. Of a model that answers dialogues it becomes `answer` at submit.
+    speak: Speak = "auto"
     #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has the hash it always had.
     pack: bool | msgspec.UnsetType = msgspec.UNSET
     #: What of the input is read. Unset is all of it: such a spec has the hash it always had.
@@ -181,7 +181,7 @@ class Job:
     def speaks_turns(self) -> bool:
         """Whether a dialogue of the job may have several spoken turns. Not in jobs of before turns could be chosen, nor where a model
         answers whole dialogues, nor in batches, whose lines have one text each."""
-        return self.spec.speak not in (msgspec.UNSET, "answer") and self.labels.get(INPUT_FORMAT) != "openai-batch"
+        return self.spec.speak != "answer" and self.labels.get(INPUT_FORMAT) != "openai-batch"
 
 
 @dataclass(frozen=True, slots=True)

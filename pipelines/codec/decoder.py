@@ -138,7 +138,7 @@ class CausalDecoder(Decoder[CodecState]):
         """Makes ready, on a CUDA device, what the first batches of utterances need: compiled kernels and set-up libraries."""
         batches = [[torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows for rows, frames in _WARM_BATCHES]
         if triton_fault() is None:
-            with import_module("kernels.compile_together").compiled_together():
+            with import_module("kernels.triton_launch").compiled_together():
                 for codes in batches:
                     self.decode(codes)
         self.decode(batches[0])

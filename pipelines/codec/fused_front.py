@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.codec_front import GELU, PLAIN, SWIGLU
+from kernels.codec_ops import GELU, PLAIN, SWIGLU
 from pipelines.codec.blocks import CONVNEXT_EPS, CausalConv, ConvNeXt, Past, UpsampleLayers
 from pipelines.codec.fused import codec_kernels, tap_major
 from pipelines.codec.transformer import TransformerLayer, WindowTransformer

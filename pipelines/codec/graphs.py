@@ -86,7 +86,7 @@ class ChunkGraphs:
     def prepare(self) -> Self:
         """Compiles what launches need and captures all of them; the largest first, whose memory the others use too."""
         if triton_fault() is None:
-            with import_module("kernels.compile_together").compiled_together(), self.on_stream():
+            with import_module("kernels.triton_launch").compiled_together(), self.on_stream():
                 for size in self.sizes:
                     self._work(*size)
         for rows, frames in self.sizes:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, known
-from kernels.lm_persistent_talker import PersistentFrame, Talker
-from kernels.lm_persistent_talker import known as known_talker
+from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
+from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, Talker, predictor_cut, talker_cut
 from kernels.toolchain import first_line
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
@@ -75,14 +73,14 @@ class MegakernelExecutor(GraphExecutor):
             return super()._new_frame(bucket)
         if self._predictor is None:
             # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half of them.
-            talker = Talker(self._tensors) if known_talker(self._tensors) else None
+            talker = None if talker_cut(self._tensors) is None else Talker(self._tensors)
             self._predictor, self._talker = Predictor(self._tensors), talker
         plan = plan_for(bucket, self._tensors.backbone.hidden)
         return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
 
     def _has_kernel(self) -> bool:
         """Whether frames may have a persistent kernel; the first time, a warning where there is none for the model."""
-        if not self._plain and not known(self._tensors):
+        if not self._plain and predictor_cut(self._tensors) is None:
             log.warning("there is no persistent kernel for this model; frames run in plain graphs")
             self._turn_plain()
         return not self._plain

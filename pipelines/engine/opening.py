@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from kernels import lm_persistent
 from kernels.cuda_graphs import lacks_memory
 from kernels.frame import Heads, fused_fault
-from kernels.persistent_cuts import MEASURED_ON, PREDICTORS
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.engine.buckets import BUCKETS, Prefill
@@ -164,10 +164,10 @@ def check_executor(
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
     if prefill == "packed" and reproducible and on_gpu:
-        advice = "Leave the option `prefill` out, or unset SPEECH_ENGINE__REPRODUCIBLE."
+        advice = "Leave out the option `prefill`, or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
     if prefill == "packed" and (kind == "eager" or not on_gpu):
-        advice = "Leave the option `prefill` out; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
+        advice = "Leave out the option `prefill`; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill needs the graph executor and a CUDA device.", advice)
     if kind == "megakernel" and reproducible and on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
@@ -239,8 +239,8 @@ def _open_graphs(
     if fault is not None:
         return None, fault
     try:
-        by_itself = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device) and _has_persistent_kernels(model)
-        persistent = kind == "megakernel" or by_itself
+        wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
+        persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
         executor = graph_executor(
             model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
             reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,
@@ -261,15 +261,9 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
     """
     if kind != "auto" or reproducible or streams:
         return kind == "megakernel"
-    blocks = max(cut.blocks for cut in PREDICTORS.values())
-    measured = torch.cuda.get_device_capability(device) == MEASURED_ON
+    blocks = max(cut.blocks for cut in lm_persistent.PREDICTORS.values())
+    measured = torch.cuda.get_device_capability(device) == lm_persistent.MEASURED_ON
     return measured and torch.cuda.get_device_properties(device).multi_processor_count >= blocks
-
-
-def _has_persistent_kernels(model: FrameModel) -> bool:
-    from kernels.lm_persistent import known
-
-    return known(model.tensors)
 
 
 def graph_executor(

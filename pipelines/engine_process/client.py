@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -15,22 +15,19 @@ import msgspec
 import numpy as np
 
 from pipelines.engine_process.child import PROGRAM, Child
-from pipelines.engine_process.entries import Entry, OpenEntry, tell
 from pipelines.engine_process.messages import (
-    Abort,
     Append,
     Cancel,
-    Chunk,
+    ChunkMade,
     Close,
-    Failed,
-    Finished,
     Forget,
     Open,
     Opened,
+    RequestFailed,
     RequestRecord,
+    SpeechMade,
+    Start,
     Stats,
-    Stream,
-    Submit,
     Taken,
     ToClient,
 )
@@ -38,13 +35,28 @@ from pipelines.engine_process.recordings import SentRecordings, recordings_of, w
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
-from pipelines.request import AudioChunk, EngineInfo, EngineStats, Frontend, PreparedRequest, Speech, SynthesisRequest
-from pipelines.streams import End, Heard, Listener, TextStream, pulled
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Failed,
+    Frontend,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    Speech,
+    SynthesisRequest,
+    TextPieces,
+    check_start,
+)
 from pipelines.validation import no_character
 
 log = logging.getLogger(__name__)
 
-#: Requests on their way to the child's `submit`, before that of the client blocks. Enough that the child never waits for one.
+#: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the child never waits for one.
 ON_THE_WAY = 32
 #: How long `close` waits for the child, which may hang, before it kills it.
 CLOSE_SECONDS = 5.0
@@ -55,10 +67,9 @@ class EngineProcess:
 
     The constructor returns when the model is open. It raises what `open_pipeline` raised in the child, and `EngineCrashError` where the
     child died. When the child dies later, requests in it fail with `EngineCrashError` (`worker.crash`), `stats` says `broken`, and
-    `submit` raises `ModelError` (`model.unreachable`). The child ends with this process, however that ends.
+    `start` raises `ModelError` (`model.unreachable`). The child ends with this process, however that ends.
     """
 
-    #: `start_stream` waits for nothing, whatever the request: an event loop may call it.
     starts_at_once = True
 
     def __init__(self, model: str, options: dict[str, Any] | None = None, program: Sequence[str] = PROGRAM) -> None:
@@ -66,7 +77,7 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         #: Requests without an end.
-        self._requests: dict[int, Entry] = {}
+        self._requests: dict[int, Listener] = {}
         self._recordings = SentRecordings()
         #: Those that the child's pipeline has not accepted.
         self._on_the_way: set[int] = set()
@@ -76,7 +87,7 @@ class EngineProcess:
         self._closed = False
         #: Why the child is gone, while its requests hear of it.
         self._gone: NightjarError | None = None
-        #: Why `submit` takes nothing more.
+        #: Why `start` takes nothing more.
         self._over: NightjarError | None = None
         self._opened: Future[Opened] = Future()
         self._child: Child | None = None
@@ -100,66 +111,31 @@ class EngineProcess:
         """The child's process id."""
         return None if self._child is None else self._child.pid
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.submit`. What the child refuses comes
-        as the future's error.
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.start`.
 
-        Raises `SynthesisError` (`synth.aborted`) once it is closed, and `ModelError` (`model.unreachable`) when the child is gone.
+        Raises `InputError` for what is refused here; what the child refuses is told as `Failed`. Raises `ModelError` (`model.unreachable`)
+        when the child is gone. `on_event` is called on the host's thread.
         """
-        future: Future[Speech] = Future()
-        future.set_running_or_notify_cancel()
-        number, wanted = next(self._numbers), self._prepared(request)
-        try:
-            with self._changed:
-                # The host's thread is the one that makes room.
-                if threading.current_thread() is not self._host:
-                    self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
-                if self._over is not None:
-                    raise self._over
-                self._enter(number, Entry(request.request_id, future), Submit(number, wanted))
-                self._on_the_way.add(number)
-        except InputError as error:
-            future.set_exception(error)
-        return future
-
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """Audio as it is made; the first `next` sends the request to the child, closing the iterator ends it. See `Pipeline.stream`."""
-        self._check_streaming()
-        return pulled(lambda heard: self.start_stream(request, heard))
-
-    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
-        """Sends a request to the child and returns at once; `heard` is called on the host's thread. See `pipelines.streams.start_stream`.
-
-        Raises as `submit`, and `InputError` for what the family's frontend refuses.
-        """
-        self._check_streaming()
+        check_start(self, request, stream)
+        text_open = isinstance(request, SynthesisRequest) and request.text_open
+        if text_open:
+            # Its ids are made here.
+            self.wait_for_frontend()
         number = next(self._numbers)
-        wanted = self._prepared(request)
-        has_audio = any(message.modality == "audio" for message in request.messages)
-        message = Stream(number, wanted, quick=isinstance(wanted, PreparedRequest) and not has_audio)
-        return self._begin(request.request_id, heard, message).close
-
-    def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
-        """As `start_stream`, with the beginning of a text; see `pipelines.streams.start_text_stream`. Its token ids are made here."""
-        self.wait_for_frontend()
-        frontend: Any = self._frontend
-        if frontend is None or not self.capabilities.text_in:
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {self.name} takes no text in pieces.", "Give it whole sentences.")
-        number = next(self._numbers)
-        wanted, pieces = frontend.open_text(request)
-        has_audio = any(message.modality == "audio" for message in request.messages)
-        listener = self._begin(request.request_id, heard, Stream(number, wanted, not has_audio, text_open=True))
-        return TextStream(pieces, OpenEntry(number, listener, self._post))
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request at once; the child hears of it."""
+        wanted, pieces = self._prepared(request)
+        heard = Listener(on_event, lambda _done: self._leave(number))
         with self._changed:
-            numbers = [number for number, entry in self._requests.items() if entry.request_id == request_id]
-            entries = [self._requests.pop(number) for number in numbers]
-        if entries:
-            self._post(Abort(request_id))
-        for entry in entries:
-            entry.fail(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+            # The host's thread is the one that makes room.
+            if not stream and threading.current_thread() is not self._host:
+                self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
+            if (error := self._over or self._gone) is not None:
+                raise error
+            self._send(Start(number, wanted, stream))
+            self._requests[number] = heard
+            if not stream:
+                self._on_the_way.add(number)
+        return _OpenText(number, heard, pieces, self._post) if text_open else heard
 
     def stats(self) -> EngineStats:
         """The child's last message about its engine; `broken` when the child is gone."""
@@ -175,7 +151,7 @@ class EngineProcess:
             self._changed.notify_all()
         self._post(Close())
         for entry in entries:
-            entry.fail(_closed())
+            _tell(entry, Failed(_closed()))
         if threading.current_thread() is self._host:
             self._kill()
             return
@@ -189,21 +165,32 @@ class EngineProcess:
         """Returns once requests are prepared on this side, where the family can do that."""
         self._frontend_thread.join()
 
-    def _check_streaming(self) -> None:
-        if not self.capabilities.streaming:
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {self.name} cannot stream.", "Ask for whole speech.")
-
-    def _prepared(self, request: SynthesisRequest) -> RequestRecord | PreparedRequest:
+    def _prepared(self, request: SynthesisRequest | PreparedRequest) -> tuple[RequestRecord | PreparedRequest, TextPieces | None]:
+        pieces: TextPieces | None = None
+        wanted: RequestRecord | PreparedRequest
         try:
-            wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
+            if isinstance(request, PreparedRequest):
+                wanted = request
+            elif self._frontend is None:
+                wanted = RequestRecord.of(request)
+            else:
+                wanted, pieces = self._frontend.prepare(request)
         except OverflowError as error:
             raise _too_large() from error
         for recording in recordings_of(wanted):
             # Python computes it once and keeps it; inside the lock it is looked up.
             hash(recording)
-        return wanted
+        return wanted, pieces
 
-    def _packed(self, message: Submit | Stream) -> list[bytes]:
+    def _send(self, message: Start) -> None:
+        """Called inside the lock, so that nothing of the request overtakes it, and it no recording. Raises as `_packed`."""
+        assert self._child is not None
+        packed = self._packed(message)
+        with suppress(OSError):  # the host's thread sees that too, and tells everyone
+            for data in packed:
+                self._child.outbox.post(data)
+
+    def _packed(self, message: Start) -> list[bytes]:
         """A request behind the recordings that the child does not have. Raises `InputError` for what cannot be sent."""
         assert self._child is not None
         pack = self._child.channel.pack
@@ -222,25 +209,7 @@ class EngineProcess:
             advice = "Give shorter recordings."
             raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
 
-    def _begin(self, request_id: str, heard: Heard, message: Stream) -> Listener:
-        number = message.number
-        listener = Listener(heard, lambda _finished: self._leave(number))
-        with self._changed:
-            if (error := self._over or self._gone) is not None:
-                raise error
-            self._enter(number, Entry(request_id, listener), message)
-        return listener
-
-    def _enter(self, number: int, entry: Entry, message: Submit | Stream) -> None:
-        """Sends a request. Called inside the lock, so that no abort overtakes it, and it no recording. Raises as `_packed`."""
-        assert self._child is not None
-        packed = self._packed(message)
-        self._requests[number] = entry
-        with suppress(OSError):  # the host's thread sees that too, and tells everyone
-            for data in packed:
-                self._child.outbox.post(data)
-
-    def _post(self, message: Append | Abort | Cancel | Close) -> None:
+    def _post(self, message: Append | Cancel | Close) -> None:
         if self._child is not None:
             with suppress(OSError):
                 self._child.outbox.post(self._child.channel.pack(message))
@@ -253,7 +222,7 @@ class EngineProcess:
             log.warning("requests are prepared by the engine's process: %s", error)
 
     def _leave(self, number: int) -> None:
-        """A stream is over. The child hears of it, unless it was the one to say so."""
+        """A request is over. The child hears of it, unless it was the one to say so."""
         with self._changed:
             known = self._requests.pop(number, None)
         if known is not None:
@@ -294,61 +263,43 @@ class EngineProcess:
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
-        if isinstance(message, Finished):
+        if isinstance(message, ChunkMade):
+            if (heard := self._requests.get(message.number)) is not None:
+                _tell(heard, AudioChunk(np.frombuffer(message.samples, np.float32), message.sample_rate, message.text))
+        elif isinstance(message, SpeechMade):
             self._take_speech(message, descriptors)
-        elif isinstance(message, Failed):
-            self._fail(message.number, message.error.error)
+        elif isinstance(message, RequestFailed):
+            if (heard := self._answered(message.number)) is not None:
+                _tell(heard, Failed(message.error.error))
         elif isinstance(message, Taken):
             self._forget(message.number)
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
-        elif isinstance(message, Chunk):
-            self._take_chunk(message, descriptors)
         elif isinstance(message, Opened):
             self.info = message.info
             self._opened.set_result(message)
         else:
             self._opened.set_exception(message.error.error)
 
-    def _take_speech(self, message: Finished, descriptors: list[int]) -> None:
-        entry = self._answered(message.number)
-        if entry is None or isinstance(entry.hears, Listener):
+    def _take_speech(self, message: SpeechMade, descriptors: list[int]) -> None:
+        heard = self._answered(message.number)
+        if heard is None:
             close_all(descriptors)
             return
         try:
-            speech = _speech(message, descriptors[0])
+            samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
         except OSError as error:
-            entry.fail(_unreadable(error))
+            reason = f"The speech could not be read from shared memory: {error}."
+            _tell(heard, Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason)))
         else:
-            entry.hears.set_result(speech)
+            _tell(heard, Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)))
 
-    def _take_chunk(self, message: Chunk, descriptors: list[int]) -> None:
-        with self._changed:
-            entry = self._requests.get(message.number)
-            if message.final:
-                self._requests.pop(message.number, None)
-        if entry is None or not isinstance(entry.hears, Listener):
-            close_all(descriptors)
-            return
-        try:
-            speech = None if message.speech is None else _speech(message.speech, descriptors[0])
-        except OSError as error:
-            self._requests.pop(message.number, None)
-            entry.fail(_unreadable(error))
-            return
-        samples = np.frombuffer(message.samples, np.float32)
-        tell(entry.hears, AudioChunk(samples, message.sample_rate, message.final, message.text, speech))
-
-    def _answered(self, number: int) -> Entry | None:
-        """Takes a request out; None for one that was aborted."""
+    def _answered(self, number: int) -> Listener | None:
+        """Takes a request out; None for one that was cancelled."""
         self._forget(number)
         with self._changed:
             return self._requests.pop(number, None)
-
-    def _fail(self, number: int, error: NightjarError) -> None:
-        if (entry := self._answered(number)) is not None:
-            entry.fail(error)
 
     def _forget(self, number: int) -> None:
         """The request is no longer on its way."""
@@ -362,7 +313,7 @@ class EngineProcess:
             self._child.kill()
 
     def _end(self, reason: str) -> None:
-        """The child is gone. Its requests hear of it first, so that whoever had one in it knows that before `submit` says anything."""
+        """The child is gone. Its requests hear of it first, so that whoever had one in it knows that before `start` says anything."""
         gone = ModelError(ErrorCode.MODEL_UNREACHABLE, f"The engine's process has ended: {reason}.", "The model is opened again.")
         with self._changed:
             self._gone = gone
@@ -375,18 +326,42 @@ class EngineProcess:
         if not self._opened.done():
             self._opened.set_exception(crash)
         for entry in entries:
-            entry.fail(crash)
+            _tell(entry, Failed(crash))
         with self._changed:
             self._over = self._over or gone
             self._changed.notify_all()
 
 
-def _speech(message: Finished, descriptor: int) -> Speech:
-    return Speech(read_shared(descriptor), message.sample_rate, message.text, message.text_out, message.meta)
+class _OpenText:
+    """The `pipelines.request.Handle` of a request whose text comes in pieces."""
+
+    def __init__(self, number: int, heard: Listener, pieces: TextPieces | None, post: Callable[[Append], None]) -> None:
+        """`pieces`: makes ids of the text; None: it is sent as it is."""
+        self._number = number
+        self._heard = heard
+        self._pieces = pieces
+        self._post = post
+        self._complete = False
+
+    def append(self, text: str | list[int], final: bool) -> None:
+        if self._complete:
+            return
+        if isinstance(text, str) and self._pieces is not None:
+            text = self._pieces(text, final)
+        self._complete = final
+        if text or final:
+            self._post(Append(self._number, text, final))
+
+    def cancel(self) -> None:
+        self._heard.cancel()
 
 
-def _unreadable(error: OSError) -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The speech could not be read from shared memory: {error}.")
+def _tell(heard: Listener, event: Event) -> None:
+    """A listener that raises must not stop the host."""
+    try:
+        heard(event)
+    except Exception:
+        log.exception("a listener of a request failed")
 
 
 def _too_large() -> InputError:

@@ -19,7 +19,18 @@ from pipelines.errors import (
     StoreError,
     SynthesisError,
 )
-from pipelines.request import Capabilities, EngineInfo, EngineStats, Generation, Message, Modality, PreparedRequest, Role, SynthesisRequest
+from pipelines.request import (
+    Capabilities,
+    EngineInfo,
+    EngineStats,
+    Generation,
+    Message,
+    Modality,
+    PreparedRequest,
+    Role,
+    Speech,
+    SynthesisRequest,
+)
 
 Meta = dict[str, str | int | float | bool]
 
@@ -83,16 +94,17 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     messages: tuple[tuple[Role, Modality, Any], ...]
     generation: Generation
     seed: int
+    text_open: bool
 
     @classmethod
     def of(cls, request: SynthesisRequest) -> RequestRecord:
         messages: tuple[tuple[Role, Modality, Any], ...] = tuple((one.role, one.modality, one.content) for one in request.messages)
-        return cls(request.request_id, messages, request.generation, request.seed)
+        return cls(request.request_id, messages, request.generation, request.seed, request.text_open)
 
     @property
     def request(self) -> SynthesisRequest:
         messages = tuple(Message(*one) for one in self.messages)
-        return SynthesisRequest(self.request_id, messages, self.generation, self.seed)
+        return SynthesisRequest(self.request_id, messages, self.generation, self.seed, self.text_open)
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -115,40 +127,26 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     numbers: list[int]
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """What `Pipeline.start` takes."""
+
     number: int
     request: RequestRecord | PreparedRequest
+    stream: bool
     #: Numbers of the request's recordings, in their order; in their places there is nothing.
     recordings: list[int] = []
 
 
-class Stream(msgspec.Struct, frozen=True, tag=True):
-    number: int
-    request: RequestRecord | PreparedRequest
-    #: Whether the pipeline has only to queue it. Others have a recording that is encoded first, or a text that nobody has read.
-    quick: bool = False
-    #: Whether more of its text follows, as `Append`.
-    text_open: bool = False
-    #: As in `Submit`.
-    recordings: list[int] = []
-
-
 class Append(msgspec.Struct, frozen=True, tag=True):
-    """More token ids of a stream's text; `final` ends it."""
+    """What `Handle.append` takes."""
 
     number: int
-    ids: list[int]
+    text: str | list[int]
     final: bool
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends all requests with this id."""
-
-    request_id: str
-
-
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody listens to this stream any more."""
+    """Nobody waits for this request any more."""
 
     number: int
 
@@ -158,7 +156,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the child receives.
-ToChild = Open | Keep | Forget | Submit | Stream | Append | Abort | Cancel | Close
+ToChild = Open | Keep | Forget | Start | Append | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -175,13 +173,13 @@ class NotOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline has accepted a request that was submitted: there is room for another one."""
+    """The pipeline has accepted a whole utterance: there is room for another one."""
 
     number: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """A `Speech`; its samples, float32, come as a descriptor."""
+class SpeechMade(msgspec.Struct, frozen=True, tag=True):
+    """A `Done`; the samples of its speech, float32, come as a descriptor, where it has any."""
 
     number: int
     sample_rate: int
@@ -189,21 +187,25 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     text_out: str | None
     meta: Meta
 
+    @classmethod
+    def of(cls, number: int, speech: Speech) -> SpeechMade:
+        return cls(number, speech.sample_rate, speech.text, speech.text_out, plain(speech.meta))
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """A `Failed`."""
+
     number: int
     error: ErrorRecord
 
 
-class Chunk(msgspec.Struct, frozen=True, tag=True):
-    """An `AudioChunk`, its samples as bytes of float32. The samples of a whole `speech` come as a descriptor."""
+class ChunkMade(msgspec.Struct, frozen=True, tag=True):
+    """An `AudioChunk`, its samples as bytes of float32."""
 
     number: int
     samples: bytes
     sample_rate: int
-    final: bool
     text: str
-    speech: Finished | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
@@ -213,4 +215,4 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the client receives.
-ToClient = Opened | NotOpened | Taken | Finished | Failed | Chunk | Stats
+ToClient = Opened | NotOpened | Taken | SpeechMade | RequestFailed | ChunkMade | Stats

@@ -12,9 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,33 +19,29 @@ import numpy as np
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     CLIENT_PID,
-    Abort,
     Append,
     Cancel,
-    Chunk,
+    ChunkMade,
     ErrorRecord,
-    Failed,
-    Finished,
     Forget,
     Keep,
     NotOpened,
     Open,
     Opened,
+    RequestFailed,
+    SpeechMade,
+    Start,
     Stats,
-    Stream,
-    Submit,
     Taken,
     ToChild,
     ToClient,
-    plain,
 )
 from pipelines.engine_process.recordings import with_recordings
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
-from pipelines.request import AudioChunk, EngineInfo, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
-from pipelines.streams import End, IdStream, start_stream
+from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Event, Failed, Handle, Pipeline, PreparedRequest
 
 log = logging.getLogger(__name__)
 
@@ -94,31 +87,33 @@ def _end_with_client(client: int) -> None:
         os._exit(ORPHANED)
 
 
+class _Request:
+    """A request that nobody has ended."""
+
+    def __init__(self) -> None:
+        #: What the pipeline gave when it had begun.
+        self.handle: Handle | None = None
+        #: Text that came before.
+        self.early: list[Append] = []
+
+
 class EngineServer:
     """One pipeline and its channel.
 
     The reader's thread takes messages and ends the process when the client is gone. It starts streams that only have to be queued; a few
-    threads start the others. The feeder submits requests, because `submit` may wait. The main thread delivers speech, so that the engine's
-    threads do not wait for it. Chunks of a stream are sent by the thread that made them.
+    threads start the others. The feeder starts whole utterances, because that may wait. The main thread delivers speech, so that the
+    engine's threads do not wait for it. What comes of a stream is sent by the thread that made it.
     """
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
         self._outbox = channel.outbox("sender")
         self._open: queue.SimpleQueue[Open] = queue.SimpleQueue()
-        self._requests: queue.SimpleQueue[Submit] = queue.SimpleQueue()
-        #: Answers to deliver; None: the client closes.
-        self._answers: queue.SimpleQueue[tuple[int, Future[Speech]] | None] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[Start] = queue.SimpleQueue()
+        #: Ends of whole utterances to deliver; None: the client closes.
+        self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        #: Requests that the pipeline has not accepted: number -> whether it was aborted meanwhile.
-        self._queued: dict[int, bool] = {}
-        self._queued_ids: dict[int, str] = {}
-        #: Streams that nobody has ended: number -> their request's id, and what ends them once they have begun.
-        self._streams: dict[int, str] = {}
-        self._ends: dict[int, End] = {}
-        #: Of those whose text is open: what takes it once they have begun, and what came before.
-        self._texts: dict[int, IdStream] = {}
-        self._early: dict[int, list[Append]] = {}
+        self._requests: dict[int, _Request] = {}
         #: Those that requests name by their numbers.
         self._recordings: dict[int, bytes] = {}
         self._starters = DaemonThreads(_STARTING_THREADS, "starter")
@@ -135,12 +130,12 @@ class EngineServer:
         try:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client reports it
-            self._send(NotOpened(_record_of(error, "The model could not be opened")))
+            self._send(NotOpened(ErrorRecord.of(_error_of(error, "The model could not be opened"))))
             self._outbox.wait()
             return 0
         serve_threads()
-        threading.Thread(target=self._feed, name="feeder", args=(pipeline,), daemon=True).start()
-        self._info = engine_info(pipeline)
+        threading.Thread(target=self._feed, name="feeder", daemon=True).start()
+        self._info = pipeline.info
         self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, self._info))
         self._deliver(pipeline)
         pipeline.close()
@@ -158,27 +153,22 @@ class EngineServer:
         os._exit(ORPHANED)
 
     def _handle(self, message: ToChild) -> None:
-        if isinstance(message, Submit | Stream):
+        if isinstance(message, Start):
             recordings = [self._recordings[number] for number in message.recordings]
             message = msgspec.structs.replace(message, request=with_recordings(message.request, recordings))
-        if isinstance(message, Submit):
             with self._lock:
-                self._queued[message.number] = False
-                self._queued_ids[message.number] = message.request.request_id
-            self._requests.put(message)
-        elif isinstance(message, Abort):
-            self._abort(message.request_id)
-        elif isinstance(message, Stream):
-            with self._lock:
-                self._streams[message.number] = message.request.request_id
-            if message.quick:
-                self._start_stream(message)
+                self._requests[message.number] = _Request()
+            if not message.stream:
+                self._whole.put(message)
+            elif isinstance(message.request, PreparedRequest) and message.request.recording is None:
+                self._start(message)
             else:
-                self._starters.submit(self._start_stream, message)
+                # A recording is encoded first, or a text that nobody has read is.
+                self._starters.submit(self._start, message)
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
-            self._end_stream(message.number)
+            self._cancel(message.number)
         elif isinstance(message, Keep):
             self._recordings[message.number] = message.recording
         elif isinstance(message, Forget):
@@ -189,34 +179,78 @@ class EngineServer:
         else:
             self._answers.put(None)
 
-    def _abort(self, request_id: str) -> None:
-        with self._lock:
-            for number, queued_id in self._queued_ids.items():
-                if queued_id == request_id:
-                    self._queued[number] = True
-            streams = [number for number, one in self._streams.items() if one == request_id]
-        for number in streams:
-            self._end_stream(number)
-        if self._pipeline is not None:
-            self._pipeline.abort(request_id)
-
-    def _feed(self, pipeline: Pipeline) -> None:
+    def _feed(self) -> None:
         while True:
-            message = self._requests.get()
-            number = message.number
-            if self._queued[number]:
-                future: Future[Speech] = Future()
-                future.set_exception(_aborted())
-            else:
-                future = _submitted(pipeline, message)
+            message = self._whole.get()
+            self._start(message)
+            self._post(Taken(message.number))
+
+    def _start(self, message: Start) -> None:
+        """Starts a request, unless it was cancelled meanwhile."""
+        number, stream = message.number, message.stream
+        if number not in self._requests:
+            return
+        assert self._pipeline is not None, "requests come after the model is open"
+        request = message.request if isinstance(message.request, PreparedRequest) else message.request.request
+        try:
+            handle = self._pipeline.start(request, lambda event: self._heard(number, event, stream), stream)
+            self._started(number, handle)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
+            self._heard(number, Failed(_error_of(error, "The engine failed")), stream)
+
+    def _started(self, number: int, handle: Handle) -> None:
+        """Gives a request the text that came meanwhile, before what comes from now on."""
+        while True:
             with self._lock:
-                aborted = self._queued.pop(number)
-                del self._queued_ids[number]
-            if aborted:
-                # The abort may have come before the pipeline knew the request.
-                pipeline.abort(message.request.request_id)
-            self._post(Taken(number))
-            future.add_done_callback(lambda done, number=number: self._answers.put((number, done)))
+                request = self._requests.get(number)
+                early = [] if request is None else request.early
+                if request is not None:
+                    request.early = []
+                    if not early:
+                        request.handle = handle
+                        return
+            if request is None:  # cancelled, or over
+                handle.cancel()
+                return
+            for message in early:
+                handle.append(message.text, message.final)
+
+    def _append(self, message: Append) -> None:
+        with self._lock:
+            request = self._requests.get(message.number)
+            if request is None:
+                return
+            handle = request.handle
+            if handle is None:
+                request.early.append(message)
+                return
+        try:
+            handle.append(message.text, message.final)
+        except NightjarError as error:
+            self._heard(message.number, Failed(error), stream=True)
+            handle.cancel()
+
+    def _cancel(self, number: int) -> None:
+        """Nobody waits. A request that has not begun does not begin; one that is being started ends when it is."""
+        with self._lock:
+            request = self._requests.pop(number, None)
+        if request is not None and request.handle is not None:
+            request.handle.cancel()
+
+    def _heard(self, number: int, event: Event, stream: bool) -> None:
+        """What comes of a request, on the thread that made it."""
+        if isinstance(event, AudioChunk):
+            if number in self._requests:
+                self._send_event(number, event)
+            return
+        with self._lock:
+            known = self._requests.pop(number, None)
+        if known is None:
+            return
+        if stream:
+            self._send_event(number, event)
+        else:
+            self._answers.put((number, event))
 
     def _deliver(self, pipeline: Pipeline) -> None:
         """Sends answers and stats until the client closes."""
@@ -225,161 +259,64 @@ class EngineServer:
                 answer = self._answers.get(timeout=STATS_SECONDS)
                 if answer is None:
                     return
-                self._answer(*answer)
+                self._send_event(*answer, wait=True)
             except queue.Empty:
                 pass
             if time.monotonic() >= self._stats_due_at and (stats := pipeline.stats()) != self._sent:
                 self._stats_due_at = time.monotonic() + STATS_SECONDS
                 self._sent = stats
-                info = engine_info(pipeline)
+                info = pipeline.info
                 self._send(Stats(stats, None if info == self._info else info))
                 self._info = info
 
-    def _answer(self, number: int, future: Future[Speech]) -> None:
+    def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
+        """Sends what came of a request; where it cannot be sent, that."""
+        descriptors: list[int] = []
+        message: ToClient
         try:
-            speech = future.result()
-            samples = share(np.ascontiguousarray(speech.samples, np.float32))
-        except CancelledError:
-            self._send(Failed(number, ErrorRecord.of(_aborted())))
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-            self._send(Failed(number, _record_of(error, "The engine failed")))
-            return
-        try:
-            self._send(_made(number, speech), [samples])
-        except (TypeError, ValueError, OverflowError) as error:
-            self._send(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
-        finally:
-            os.close(samples)
-
-    def _start_stream(self, message: Stream) -> None:
-        number, request = message.number, message.request
-        with self._lock:
-            if number not in self._streams:
-                return
-        assert self._pipeline is not None, "streams come after the model is open"
-        try:
-            wanted = request if isinstance(request, PreparedRequest) else request.request
-            if message.text_open:
-                end = self._start_text(number, wanted)
+            if isinstance(event, AudioChunk):
+                samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
+                message = ChunkMade(number, samples, event.sample_rate, event.text)
+            elif isinstance(event, Done):
+                message = SpeechMade.of(number, event.speech)
+                if len(event.speech.samples):
+                    descriptors.append(share(np.ascontiguousarray(event.speech.samples, np.float32)))
             else:
-                end = start_stream(self._pipeline, wanted, lambda outcome: self._heard(number, outcome))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-            self._heard(number, error)
-            return
-        with self._lock:
-            wanted_still = number in self._streams
-            if wanted_still:
-                self._ends[number] = end
-        if not wanted_still:
-            end()
-
-    def _start_text(self, number: int, wanted: Any) -> End:
-        """Starts a stream and gives it the text that came meanwhile, before what comes from now on."""
-        native: Any = self._pipeline
-        stream: IdStream = native.start_ids_stream(wanted, lambda outcome: self._heard(number, outcome))
-        while True:
-            with self._lock:
-                early = self._early.pop(number, ())
-                if not early and number in self._streams:
-                    self._texts[number] = stream
-            if not early:
-                return stream.end
-            for message in early:
-                stream.append(message.ids, message.final)
-
-    def _append(self, message: Append) -> None:
-        with self._lock:
-            if message.number not in self._streams:
-                return
-            stream = self._texts.get(message.number)
-            if stream is None:
-                self._early.setdefault(message.number, []).append(message)
-        if stream is not None:
-            stream.append(message.ids, message.final)
-
-    def _forget(self, number: int) -> str | None:
-        """The stream is over; the id of its request where nobody knew that yet. Called inside the lock."""
-        for kept in (self._ends, self._texts, self._early):
-            kept.pop(number, None)
-        return self._streams.pop(number, None)
-
-    def _end_stream(self, number: int) -> None:
-        """Nobody listens. One that has not begun does not begin; one that is being started ends when it is."""
-        with self._lock:
-            end = self._ends.get(number)
-            self._forget(number)
-        if end is not None:
-            end()
-
-    def _heard(self, number: int, outcome: AudioChunk | Exception) -> None:
-        """Sends what comes of a stream, on the thread that made it."""
-        if isinstance(outcome, Exception) or outcome.final:
-            with self._lock:
-                known = self._forget(number)
-        else:
-            known = self._streams.get(number)
-        if known is None:
-            return
-        if isinstance(outcome, Exception):
-            self._post(Failed(number, _record_of(outcome, "The engine failed")))
-            return
-        try:
-            self._post_chunk(number, outcome)
+                message = RequestFailed(number, ErrorRecord.of(event.error))
+            data = self._channel.pack(message, len(descriptors))
         except (TypeError, ValueError, OverflowError, OSError) as error:
-            self._post(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
-
-    def _post_chunk(self, number: int, chunk: AudioChunk) -> None:
-        samples = np.ascontiguousarray(chunk.samples, np.float32).tobytes()
-        made, descriptors = None, list[int]()
-        if chunk.speech is not None:
-            made = _made(number, chunk.speech)
-            descriptors = [share(np.ascontiguousarray(chunk.speech.samples, np.float32))]
+            refused = RequestFailed(number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent")))
+            close_all(descriptors)
+            descriptors, data = [], self._channel.pack(refused)
         try:
-            self._post(Chunk(number, samples, chunk.sample_rate, chunk.final, chunk.text, made), descriptors)
+            self._outbox.post(data, descriptors)
+            if wait:
+                self._outbox.wait()
+        except OSError as error:
+            if wait:
+                raise
+            log.warning("the client takes no messages: %s", error)
         finally:
             close_all(descriptors)
 
-    def _send(self, message: ToClient, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, message: ToClient) -> None:
         """For the main thread, which waits for a client that does not read, rather than gather speech. Raises `OSError`."""
-        self._outbox.post(self._channel.pack(message, len(descriptors)), descriptors)
+        self._outbox.post(self._channel.pack(message))
         self._outbox.wait()
 
-    def _post(self, message: ToClient, descriptors: Sequence[int] = ()) -> None:
+    def _post(self, message: ToClient) -> None:
         """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends the process."""
-        data = self._channel.pack(message, len(descriptors))
         try:
-            self._outbox.post(data, descriptors)
+            self._outbox.post(self._channel.pack(message))
         except OSError as error:
             log.warning("the client takes no messages: %s", error)
 
 
-def _submitted(pipeline: Pipeline, message: Submit) -> Future[Speech]:
-    try:
-        request = message.request
-        if isinstance(request, PreparedRequest):
-            prepared: Any = pipeline
-            return prepared.submit_prepared(request)
-        return pipeline.submit(request.request)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-        future: Future[Speech] = Future()
-        future.set_exception(error)
-        return future
-
-
-def _made(number: int, speech: Speech) -> Finished:
-    return Finished(number, speech.sample_rate, speech.text, speech.text_out, plain(speech.meta))
-
-
-def _record_of(error: Exception, what: str) -> ErrorRecord:
-    """An error as it travels. One that is not ours is a fault of a library: the log has its traceback."""
+def _error_of(error: Exception, what: str) -> NightjarError:
+    """An error in our words. One that is not ours is a fault of a library: the log has its traceback."""
     if isinstance(error, NightjarError):
-        return ErrorRecord.of(error)
+        return error
     log.error("%s", what, exc_info=error)
     if what.startswith("The engine"):
-        return ErrorRecord.of(SynthesisError(ErrorCode.SYNTH_ENGINE, f"{what}: {error!r}"))
-    return ErrorRecord.of(EngineCrashError(ErrorCode.WORKER_CRASH, f"{what}: {error!r}", "See the log."))
-
-
-def _aborted() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+        return SynthesisError(ErrorCode.SYNTH_ENGINE, f"{what}: {error!r}")
+    return EngineCrashError(ErrorCode.WORKER_CRASH, f"{what}: {error!r}", "See the log.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from pipelines.engine_choice import check_frames_on_vllm
-from pipelines.nn.config_keys import Keys, revision
+from pipelines.nn.config_keys import Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -22,69 +23,58 @@ _ADVICE = "Check that the folder holds an unchanged Fish Speech S2 checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
-class StackConfig:
+class DualArStack(StackConfig):
     """One of the two transformers: `text_config` (slow AR) or `audio_decoder_config` (fast AR)."""
 
-    vocab: int
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    rope_base: float
-    eps: float
+    hidden: Annotated[Size, "dim"]
+    layers: Annotated[Size, "n_layer"]
+    heads: Annotated[Size, "n_head"]
+    kv_heads: Annotated[Size, "n_local_heads"]
+    eps: Annotated[Positive, "norm_eps"]
+    rope_theta: Annotated[Positive, "rope_base"]
+    max_positions: Annotated[Size, "max_seq_len"]
     #: Whether queries and keys are normalized by head.
-    qk_norm: bool
-
-    @property
-    def hidden(self) -> int:
-        return self.dim
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
+    qk_norm: Annotated[bool, "attention_qk_norm"] = False
 
 
 @dataclass(frozen=True, slots=True)
 class CodecStackConfig:
     """One of the codec's causal sliding-window transformers."""
 
-    layers: int
-    dim: int
-    heads: int
-    head_dim: int
-    intermediate: int
+    layers: Annotated[Size, "config.n_layer"]
+    dim: Annotated[Size, "config.dim"]
+    heads: Annotated[Size, "config.n_head"]
+    head_dim: Annotated[Size, "config.head_dim"]
+    intermediate: Annotated[Size, "config.intermediate_size"]
     #: Steps that a query sees, itself included.
-    window: int
-    rope_base: float = 10_000.0
-    eps: float = 1e-5
+    window: Annotated[Size, "window_size"]
+    rope_base: Annotated[Positive, "config.rope_base"] = 10_000.0
+    eps: Annotated[Positive, "config.norm_eps"] = 1e-5
+
+
+_PUBLISHED_STACK = CodecStackConfig(8, 1024, 16, 64, 3072, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:
     """The sizes of the codec; the defaults are those of the published one, which its folder does not say."""
 
-    sample_rate: int = 44_100
-    encoder_dim: int = 64
-    encoder_rates: tuple[int, ...] = (2, 4, 8, 8)
+    sample_rate: Size = 44_100
+    encoder_dim: Size = 64
+    encoder_rates: Sizes = (2, 4, 8, 8)
     #: The transformer behind each of the encoder's blocks; None: it has none.
     encoder_stacks: tuple[CodecStackConfig | None, ...] = (None, None, None, CodecStackConfig(4, 1024, 16, 64, 3072, ENCODER_WINDOW))
-    decoder_dim: int = 1536
-    decoder_rates: tuple[int, ...] = (8, 8, 4, 2)
+    decoder_dim: Size = 1536
+    decoder_rates: Sizes = (8, 8, 4, 2)
     #: Channels between encoder, quantizer and decoder.
-    latent: int = 1024
-    residual_codebooks: int = 9
-    residual_codes: int = 1024
-    semantic_codes: int = 4096
-    codebook_dim: int = 8
-    downsample: tuple[int, ...] = (2, 2)
-    pre: CodecStackConfig = CodecStackConfig(8, 1024, 16, 64, 3072, 128)
-    post: CodecStackConfig = CodecStackConfig(8, 1024, 16, 64, 3072, 128)
+    latent: Annotated[Size, "quantizer.input_dim"] = 1024
+    residual_codebooks: Annotated[Size, "quantizer.n_codebooks"] = 9
+    residual_codes: Annotated[Size, "quantizer.codebook_size"] = 1024
+    semantic_codes: Annotated[Size, "quantizer.semantic_codebook_size"] = 4096
+    codebook_dim: Annotated[Size, "quantizer.codebook_dim"] = 8
+    downsample: Annotated[Sizes, "quantizer.downsample_factor"] = (2, 2)
+    pre: Annotated[CodecStackConfig, "quantizer.pre_module"] = _PUBLISHED_STACK
+    post: Annotated[CodecStackConfig, "quantizer.post_module"] = _PUBLISHED_STACK
 
     @property
     def codebooks(self) -> int:
@@ -117,14 +107,13 @@ class FishConfig:
 
     folder: Path
     sample_rate: int
-    slow: StackConfig
-    fast: StackConfig
+    slow: DualArStack
+    fast: DualArStack
     #: Codes of a frame, the semantic one first.
     codebooks: int
     #: Ids of the semantic tokens, and of the token that ends speech.
     semantic: range
     end: int
-    max_positions: int
     codec: CodecConfig
     sampling: SamplingDefaults = SamplingDefaults()
 
@@ -137,50 +126,30 @@ class FishConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
         folder = Path(folder)
         keys = Keys.read(folder / "config.json", _ADVICE)
-        if (kind := keys.get("model_type", None)) != MODEL_TYPE:
-            raise keys.error("model_type", f"is {kind!r}, not {MODEL_TYPE!r}")
+        keys.expect(model_type=MODEL_TYPE)
         text, audio = keys.section("text_config"), keys.section("audio_decoder_config")
-        slow = _stack(text, qk_norm=True)
-        if not text.get("tie_word_embeddings", True):
-            raise text.error("tie_word_embeddings", "is false, which is not supported")
+        text.expect(tie_word_embeddings=True, attention_qk_norm=True)
+        slow, codec, codebooks = _stack(text), _codec(folder / CODEC_SIZES), audio.value("num_codebooks", Size)
+        audio.expect(attention_qk_norm=False, text_dim=slow.hidden)
         # The published code gives the fast AR the base and the epsilon of the slow one, whatever its own section says.
-        fast = _stack(audio, qk_norm=False, rope_base=slow.rope_base, eps=slow.eps)
-        if audio.size("text_dim") != slow.dim:
-            raise audio.error("text_dim", f"is {audio.size('text_dim')}, but the slow AR has {slow.dim}")
-        first, last = keys.size("semantic_start_token_id"), keys.size("semantic_end_token_id")
+        fast = _stack(audio, rope_theta=slow.rope_theta, eps=slow.eps, max_positions=codebooks)
+        if codebooks != codec.codebooks:
+            raise audio.error("num_codebooks", f"is {codebooks}, but the codec has {codec.codebooks}")
+        first, last, end = (keys.value(f"{name}_token_id", Size) for name in ("semantic_start", "semantic_end", "eos"))
         semantic = range(first, last + 1)
         if not 0 < len(semantic) <= fast.vocab or last >= slow.vocab:
             raise keys.error("semantic_end_token_id", f"and the start make {len(semantic)} tokens; the fast AR knows {fast.vocab}")
-        codec = _codec(folder / CODEC_SIZES)
-        codebooks = audio.size("num_codebooks")
-        if codebooks != codec.codebooks:
-            raise audio.error("num_codebooks", f"is {codebooks}, but the codec has {codec.codebooks}")
-        end = keys.size("eos_token_id")
         if end in semantic or end >= slow.vocab:
             raise keys.error("eos_token_id", "is no text token")
-        return cls(folder, codec.sample_rate, slow, fast, codebooks, semantic, end, text.size("max_seq_len"), codec)
+        return cls(folder, codec.sample_rate, slow, fast, codebooks, semantic, end, codec)
 
 
-def _stack(keys: Keys, *, qk_norm: bool, rope_base: float | None = None, eps: float | None = None) -> StackConfig:
-    for name in ("attention_qkv_bias", "attention_o_bias"):
-        if keys.get(name, False):
-            raise keys.error(name, "is set, which is not supported")
-    if bool(keys.get("attention_qk_norm", False)) is not qk_norm:
-        raise keys.error("attention_qk_norm", f"must be {str(qk_norm).lower()}")
-    config = StackConfig(
-        vocab=keys.size("vocab_size"),
-        layers=keys.size("n_layer"),
-        dim=keys.size("dim"),
-        heads=keys.size("n_head"),
-        kv_heads=keys.size("n_local_heads"),
-        head_dim=keys.size("head_dim"),
-        intermediate=keys.size("intermediate_size"),
-        rope_base=keys.number("rope_base") if rope_base is None else rope_base,
-        eps=keys.number("norm_eps") if eps is None else eps,
-        qk_norm=qk_norm,
+def _stack(keys: Keys, **known: float) -> DualArStack:
+    keys.expect(attention_qkv_bias=False, attention_o_bias=False)
+    config = keys.take(DualArStack, **known)
+    keys.require(
+        not config.heads % config.kv_heads and not config.head_dim % 2, "n_head and n_local_heads must divide, and head_dim be even"
     )
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise keys.error("n_head", "and n_local_heads must divide, and head_dim must be even")
     return config
 
 
@@ -188,68 +157,28 @@ def _codec(path: Path) -> CodecConfig:
     if not path.is_file():
         return CodecConfig()
     keys = Keys.read(path, _ADVICE)
-    quantizer = keys.section("quantizer")
-    general = keys.section("transformer_general_config")
-    latent, width = quantizer.size("input_dim"), keys.size("encoder_dim")
-    rates = keys.wholes("encoder_rates")
-    depths = _counts(keys, "encoder_transformer_layers")
-    if len(depths) != len(rates):
+    config = keys.take(CodecConfig, encoder_stacks=())
+    for name, stack in (("pre_module", config.pre), ("post_module", config.post)):
+        if stack.dim != config.latent or stack.heads * stack.head_dim != stack.dim:
+            raise keys.error(f"quantizer.{name}.config.dim", f"must be {config.latent}, and n_head times head_dim")
+    depths = keys.value("encoder_transformer_layers", list[Whole])
+    if len(depths) != len(config.encoder_rates):
         raise keys.error("encoder_transformer_layers", "must have one number a rate")
-    if width << len(rates) != latent:
-        raise keys.error("encoder_dim", f"grows to {width << len(rates)} channels, but the quantizer takes {latent}")
-    head_dim, stacks = general.size("head_dim"), []
-    for index, depth in enumerate(depths):
-        dim = width << (index + 1)
-        stack = CodecStackConfig(
-            depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, general.number("rope_base"), general.number("norm_eps")
-        )
-        stacks.append(stack if depth else None)
-    config = CodecConfig(
-        sample_rate=keys.size("sample_rate"),
-        encoder_dim=width,
-        encoder_rates=rates,
-        encoder_stacks=tuple(stacks),
-        decoder_dim=keys.size("decoder_dim"),
-        decoder_rates=keys.wholes("decoder_rates"),
-        latent=latent,
-        residual_codebooks=quantizer.size("n_codebooks"),
-        residual_codes=quantizer.size("codebook_size"),
-        semantic_codes=quantizer.size("semantic_codebook_size"),
-        codebook_dim=quantizer.size("codebook_dim"),
-        downsample=quantizer.wholes("downsample_factor"),
-        pre=_codec_stack(quantizer.section("pre_module"), latent),
-        post=_codec_stack(quantizer.section("post_module"), latent),
-    )
+    grown = config.encoder_dim << len(depths)
+    if grown != config.latent:
+        raise keys.error("encoder_dim", f"grows to {grown} channels, but the quantizer takes {config.latent}")
     if config.samples_per_frame != math.prod(config.decoder_rates) * math.prod(config.downsample):
         raise keys.error("decoder_rates", "do not make as many samples of a frame as the encoder takes")
     if config.decoder_dim % (1 << len(config.decoder_rates)):
         raise keys.error("decoder_dim", "cannot be halved once a rate")
-    return config
-
-
-def _codec_stack(keys: Keys, latent: int) -> CodecStackConfig:
-    inner = keys.section("config")
-    config = CodecStackConfig(
-        inner.size("n_layer"),
-        inner.size("dim"),
-        inner.size("n_head"),
-        inner.size("head_dim"),
-        inner.size("intermediate_size"),
-        keys.size("window_size"),
-        inner.number("rope_base"),
-        inner.number("norm_eps"),
-    )
-    if config.dim != latent or config.heads * config.head_dim != config.dim:
-        raise inner.error("dim", f"must be {latent}, and n_head times head_dim")
-    return config
-
-
-def _counts(keys: Keys, key: str) -> tuple[int, ...]:
-    """A list of whole numbers that may be 0."""
-    values = keys.get(key, None)
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise keys.error(key, "must be a list of whole numbers")
-    return tuple(values)
+    general = keys.section("transformer_general_config")
+    head_dim, base, eps = general.value("head_dim", Size), general.value("rope_base", Positive), general.value("norm_eps", Positive)
+    widths = [config.encoder_dim << (index + 1) for index in range(len(depths))]
+    stacks = [
+        CodecStackConfig(depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, base, eps) if depth else None
+        for depth, dim in zip(depths, widths)
+    ]
+    return replace(config, encoder_stacks=tuple(stacks))
 
 
 #: Average of English read speech, for estimates.

@@ -16,7 +16,7 @@ from kernels.reference import next_inputs
 from kernels.registry import to_device
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.fish_speech.config import FishConfig, StackConfig
+from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.prompt import Prompt
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.nn.stack import StackWeights
@@ -72,9 +72,9 @@ class LmWeights:
     fast: FastWeights
 
 
-def take_layers(load: Loader, stack: StackConfig) -> Iterator[Layer]:
+def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
     """The layers of one of the two transformers, one at a time, queries and keys in the order of halves. Raises as the loader."""
-    dim, inner, head_dim = stack.dim, stack.intermediate, stack.head_dim
+    dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
     widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
@@ -97,15 +97,15 @@ def take_layers(load: Loader, stack: StackConfig) -> Iterator[Layer]:
 
 def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     """The fast AR. Raises as the loader."""
-    load, slow, fast = load.at(FAST), config.slow.dim, config.fast
+    load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
-    if fast.dim != slow:
+    if fast.hidden != slow:
         place = next((name for name in _PROJECTIONS if f"{FAST}{name}.weight" in load.source), _PROJECTIONS[0])
-        project = load(f"{place}.weight", fast.dim, slow), load(f"{place}.bias", fast.dim)
+        project = load(f"{place}.weight", fast.hidden, slow), load(f"{place}.bias", fast.hidden)
     return FastWeights(
-        StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.dim)),
-        load("embeddings.weight", fast.vocab, fast.dim),
-        load("output.weight", fast.vocab, fast.dim),
+        StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
+        load("embeddings.weight", fast.vocab, fast.hidden),
+        load("output.weight", fast.vocab, fast.hidden),
         load("codebook_embeddings.weight", fast.vocab * config.codebooks, slow),
         project,
     )
@@ -115,8 +115,8 @@ def take_weights(source: TensorSource, config: FishConfig, dtype: torch.dtype, d
     """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
     load, stack = Loader(source, "", dtype, device), config.slow
     slow = load.at(SLOW)
-    layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.dim))
-    return LmWeights(layers, slow("embeddings.weight", stack.vocab, stack.dim), take_fast(load, config))
+    layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.hidden))
+    return LmWeights(layers, slow("embeddings.weight", stack.vocab, stack.hidden), take_fast(load, config))
 
 
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
@@ -175,7 +175,7 @@ def frame_tensors(config: FishConfig, backbone: StackTensors, drawn: Tensor, fas
     )
 
 
-def stack_tensors(weights: StackWeights, config: StackConfig, positions: int) -> StackTensors:
+def stack_tensors(weights: StackWeights, config: DualArStack, positions: int) -> StackTensors:
     """A transformer as a frame takes it, with the published tables for so many positions."""
-    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_base), dim=1).to(weights.norm.device, weights.norm.dtype)
+    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(weights.norm.device, weights.norm.dtype)
     return weights.tensors(config, table, wide_rope=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -95,27 +94,13 @@ class TurnEngine:
 
     def __init__(self, host: TokenHost) -> None:
         self._host = host
-        self._lock = threading.Lock()
-        self._plans: dict[str, list[TurnPlan]] = {}
 
     @property
     def info(self) -> EngineInfo:
         return self._host.info
 
     def submit(self, request: TurnPlan, receiver: TokenReceiver) -> None:
-        with self._lock:
-            self._plans.setdefault(request.request_id, []).append(request)
-        try:
-            self._host.submit(request.current, _Turns(self, self._host, request, receiver))
-        except BaseException:
-            self.forget(request)
-            raise
-
-    def abort(self, request_id: str) -> None:
-        with self._lock:
-            for plan in self._plans.get(request_id, ()):
-                plan.closed = True
-        self._host.abort(request_id)
+        self._host.submit(request.current, _Turns(self._host, request, receiver))
 
     def cancel(self, request: TurnPlan) -> None:
         request.closed = True
@@ -127,20 +112,12 @@ class TurnEngine:
     def close(self) -> None:
         self._host.close()
 
-    def forget(self, plan: TurnPlan) -> None:
-        """A request has ended."""
-        with self._lock:
-            left = [one for one in self._plans.pop(plan.request_id, []) if one is not plan]
-            if left:
-                self._plans[plan.request_id] = left
-
 
 class _Turns:
     """Receives the turns of a request one after the other. Called on the host's own thread, where submitting never waits."""
 
-    def __init__(self, engine: TurnEngine, host: TokenHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
+    def __init__(self, host: TokenHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
         self.streamed = receiver.streamed
-        self._engine = engine
         self._host = host
         self._plan = plan
         self._receiver = receiver
@@ -172,12 +149,10 @@ class _Turns:
         except NightjarError as error:
             self.failed(error)
             return
-        self._engine.forget(self._plan)
         codes = np.concatenate(self._parts) if len(frames) else frames
         self._receiver.finished(Tokens(codes[:, 0].tolist(), "length" if self._plan.cut else "stop", codes))
 
     def failed(self, error: NightjarError) -> None:
-        self._engine.forget(self._plan)
         self._receiver.failed(error)
 
 

@@ -26,7 +26,7 @@ from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, 
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtterance, token_sampling
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
@@ -114,7 +114,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.max_positions))
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.slow.max_positions))
     return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
@@ -163,7 +163,7 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
         if info.engine == "native":
             self._meta["executor"] = info.executor
-        super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtteranceFuture, streamer)
+        super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtterance, streamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""

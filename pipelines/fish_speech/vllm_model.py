@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag, pad
 
 from kernels.frame import FrameTensors, Layer, StackTensors
 from kernels.registry import to_device
-from pipelines.fish_speech.config import FishConfig, StackConfig
+from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.engines import PROMPT_CODES
 from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, rotary_table, take_fast, take_layers
 from pipelines.nn.checkpoint import Checkpoint, Loader
@@ -67,7 +67,7 @@ class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
         self.width = self.fish.codebooks
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM counts, moves and fills.
-        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.dim, dtype=self._dtype)
+        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
         for layer in self.model.layers:
@@ -99,16 +99,16 @@ class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
     def _slow(self, load: Loader) -> Iterator[tuple[str, Tensor]]:
         slow = self.fish.slow
         yield "model.embed_tokens.weight", self._embeddings(load)
-        yield "model.norm.weight", load("norm.weight", slow.dim)
+        yield "model.norm.weight", load("norm.weight", slow.hidden)
         for index, layer in enumerate(take_layers(load, slow)):
             for name, tensor in as_qwen3(layer, slow).items():
                 yield f"model.layers.{index}.{name}.weight", tensor
 
     def _embeddings(self, load: Loader) -> Tensor:
-        return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.dim)
+        return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.hidden)
 
 
-def as_qwen3(layer: Layer, stack: StackConfig) -> dict[str, Tensor | None]:
+def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor | None]:
     """A layer by the names of transformers' Qwen3."""
     query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
     gate, up = layer.gate_up.chunk(2)
@@ -121,9 +121,9 @@ def as_qwen3(layer: Layer, stack: StackConfig) -> dict[str, Tensor | None]:
     }
 
 
-def published_table(table: Tensor, stack: StackConfig) -> Tensor:
+def published_table(table: Tensor, stack: DualArStack) -> Tensor:
     """Cosines and sines [positions, padded width] of vLLM's rotary embedding with the published rounding; padded pairs are not turned."""
-    cosine, sine = rotary_table(len(table), stack.head_dim, stack.rope_base)
+    cosine, sine = rotary_table(len(table), stack.head_dim, stack.rope_theta)
     beyond = (0, table.shape[1] // 2 - cosine.shape[1])
     return torch.cat((pad(cosine, beyond, value=1.0), pad(sine, beyond)), dim=1).to(table)
 

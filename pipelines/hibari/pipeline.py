@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.schedule import Schedule
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.hibari.utterance import SAMPLES_PER_FRAME, StreamedUtterance, Utterance, WholeUtterance, aborted
-from pipelines.request import AudioChunk, EngineInfo, EngineStats, Speech, SynthesisRequest
-from pipelines.streams import End, Heard, pulled
+from pipelines.request import EngineInfo, EngineStats, Handle, Listener, OnEvent, PreparedRequest, SynthesisRequest, check_start
 from pipelines.validation import speech_task
 
 _WAITING_PER_THREAD = 16
@@ -29,13 +27,14 @@ class HibariPipeline:
     Two threads on two cores make 1.9 times the speech of one, as two processes do, in half their memory (240 MB). Each request
     is synthesized alone with its own seed, so its speech does not depend on what else runs. A thread speaks one piece, mostly a
     sentence, and then looks again whose turn it is (`Schedule`).
-    A whole utterance's text is read in `submit`, so that what the voice cannot read is refused there; that takes about a second for
+    A whole utterance's text is read in `start`, so that what the voice cannot read is refused there; that takes about a second for
     the worst text of 5,000 characters. A stream's text is read by the threads, sentence by sentence.
     """
 
     name = "hibari"
     sample_rate = SAMPLE_RATE
     capabilities = CAPABILITIES
+    starts_at_once = False
 
     def __init__(self, *, threads: int | None = None, waiting_room: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         count = threads or len(os.sched_getaffinity(0))
@@ -47,7 +46,6 @@ class HibariPipeline:
         self._clock = clock
         self._schedule = Schedule(clock)
         self._running: set[Utterance] = set()
-        self._reading: set[Utterance] = set()
         self._changed = threading.Condition()
         self._closed = False
         self._requests_done = 0
@@ -56,62 +54,31 @@ class HibariPipeline:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        """Reads the text and queues the request; blocks while the waiting room is full.
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Queues a request; see `Pipeline.start`. One that is cancelled ends with the sentence that is spoken.
 
-        Raises `InputError` for what this voice cannot serve and `SynthesisError` (`synth.aborted`) once closed, or aborted meanwhile.
+        Of a stream, `InputError` is raised as far as the text's characters tell; the rest of it is read while it is spoken.
         """
-        task = speech_task(request.messages, request.generation, CAPABILITIES)
-        utterance = WholeUtterance(request, task.text)
+        check_start(self, request, stream)
+        assert isinstance(request, SynthesisRequest), "the voice has no frontend"
+        text = speech_task(request.messages, request.generation, CAPABILITIES).text
+        listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
+        utterance: Utterance
+        if stream:
+            check_pronounceable(text)
+            utterance = StreamedUtterance(request, text, listener, self._clock)
+            utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance))
+        else:
+            utterance = WholeUtterance(request, text, listener)
+            utterance.pieces = iter(self._reader.read(text, lambda: self._closed))
         with self._changed:
-            self._reading.add(utterance)
-        try:
-            utterance.pieces = iter(self._reader.read(task.text, lambda: utterance.aborted or self._closed))
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or utterance.aborted or self._schedule.waiting() < self._room)
-                if self._closed or utterance.aborted:
-                    raise aborted()
-                self._schedule.add(utterance)
-                self._changed.notify_all()
-        finally:
-            with self._changed:
-                self._reading.discard(utterance)
-        return utterance.future
-
-    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
-        """Queues a stream and returns at once; a thread tells `heard` each piece of the speech, and at last a `final` chunk or an error.
-
-        What is returned ends the stream, from any thread and any number of times; at most one more chunk is heard then, and no error.
-        Raises `InputError` for what this voice cannot serve, as far as the text's characters tell, and `SynthesisError`
-        (`synth.aborted`) once closed.
-        """
-        utterance = StreamedUtterance(request, self._checked(request), heard, self._clock)
-        utterance.pieces = self._reader.pieces(utterance.text, lambda: utterance.aborted or self._closed)
-        with self._changed:
+            if not stream:
+                self._changed.wait_for(lambda: self._closed or self._schedule.waiting() < self._room)
             if self._closed:
                 raise aborted()
             self._schedule.add(utterance)
             self._changed.notify_all()
-        return lambda: self._end(utterance)
-
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """The speech piece by piece; the first `next` queues the request, closing the iterator ends it. Raises as `start_stream`."""
-        self._checked(request)
-        return pulled(lambda heard: self.start_stream(request, heard))
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request at the end of the sentence it is in, read or spoken; its future, stream or `submit` fails with `synth.aborted`.
-
-        Unknown ids are ignored.
-        """
-        with self._changed:
-            ended = [utterance for utterance in self._schedule if utterance.request.request_id == request_id]
-            for utterance in ended:
-                self._schedule.remove(utterance)
-            for utterance in (*ended, *self._reading, *self._running):
-                utterance.aborted = utterance.aborted or utterance.request.request_id == request_id
-            self._changed.notify_all()
-        _fail(ended)
+        return listener
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -131,30 +98,28 @@ class HibariPipeline:
             ended = list(self._schedule)
             for utterance in ended:
                 self._schedule.remove(utterance)
-            for utterance in self._running:
-                utterance.aborted = True
             self._changed.notify_all()
         _fail(ended)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _checked(self, request: SynthesisRequest) -> str:
-        text = speech_task(request.messages, request.generation, CAPABILITIES).text
-        check_pronounceable(text)
-        return text
+    def _is_over(self, utterance: Utterance) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._closed or not utterance.listener.is_open
 
-    def _end(self, utterance: StreamedUtterance) -> None:
+    def _ended(self, utterance: Utterance) -> None:
+        """It was cancelled, or has failed."""
         with self._changed:
-            utterance.aborted = utterance.is_mute = True
             self._schedule.remove(utterance)
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while (utterance := self._next()) is not None:
             goes_on = self._advance(utterance)
             with self._changed:
                 self._running.discard(utterance)
-                ended = goes_on and (utterance.aborted or self._closed)
+                ended = goes_on and self._is_over(utterance)
                 if goes_on and not ended:
                     self._schedule.add(utterance)
             if ended:
@@ -172,11 +137,9 @@ class HibariPipeline:
     def _advance(self, utterance: Utterance) -> bool:
         """Speaks the next piece; False when the utterance is over, however it ended."""
         try:
-            if not utterance.begun and not utterance.begin():
-                return False
             if utterance.advance(self._reader.voice):
                 return True
-            if utterance.aborted or self._closed:
+            if self._is_over(utterance):
                 raise aborted()
             utterance.complete()
         except NightjarError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import numpy as np
 from hibari import Hibari
@@ -14,8 +13,7 @@ from numpy.typing import NDArray
 from pipelines.audio import PEAK_LIMIT, normalize_loudness
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import SAMPLE_RATE
-from pipelines.request import AudioChunk, Speech, SynthesisRequest
-from pipelines.streams import Heard
+from pipelines.request import AudioChunk, Done, Event, Failed, Listener, Speech, SynthesisRequest
 
 log = logging.getLogger(__name__)
 
@@ -27,31 +25,27 @@ STREAM_GAIN = np.float32(10 ** (3.3 / 20))
 
 
 class Utterance:
-    """A request and how far it is spoken. One thread at a time calls `begin`, `advance`, `deliver` and `fail`."""
+    """A request and how far it is spoken. One thread at a time calls `advance`, `complete`, `deliver` and `fail`."""
 
-    def __init__(self, request: SynthesisRequest, text: str) -> None:
+    def __init__(self, request: SynthesisRequest, text: str, listener: Listener) -> None:
         self.request = request
         self.text = text
+        self.listener = listener
         #: Phoneme ids, one list a piece of speech; may read the text as it goes.
         self.pieces: Iterator[list[int]] = iter(())
         #: Its place in the order of arrival, which the schedule gives.
         self.arrival = 0
         self.begun = False
-        self.aborted = False
         #: Samples that were made.
         self.samples = 0
         self._generator = np.random.default_rng(request.seed)
-
-    def begin(self) -> bool:
-        """Called before the first piece; False where nobody wants it any more."""
-        self.begun = True
-        return True
 
     def advance(self, voice: Hibari) -> bool:
         """Speaks the next piece; False when there is none.
 
         Raises `InputError` for a text that turns out unreadable or longer than it may be, `SynthesisError` (`synth.silent`).
         """
+        self.begun = True
         piece = next(self.pieces, None)
         if piece is None:
             return False
@@ -74,24 +68,27 @@ class Utterance:
 
     def fail(self, error: NightjarError) -> None:
         """Ends it with an error."""
-        raise NotImplementedError
+        self._tell(Failed(error))
 
     def _add(self, samples: NDArray[np.float32]) -> None:
         raise NotImplementedError
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self.listener(event)
+        except Exception:
+            # Whoever listens is gone; the thread serves others too.
+            log.exception("the listener of a request failed, and the request is ended")
+            self.listener.cancel()
 
 
 class WholeUtterance(Utterance):
     """All of the speech at once, at the loudness of everything that Nightjar writes."""
 
-    def __init__(self, request: SynthesisRequest, text: str) -> None:
-        super().__init__(request, text)
-        self.future: Future[Speech] = Future()
+    def __init__(self, request: SynthesisRequest, text: str, listener: Listener) -> None:
+        super().__init__(request, text, listener)
         self._parts: list[NDArray[np.float32]] = []
         self._speech: Speech | None = None
-
-    def begin(self) -> bool:
-        super().begin()
-        return self.future.set_running_or_notify_cancel()
 
     def complete(self) -> None:
         raw = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
@@ -107,11 +104,7 @@ class WholeUtterance(Utterance):
 
     def deliver(self) -> None:
         assert self._speech is not None, "it is complete"
-        self.future.set_result(self._speech)
-
-    def fail(self, error: NightjarError) -> None:
-        if self.begun or self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+        self._tell(Done(self._speech))
 
     def _add(self, samples: NDArray[np.float32]) -> None:
         self._parts.append(samples)
@@ -120,17 +113,14 @@ class WholeUtterance(Utterance):
 class StreamedUtterance(Utterance):
     """Each piece of the speech as soon as it is made, multiplied by `STREAM_GAIN`, and the louder ones by what keeps their peak.
 
-    The last chunk is empty: that no piece follows is known only after the text is read. Pieces begin and end in silence, so
+    Pieces begin and end in silence, so
     they follow each other without a click.
     """
 
-    def __init__(self, request: SynthesisRequest, text: str, heard: Heard, clock: Callable[[], float]) -> None:
-        super().__init__(request, text)
+    def __init__(self, request: SynthesisRequest, text: str, listener: Listener, clock: Callable[[], float]) -> None:
+        super().__init__(request, text, listener)
         #: When a listener that began with the first chunk will have heard all chunks; 0 before the first one.
         self.deadline = 0.0
-        #: Whether nothing is handed on any more.
-        self.is_mute = False
-        self._heard = heard
         self._clock = clock
         self._held: list[NDArray[np.float32]] = []
         self._audible = False
@@ -140,11 +130,8 @@ class StreamedUtterance(Utterance):
             raise silent()
 
     def deliver(self) -> None:
-        self._hand_on(AudioChunk(np.zeros(0, np.float32), SAMPLE_RATE, final=True))
-
-    def fail(self, error: NightjarError) -> None:
-        self._hand_on(error)
-        self.is_mute = True
+        frames = self.samples // SAMPLES_PER_FRAME
+        self._tell(Done(Speech(np.zeros(0, np.float32), SAMPLE_RATE, self.text, meta={"frames": frames, "finish_reason": "stop"})))
 
     def _add(self, samples: NDArray[np.float32]) -> None:
         self._audible = self._audible or (len(samples) > 0 and _peak(samples) >= _SILENT_PEAK)
@@ -154,18 +141,8 @@ class StreamedUtterance(Utterance):
             piece = self._held.pop(0)
             if len(piece):
                 gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(_peak(piece), 1e-6)))
-                self._hand_on(AudioChunk(piece * gain, SAMPLE_RATE))
+                self._tell(AudioChunk(piece * gain, SAMPLE_RATE))
                 self.deadline = max(self.deadline, self._clock()) + len(piece) / SAMPLE_RATE
-
-    def _hand_on(self, heard: AudioChunk | NightjarError) -> None:
-        if self.is_mute:
-            return
-        try:
-            self._heard(heard)
-        except Exception:
-            # Whoever listens is gone; the thread serves others too.
-            log.exception("the listener of a stream failed, and the stream is ended")
-            self.is_mute = self.aborted = True
 
 
 def _peak(samples: NDArray[np.float32]) -> float:

@@ -294,14 +294,6 @@ def fill_module(
     module.requires_grad_(False).eval()
 
 
-def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:
-    """Until Fish and SpeechLM use `Checkpoint.require`."""
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
-    if extra := sorted(held - wanted):
-        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
-
-
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")

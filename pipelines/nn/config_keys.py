@@ -60,6 +60,11 @@ class StackConfig:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def cached_values(self) -> int:
+        """Keys and values of a position in all layers."""
+        return 2 * self.layers * self.kv_width
+
 
 class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`) that names file and key.
@@ -122,29 +127,6 @@ class Keys:
         for key, value in values.items():
             if (found := self._values.get(key, value)) != value:
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
-
-    # Until Fish and SpeechLM say their keys by annotation.
-
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
-    def table(self, key: str) -> dict[str, Any]:
-        return self.value(key, dict[str, Any])
-
-    def whole(self, key: str) -> int:
-        return self.value(key, Whole)
-
-    def size(self, key: str, default: Any = MISSING) -> int:
-        return self.value(key, Size, default)
-
-    def wholes(self, key: str, default: Any = MISSING) -> tuple[int, ...]:
-        return self.value(key, Sizes, default)
-
-    def number(self, key: str) -> float:
-        return self.value(key, float)
-
-    def text(self, key: str) -> str:
-        return self.value(key, str)
 
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""

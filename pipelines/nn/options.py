@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
 
+from pipelines.codec.stage import CodecStage
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.engine import Engine
+from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.opening import context_of, open_executor, plan_engine
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
@@ -33,6 +39,8 @@ def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], 
 
 #: Requests that wait for a slot on a CPU.
 _CPU_WAITING_ROOM = 64
+#: Positions of a sequence where nobody chose: a minute of reference, a minute of speech, and their texts.
+CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +69,6 @@ class ModelOptions:
         return default if self.max_context is None else self.max_context
 
 
-class EngineSizes(TypedDict):
-    """What `pipelines.engine.opening.plan_engine` asks of a person's choice."""
-
-    slots: int | None
-    streams: int
-    pages: int | None
-    page_size: int
-    memory_share: float | None
-    prefill: Literal["auto", "padded", "packed"]
-
-
 @dataclass(frozen=True, slots=True)
 class NativeModelOptions(ModelOptions):
     """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
@@ -89,17 +86,17 @@ class NativeModelOptions(ModelOptions):
     #: where it can be.
     prefill: Literal["auto", "padded", "packed"] = "auto"
 
-    @property
-    def sizes(self) -> EngineSizes:
-        """The sizes of the engine as far as they were chosen."""
-        return {
-            "slots": self.slots,
-            "streams": self.streams,
-            "pages": self.pages,
-            "page_size": self.page_size,
-            "memory_share": self.memory_share,
-            "prefill": self.prefill,
-        }
+    def plan(self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any) -> EngineOptions:
+        """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`: positions where nobody chose."""
+        return plan_engine(
+            needs, device, context_of(self.context(context), max_positions), slots=self.slots, streams=self.streams, pages=self.pages,
+            page_size=self.page_size, memory_share=self.memory_share, prefill=self.prefill, **more,
+        )  # fmt: skip
+
+    def open_engine(self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any]) -> Engine:
+        """The engine of a loaded model, whose speech goes on to `stage`. Raises as `open_executor`."""
+        executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
+        return Engine(executor, sizes, self.room(sizes.slots, model.device), stage)
 
     def room(self, slots: int, device: torch.device) -> int:
         """How many requests may wait for one of so many slots."""

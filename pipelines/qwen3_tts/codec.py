@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from pipelines.codec.blocks import CausalConv, ConvStack, Past, StateLayout, Ups
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
 from pipelines.codec.fused_front import FusedFront, prepared_front
-from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer
+from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.codec_config import CodecConfig, CodecDecoderConfig
-from pipelines.qwen3_tts.codec_encoder import CodecEncoder, rotary
+
+if TYPE_CHECKING:
+    from pipelines.qwen3_tts.codec_encoder import CodecEncoder
 
 PRE_CONV_KERNEL = 3
 USAGE_FLOOR = 1e-5
@@ -38,6 +41,13 @@ class CodecLoader(Loader):
     def snake(self, channels: int) -> tuple[Tensor, Tensor]:
         wide = self.float()
         return snake_parameters(wide("alpha", channels), wide("beta", channels))
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary embedding, half-split layout, computed in float32: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    found = angles(positions, theta**-exponents)
+    return found.cos().to(dtype), found.sin().to(dtype)
 
 
 class SlidingTransformer:
@@ -138,11 +148,11 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Both halves of the 12 Hz codec."""
+    """Both halves of the 12 Hz codec; the encoder where it is needed."""
 
     config: CodecConfig
     decoder: CodecDecoder
-    encoder: CodecEncoder
+    encoder: CodecEncoder | None
 
 
 def fuses_front(device: torch.device | str, dtype: torch.dtype, reproducible: bool, codec_rows: int) -> bool:
@@ -159,18 +169,22 @@ def load_codec(
     dtype: torch.dtype = torch.float32,
     reproducible: bool = False,
     fused_front: bool = False,
+    encodes: bool = True,
 ) -> Codec:
-    """Loads a `speech_tokenizer` folder. The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
+    """Loads a `speech_tokenizer` folder, with its encoder where it `encodes`.
+
+    The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is missing, unknown or misshapen.
     """
     config = CodecConfig.load(folder)
     with Checkpoint.open(folder) as checkpoint:
-        checkpoint.ignore("*rotary_emb*")
-        codec = Codec(
-            config,
-            CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front),
-            CodecEncoder(config, checkpoint, device),
-        )
+        decoder = CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front)
+        encoder = None
+        if encodes:
+            from pipelines.qwen3_tts.codec_encoder import CodecEncoder  # takes seconds to import
+
+            encoder = CodecEncoder(config, checkpoint, device)
+        checkpoint.ignore("*rotary_emb*", *([] if encodes else ["encoder.*"]))
         checkpoint.finish()
-    return codec
+    return Codec(config, decoder, encoder)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from pipelines.nn.config_keys import DOWNLOAD_AGAIN, Keys, Positive, Size, Sizes
 from pipelines.qwen3_tts.config import TOKENIZER
@@ -53,62 +53,12 @@ class CodecDecoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CodecEncoderConfig:
-    """`encoder_config` of `speech_tokenizer/config.json`: a Mimi encoder; absent keys have the defaults of transformers' MimiConfig."""
-
-    frame_rate: Positive
-    sampling_rate: Size = 24_000
-    hidden_size: Size = 512
-    num_filters: Size = 64
-    num_residual_layers: Size = 1
-    upsampling_ratios: Sizes = (8, 6, 5, 4)
-    kernel_size: Size = 7
-    last_kernel_size: Size = 3
-    residual_kernel_size: Size = 3
-    dilation_growth_rate: Size = 2
-    pad_mode: Literal["constant", "replicate"] = "constant"
-    compress: Size = 2
-    codebook_size: Size = 2048
-    codebook_dim: Size = 256
-    num_quantizers: Size = 32
-    num_semantic_quantizers: Size = 1
-    vector_quantization_hidden_dimension: Size = 256
-    num_hidden_layers: Size = 8
-    intermediate_size: Size = 2048
-    num_attention_heads: Size = 8
-    num_key_value_heads: Size = 8
-    head_dim: Size = 64
-    norm_eps: Positive = 1e-5
-    rope_theta: Positive = 10_000.0
-
-    @property
-    def downsample_kernel(self) -> int:
-        """Kernel of the last convolution, which halves the rate of the convolution stack to the frame rate; 0 when there is none."""
-        stack_rate = math.ceil(self.sampling_rate / math.prod(self.upsampling_ratios))
-        return 0 if stack_rate == self.frame_rate else 2 * int(stack_rate / self.frame_rate)
-
-    @classmethod
-    def read(cls, keys: Keys, frame_rate: float) -> CodecEncoderConfig:
-        """Reads the object `encoder_config`; `frame_rate` (frames a second) holds where it names none of its own.
-
-        Raises `ModelError` (`model.bad_checkpoint`) naming the key at fault.
-        """
-        keys.expect(use_causal_conv=True, hidden_act="gelu", audio_channels=1, use_conv_shortcut=False, attention_bias=False)
-        config = keys.take(cls, frame_rate=keys.value("frame_rate", Positive, keys.value("_frame_rate", Positive, frame_rate)))
-        if "head_dim" not in keys:
-            config = replace(config, head_dim=max(1, config.hidden_size // config.num_attention_heads))
-        keys.require(config.head_dim % 2 == 0, "head_dim must be even")
-        keys.require(config.num_attention_heads % config.num_key_value_heads == 0, "num_key_value_heads must divide num_attention_heads")
-        keys.require(config.num_quantizers > config.num_semantic_quantizers, "num_quantizers must exceed num_semantic_quantizers")
-        return config
-
-
-@dataclass(frozen=True, slots=True)
 class CodecConfig:
     """`speech_tokenizer/config.json`: both halves of the codec and the rates between samples and frames."""
 
     decoder: CodecDecoderConfig
-    encoder: CodecEncoderConfig
+    #: The keys of a `MimiConfig`, which has defaults for those that are absent.
+    encoder: Annotated[dict[str, Any], "encoder_config"]
     encoder_valid_num_quantizers: Size
     input_sample_rate: Size
     output_sample_rate: Size
@@ -120,16 +70,18 @@ class CodecConfig:
         """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`) naming file and key."""
         keys = Keys.read(Path(folder) / "config.json", DOWNLOAD_AGAIN)
         keys.expect(model_type=TOKENIZER)
-        frame_rate = keys.value("input_sample_rate", Size) / keys.value("encode_downsample_rate", Size)
+        encoder = keys.section("encoder_config")
+        encoder.expect(use_causal_conv=True, audio_channels=1, pad_mode="constant")
         decoder = CodecDecoderConfig.read(keys.section("decoder_config"))
-        config = keys.take(cls, decoder=decoder, encoder=CodecEncoderConfig.read(keys.section("encoder_config"), frame_rate))
+        config = keys.take(cls, decoder=decoder)
         keys.require(
             decoder.samples_per_frame == config.decode_upsample_rate,
             f"decode_upsample_rate is {config.decode_upsample_rate}, but the upsampling factors make {decoder.samples_per_frame}",
         )
-        fits = config.encoder_valid_num_quantizers <= config.encoder.num_quantizers
+        fits = config.encoder_valid_num_quantizers <= encoder.value("num_quantizers", Size, 32)
         keys.require(fits, "encoder_valid_num_quantizers exceeds the encoder's num_quantizers")
-        return config
+        frame_rate = config.input_sample_rate / config.encode_downsample_rate
+        return replace(config, encoder={"frame_rate": frame_rate} | config.encoder)
 
 
 @dataclass(frozen=True, slots=True)

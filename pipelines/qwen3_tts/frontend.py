@@ -9,8 +9,8 @@ import msgspec
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.qwen3_tts.prompt import TextTokenizer
-from pipelines.qwen3_tts.text_pieces import TextPieces
-from pipelines.request import Generation, PreparedRequest, SynthesisRequest
+from pipelines.qwen3_tts.text_pieces import OpenTokens
+from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
 from pipelines.validation import check_seed, speech_task
 
 
@@ -49,24 +49,23 @@ class Frontend:
             message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {config.text_vocab}."
             raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again, with its own tokenizer.")
 
-    def prepare(self, request: SynthesisRequest) -> PreparedRequest:
-        """The request as `read` takes it. Raises `InputError` for what this checkpoint cannot do."""
-        return _prepared(request, self.tokenize(request))
+    def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
+        """The request as `read` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what this checkpoint cannot do."""
+        task, pieces = self.tokenize(request)
+        data = _encode(msgspec.structs.replace(task, recording=None))
+        return PreparedRequest(request.request_id, request.seed, data, task.recording), pieces
 
-    def open_text(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces]:
-        """A request whose text is the beginning of one that comes in pieces, and what takes the pieces. Raises as `prepare`."""
-        task = self.tokenize(request)
-        pieces = TextPieces(self.tokenizer, self._capabilities.max_text_characters)
-        text = next(message.content for message in request.messages if (message.role, message.modality) == ("user", "text"))
-        task = msgspec.structs.replace(task, body_ids=pieces.add(str(text)), text_open=True)
-        return _prepared(request, task), pieces
-
-    def tokenize(self, request: SynthesisRequest) -> TokenizedTask:
-        """Raises `InputError` for what this checkpoint cannot do."""
+    def tokenize(self, request: SynthesisRequest) -> tuple[TokenizedTask, TextPieces | None]:
+        """As `prepare`, with texts as the ids of their tokens; of a text that is open those that are certain."""
         check_seed(request.seed)
         task = speech_task(request.messages, request.generation, self._capabilities)
         role, body = self.tokenizer.target(task.text)
-        return TokenizedTask(
+        pieces = None
+        if request.text_open:
+            pieces = OpenTokens(self.tokenizer, self._capabilities.max_text_characters).add
+            text = next(message.content for message in request.messages if (message.role, message.modality) == ("user", "text"))
+            body = pieces(str(text), False)
+        tokenized = TokenizedTask(
             task.text,
             role,
             body,
@@ -76,12 +75,9 @@ class Frontend:
             task.voice,
             task.recording if self._config.clones else None,
             self.tokenizer.reference(task.reference_text) if self._config.clones and task.reference_text else None,
+            request.text_open,
         )
-
-
-def _prepared(request: SynthesisRequest, task: TokenizedTask) -> PreparedRequest:
-    data = _encode(msgspec.structs.replace(task, recording=None))
-    return PreparedRequest(request.request_id, request.seed, data, task.recording)
+        return tokenized, pieces
 
 
 def read(prepared: PreparedRequest) -> TokenizedTask:

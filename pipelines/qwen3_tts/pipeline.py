@@ -47,9 +47,21 @@ from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCach
 from pipelines.qwen3_tts.text_in import OpenText
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
-from pipelines.request import AudioChunk, EngineInfo, Generation, PreparedRequest, SynthesisRequest
-from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
-from pipelines.streams import End, Heard, IdStream, TextStream
+from pipelines.request import (
+    AudioChunk,
+    EngineInfo,
+    Event,
+    Failed,
+    Generation,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    SynthesisRequest,
+    TextPieces,
+    check_start,
+)
+from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, Utterance, no_audio
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
@@ -68,11 +80,11 @@ class FrameRequestInfo(RequestInfo):
             raise no_audio("The model ended the speech before its first frame.")
 
 
-class FrameUtteranceFuture(UtteranceFuture[CodecState]):
+class FrameUtterance(Utterance[CodecState]):
     """Receives one whole utterance."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._frames = info
 
     def frames(self, codes: NDArray[np.int64]) -> None:
@@ -90,8 +102,8 @@ class FrameUtteranceFuture(UtteranceFuture[CodecState]):
 class FrameStreamer(Streamer[CodecState]):
     """Receives one utterance chunk by chunk, as the engine cuts it."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], heard: Heard) -> None:
-        super().__init__(info, stage, heard, info.start.copy() if info.start else stage.new_state())
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
         self._frames = info
         self._received = 0
         #: When the listener has heard all that came; the first chunk is due at once.
@@ -108,9 +120,9 @@ class FrameStreamer(Streamer[CodecState]):
         try:
             self._frames.check(codes, finish)
         except SynthesisError as error:
-            self.close(error)
+            self.close(Failed(error))
         else:
-            self.close(None)
+            self.complete(len(codes), finish)
 
 
 log = logging.getLogger(__name__)
@@ -160,7 +172,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
@@ -181,7 +193,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
         self.engine = Engine(executor, sizes, options.room(sizes.slots, device), stage)
-        super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
+        super().__init__(self.engine, stage, FrameUtterance, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
 
@@ -191,12 +203,15 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
         wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
-        outcomes: SimpleQueue[AudioChunk | NightjarError] = SimpleQueue()
+        events: SimpleQueue[Event] = SimpleQueue()
+        error: NightjarError | None = None
         try:
-            self._start(wanted, info, outcomes.put)
-            while isinstance(outcome := outcomes.get(), AudioChunk) and not outcome.final:
-                pass
-            error = outcome if isinstance(outcome, NightjarError) else self._begin(replace(wanted), info).exception()
+            for stream in (True, False):
+                self._begin(replace(wanted), info, events.put, stream)
+                while isinstance(event := events.get(), AudioChunk):
+                    pass
+                if isinstance(event, Failed):
+                    error = event.error
         except NightjarError as refused:
             error = refused
         if error is not None:
@@ -208,44 +223,48 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         info = super().info
         return info if self.codec.decoder.utterances is None else replace(info, kernels=f"{info.kernels}, continuous codec")
 
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """See `Pipeline.start`. Of a text that comes in pieces one token is read a frame."""
+        check_start(self, request, stream)
+        task, pieces = self._tokenized(request)
+        if task.text_open:
+            return self._start_open(request, task, pieces, on_event)
+        return self._begin(*self._request(request, task), on_event, stream)
+
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
-        return self._request(request.request_id, request.seed, self._frontend.tokenize(request))
+        return self._request(request, self._tokenized(request)[0])
 
-    def _prepare_rest(self, request: PreparedRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
-        return self._request(request.request_id, request.seed, read(request))
+    def _tokenized(self, request: SynthesisRequest | PreparedRequest) -> tuple[TokenizedTask, TextPieces | None]:
+        return (read(request), None) if isinstance(request, PreparedRequest) else self._frontend.tokenize(request)
 
-    def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
-        """A stream whose text comes in pieces; see `pipelines.streams.start_text_stream`. One text token is read a frame."""
-        prepared, pieces = self._frontend.open_text(request)
-        return TextStream(pieces, self.start_ids_stream(prepared, heard))
-
-    def start_ids_stream(self, request: PreparedRequest, heard: Heard) -> IdStream:
-        """As `start_text_stream`, for a request of `Frontend.open_text`."""
-        task = read(request)
+    def _start_open(
+        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, pieces: TextPieces | None, on_event: OnEvent
+    ) -> Handle:
         parts, voice = self._parts(task)
 
-        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, End]:
+        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, Handle]:
             whole = replace(parts, body_ids=ids, text_open=not final)
-            wanted, info = self._generation(request.request_id, request.seed, task, whole, voice)
+            wanted, info = self._generation(request, task, whole, voice)
             wanted = replace(wanted, stream=True, text_open=not final)
-            return wanted, self._start(wanted, info, heard)
+            return wanted, self._begin(wanted, info, on_event, stream=True)
 
-        stream = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, heard)
-        stream.append(task.body_ids, False)
-        return stream
+        text = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces)
+        text.append(task.body_ids, False)
+        return text
 
-    def _request(self, request_id: str, seed: int, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
-        return self._generation(request_id, seed, task, *self._parts(task))
+    def _request(self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
+        return self._generation(request, task, *self._parts(task))
 
     def _generation(
-        self, request_id: str, seed: int, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
+        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
     ) -> tuple[GenerationRequest, FrameRequestInfo]:
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
         max_tokens = min(self._token_limit(task.generation), room)
-        generation = GenerationRequest(request_id, prompt, sampling_params(self.config.sampling, task.generation), seed, max_tokens)
+        sampling = sampling_params(self.config.sampling, task.generation)
+        generation = GenerationRequest(request.request_id, prompt, sampling, request.seed, max_tokens)
         start = voice.codec_state if voice else None
         # As it is now: one with persistent kernels goes on without them when a launch gave up.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.validation import no_character
 
@@ -70,113 +70,49 @@ class PromptParts:
         return 1 if self.reference is None else max(len(self.reference.codes) + 1 - len(self.reference.text_ids), 1)
 
 
-@dataclass(slots=True)
-class _Columns:
-    codebooks: int
-    text: list[int] = field(default_factory=list)
-    #: Runs of int64 [frames, codebooks].
-    codes: list[NDArray[np.int64]] = field(default_factory=list)
-
-    def add(self, text: Sequence[int], codec: Sequence[int]) -> None:
-        """Aligned runs of text ids and codebook-0 ids."""
-        frames = np.full((len(codec), self.codebooks), NONE, np.int64)
-        frames[:, 0] = codec
-        self.add_frames(text, frames)
-
-    def add_frames(self, text: Sequence[int], frames: NDArray[np.int64]) -> None:
-        self.text.extend(text)
-        self.codes.append(frames)
-
-
 def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
-    """The prompt and the trailing text of one request, in the layout that the published wrapper makes.
-
-    Raises `InputError` for a language or a speaker that the checkpoint does not have.
-    """
-    ids, text_ids = config.ids, config.text_ids
-    prefix = codec_prefix(config, parts)
-    columns = _Columns(config.codebooks)
+    """The prompt and the trailing text of one request, in the layout that the published wrapper makes."""
+    ids, pad, reference = config.ids, config.text_ids.tts_pad, parts.reference
     head = [*(parts.instruct_ids if config.takes_instructions else ()), *parts.role_ids]
-    columns.add(head, [NONE] * len(head))
-    columns.add([text_ids.tts_pad] * (len(prefix) - 2) + [text_ids.tts_bos], prefix[:-1])
-    voice_at = len(head) + len(prefix) - 3 if parts.voice is not None else None
-    if parts.reference is not None:
-        trailing = _clone_in_context(config, columns, parts.reference, parts)
-    elif parts.text_first:
-        body = [*parts.body_ids, text_ids.tts_eos]
-        columns.add(body, [ids.pad] * len(body))
-        columns.add([text_ids.tts_pad], [ids.bos])
-        trailing = []
+    prefix = codec_prefix(config, parts)
+    text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
+    #: Of codebook 0.
+    first = [NONE] * len(head) + prefix[:-1]
+    body = [*(reference.text_ids if reference else ()), *parts.body_ids, *(() if parts.text_open else (config.text_ids.tts_eos,))]
+    heard = [ids.bos] + [NONE] * (len(reference.codes) if reference else 0)
+    trailing: list[int] = []
+    if parts.text_first:
+        text += body + [pad] * len(heard)
+        first += [ids.pad] * len(body)
     else:
-        columns.add(parts.body_ids[:1], [ids.bos])
-        trailing = [*parts.body_ids[1:], *_end_of_text(config, parts)]
-    return Prompt(
-        text=np.array(columns.text, np.int64),
-        codes=np.concatenate(columns.codes),
-        trailing=np.array(trailing, np.int64),
-        voice_at=voice_at,
-        voice=parts.voice,
-    )
+        text += (body + [pad] * (len(heard) - len(body)))[: len(heard)]
+        trailing = body[len(heard) :]
+    codes = np.full((len(text), config.codebooks), NONE, np.int64)
+    codes[:, 0] = first + heard
+    if reference:
+        codes[len(text) - len(reference.codes) :] = reference.codes
+    voice_at = len(head) + len(prefix) - 3 if parts.voice is not None else None
+    return Prompt(np.array(text, np.int64), codes, np.array(trailing, np.int64), voice_at, parts.voice)
 
 
 def codec_prefix(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
     """Codebook-0 ids of language, voice (NONE for a vector), pad and bos."""
     ids = config.ids
-    language = language_id(config, parts.language, parts.speaker)
+    language = language_id(config, parts.language.lower(), parts.speaker)
     think = [ids.nothink, ids.think_bos, ids.think_eos] if language is None else [ids.think, ids.think_bos, language, ids.think_eos]
     if parts.speaker:
-        think.append(speaker_id(config, parts.speaker))
+        think.append(config.speakers[parts.speaker.lower()])
     elif parts.voice is not None:
         think.append(NONE)
     return [*think, ids.pad, ids.bos]
 
 
 def language_id(config: Qwen3TTSConfig, language: str, speaker: str | None) -> int | None:
-    """The codec id of a language, None for "auto"; a dialect speaker turns Chinese and "auto" into the dialect.
-
-    Raises `InputError` (`input.unknown_language`).
-    """
-    name = language.lower()
-    if name not in config.spoken_languages:
-        raise InputError(
-            ErrorCode.INPUT_UNKNOWN_LANGUAGE,
-            f"Unknown language {language[:80]!r}.",
-            f"Choose one of: {', '.join(config.spoken_languages)}.",
-        )
+    """The codec id of a language, None for "auto"; a dialect speaker turns Chinese and "auto" into the dialect."""
     dialect = config.dialects.get(speaker.lower()) if speaker else None
-    if dialect is not None and name in ("auto", "chinese"):
+    if dialect is not None and language in ("auto", "chinese"):
         return config.languages[dialect]
-    return None if name == "auto" else config.languages[name]
-
-
-def speaker_id(config: Qwen3TTSConfig, speaker: str) -> int:
-    """The codec id of a named voice. Raises `InputError` (`input.unknown_voice`)."""
-    try:
-        return config.speakers[speaker.lower()]
-    except KeyError:
-        raise InputError(
-            ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {speaker[:80]!r}.", f"Choose one of: {', '.join(config.speakers)}."
-        ) from None
-
-
-def _clone_in_context(config: Qwen3TTSConfig, columns: _Columns, reference: Reference, parts: PromptParts) -> list[int]:
-    """Adds the reference's text and codes with the text to speak; returns the trailing text."""
-    ids, text_ids = config.ids, config.text_ids
-    text = [*reference.text_ids, *parts.body_ids, *_end_of_text(config, parts)]
-    frames = np.full((len(reference.codes) + 1, config.codebooks), NONE, np.int64)
-    frames[0, 0] = ids.bos
-    frames[1:] = reference.codes
-    if parts.text_first:
-        columns.add(text, [ids.pad] * len(text))
-        columns.add_frames([text_ids.tts_pad] * len(frames), frames)
-        return []
-    padding = [text_ids.tts_pad] * (len(frames) - len(text))
-    columns.add_frames((text + padding)[: len(frames)], frames)
-    return text[len(frames) :]
-
-
-def _end_of_text(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
-    return [] if parts.text_open else [config.text_ids.tts_eos]
+    return None if language == "auto" else config.languages[language]
 
 
 #: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).
@@ -210,9 +146,7 @@ class TextTokenizer:
             path = folder / "vocab.json"
             return cls(_from_vocabulary(folder))
         except Exception as error:
-            raise ModelError(
-                ErrorCode.MODEL_BAD_CHECKPOINT, f"{path} cannot be read as a tokenizer: {error}.", "Download the checkpoint again."
-            ) from error
+            raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
 
     @property
     def vocabulary(self) -> int:
@@ -261,28 +195,19 @@ class TextTokenizer:
 
         The whole template is tokenized and then cut, because a text that starts with a line break may merge with the template's.
         """
-        ids = self.encode(target_template(text))
-        return split_target(ids)
+        return split_target(self.encode(target_template(text)))
 
     def reference(self, text: str) -> list[int]:
         """The ids of a reference recording's text."""
-        return split_reference(self.encode(reference_template(text)))
+        return split_reference(self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n"))
 
     def instruction(self, text: str) -> list[int]:
         """The ids of an instruction with its role, all of which go into the prompt."""
-        return self.encode(instruction_template(text))
+        return self.encode(f"<|im_start|>user\n{text}<|im_end|>\n")
 
 
 def target_template(text: str) -> str:
     return f"<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def reference_template(text: str) -> str:
-    return f"<|im_start|>assistant\n{text}<|im_end|>\n"
-
-
-def instruction_template(text: str) -> str:
-    return f"<|im_start|>user\n{text}<|im_end|>\n"
 
 
 def split_target(ids: list[int]) -> tuple[list[int], list[int]]:
@@ -296,40 +221,16 @@ def split_reference(ids: list[int]) -> list[int]:
 
 
 def _from_vocabulary(folder: Path) -> Tokenizer:
-    vocabulary: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    merges = [(left, right) for left, right in (line.split(" ") for line in lines if line and not line.startswith("#version"))]
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False))
-    tokenizer.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    _add_tokens(tokenizer, _added_tokens(folder / "tokenizer_config.json"))
-    return tokenizer
-
-
-def _added_tokens(path: Path) -> dict[int, dict[str, Any]]:
-    table = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
-    return {int(token): entry for token, entry in table.items()}
-
-
-def _add_tokens(tokenizer: Tokenizer, entries: dict[int, dict[str, Any]]) -> None:
-    """Adds the tokens in the order of their ids, which must then be the ids that the library gives out."""
-    for token in sorted(entries):
-        entry = entries[token]
-        added = AddedToken(
-            entry["content"],
-            single_word=entry.get("single_word", False),
-            lstrip=entry.get("lstrip", False),
-            rstrip=entry.get("rstrip", False),
-            normalized=entry.get("normalized", False),
-            special=entry.get("special", False),
-        )
-        add = tokenizer.add_special_tokens if entry.get("special", False) else tokenizer.add_tokens
-        add([added])
+    tokenizer: Any = Tokenizer(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.normalizer = normalizers.NFC()
+    split, to_bytes = pre_tokenizers.Split(Regex(_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("added_tokens_decoder", {})
+    # In the order of their ids, which must then be the ids that the library gives out.
+    for token, entry in sorted((int(token), entry) for token, entry in added.items()):
+        add = tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens
+        add([AddedToken(**{"normalized": False, **entry})])
         if (given := tokenizer.token_to_id(entry["content"])) != token:
             raise ValueError(f"added token {entry['content']!r} would get the id {given}, not {token}")
+    return tokenizer

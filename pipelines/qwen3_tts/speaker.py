@@ -145,8 +145,9 @@ class VoiceCache:
     """Prepares reference recordings, and keeps the last ones by their content: in memory, and with `files` on disk."""
 
     def __init__(self, speaker: SpeakerEncoder, codec: Codec, files: RecordingFiles | None = None, capacity: int = 256) -> None:
+        assert codec.encoder is not None
         self._speaker = speaker
-        self._codec = codec
+        self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = files
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
@@ -161,7 +162,7 @@ class VoiceCache:
     @torch.inference_mode()
     def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
         def encode() -> dict[str, NDArray[Any]]:
-            with on_device(self._codec.decoder.device):
+            with on_device(self._decoder.device):
                 return self._encode(recording, in_context)
 
         variant = "in context" if in_context else "vector"
@@ -170,9 +171,9 @@ class VoiceCache:
         if not in_context:
             return PreparedVoice(vector)
         codes = found["codes"].astype(np.int64)
-        state = self._codec.decoder.new_state()
-        with on_device(self._codec.decoder.device):
-            self._codec.decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._codec.encoder.device)])
+        state = self._decoder.new_state()
+        with on_device(self._decoder.device):
+            self._decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._encoder.device)])
         return PreparedVoice(vector, codes, state)
 
     @torch.inference_mode()
@@ -182,17 +183,17 @@ class VoiceCache:
         vector = self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()
         if not in_context:
             return {"vector": vector}
-        if self._codec.encoder.sample_rate != self._speaker.sample_rate:
-            samples, _ = decode_recording(recording, self._codec.encoder.sample_rate)
-        return {"vector": vector, "codes": self._codec.encoder.encode(torch.from_numpy(samples)).cpu().numpy()}
+        if self._encoder.sample_rate != self._speaker.sample_rate:
+            samples, _ = decode_recording(recording, self._encoder.sample_rate)
+        return {"vector": vector, "codes": self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()}
 
     def _fits(self, kept: dict[str, NDArray[Any]], in_context: bool) -> bool:
         """Whether kept arrays are a voice of this model."""
         if kept["vector"].shape != (self._speaker.config.enc_dim,) or not np.isfinite(kept["vector"]).all():
             return False
-        codes = kept["codes"] if in_context else np.zeros((1, self._codec.encoder.codebooks), np.int64)
-        sized = codes.ndim == 2 and len(codes) > 0 and codes.shape[1] == self._codec.encoder.codebooks
-        return sized and int(codes.min()) >= 0 and int(codes.max()) < self._codec.encoder.config.codebook_size
+        codes = kept["codes"] if in_context else np.zeros((1, self._encoder.codebooks), np.int64)
+        sized = codes.ndim == 2 and len(codes) > 0 and codes.shape[1] == self._encoder.codebooks
+        return sized and int(codes.min()) >= 0 and int(codes.max()) < self._encoder.codebook_size
 
 
 def voice_identity(config: Qwen3TTSConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype) -> str:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pipelines.qwen3_tts.prompt import TextTokenizer
 
 
-class TextPieces:
-    """The text of one utterance. Implements `pipelines.streams.TextIds`: the ids that `add` gives, joined, are those of the joined text."""
+class OpenTokens:
+    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined, are those of the joined text."""
 
     def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
         self._tokenizer = tokenizer

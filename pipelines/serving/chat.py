@@ -9,14 +9,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
-from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Done, Generation, Message, Mode, Role, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
 from pipelines.serving.errors import as_api_error, bad_request, named_field
@@ -285,35 +285,34 @@ class ChatRoute:
 
     async def _deltas(self, asked: Asked, permit: Permit) -> AsyncGenerator[bytes, None]:
         """The events after the first: pieces of text, the audio, the reason of the end, and the usage if it was asked for."""
-        heard: list[AudioChunk] = []
-        speech: Speech | None = None
+        none = np.zeros(0, np.float32)
+        heard = [none]
+        speech = Speech(none, self._model.card.sample_rate)
         try:
             async with aclosing(self._chunks(asked, permit)) as chunks:
                 async for chunk in chunks:
-                    if chunk.text:
+                    heard.append(chunk.samples)
+                    if isinstance(chunk, Done):
+                        speech = replace(chunk.speech, samples=np.concatenate(heard))
+                    elif chunk.text:
                         yield self._event(asked, {"content": chunk.text})
-                    if len(chunk.samples):
-                        heard.append(chunk)
-                    speech = chunk.speech or speech
         except NoAudioError as error:
             speech = _text_alone(error, self._model.card.sample_rate)
-        if speech is None:
-            samples = np.concatenate([np.zeros(0, np.float32), *(chunk.samples for chunk in heard)])
-            speech = Speech(samples, self._model.card.sample_rate)
         if (audio := await self._audio(asked, speech)) is not None:
             yield self._event(asked, {"audio": audio})
         yield self._event(asked, {}, _finish(speech))
         if asked.with_usage:
             yield event({**asked.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)})
 
-    async def _chunks(self, asked: Asked, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
+    async def _chunks(self, asked: Asked, permit: Permit) -> AsyncGenerator[AudioChunk | Done, None]:
         if self._model.card.capabilities.streaming:
             async with aclosing(self._model.chunks(asked.request, permit)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             return
         speech = await self._model.speech(asked.request, permit)
-        yield AudioChunk(np.zeros(0, np.float32), speech.sample_rate, final=True, text=speech.text_out or "", speech=speech)
+        yield AudioChunk(np.zeros(0, np.float32), speech.sample_rate, speech.text_out or "")
+        yield Done(speech)
 
     def _event(self, asked: Asked, delta: dict[str, Any], finish: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import SynthesisRequest
+from pipelines.request import Done, Handle, SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import Resampler, encoded
@@ -23,7 +23,6 @@ from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.text_units import TextPassages, TextUnits, has_words
-from pipelines.streams import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Passage:
     def __init__(self) -> None:
         self.text = ""
         self._complete = False
-        self._stream: TextStream | None = None
+        self._stream: Handle | None = None
 
     def add(self, text: str, final: bool) -> None:
         """More text; `final` ends it. Raises `InputError` for what the model does not take."""
@@ -68,7 +67,7 @@ class Passage:
         if self._stream is not None:
             self._stream.append(text, final)
 
-    def follow(self, stream: TextStream, begun: int) -> None:
+    def follow(self, stream: Handle, begun: int) -> None:
         """A stream says it, which began with its first `begun` characters."""
         self._stream = stream
         if self._complete or len(self.text) > begun:
@@ -211,7 +210,7 @@ class Context:
         step = time.monotonic()
         number, self._units = self._units, self._units + 1
         text, opened = (said, None) if isinstance(said, str) else (said.text, partial(said.follow, begun=len(said.text)))
-        request = unit_request(self._request, text, number)
+        request = replace(unit_request(self._request, text, number), text_open=opened is not None)
         resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
         metrics = self._serving.metrics
         heard = told = False
@@ -222,7 +221,7 @@ class Context:
                     metrics.spoke(seconds)
                     self._heard_until = max(self._heard_until, time.monotonic()) + seconds
                     heard = True
-                samples = resampler.add(chunk.samples, last=chunk.final)
+                samples = resampler.add(chunk.samples, last=isinstance(chunk, Done))
                 if len(samples):
                     now = time.monotonic()
                     data = encoded(samples, self._output.encoding)

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from pipelines.request import AudioChunk, Message, SynthesisRequest
+from pipelines.request import AudioChunk, Done, Handle, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.model import ServedModel
-from pipelines.streams import TextStream
 
-Chunks = AsyncGenerator[AudioChunk, None]
+Chunks = AsyncGenerator[AudioChunk | Done, None]
 
 
 def unit_seed(seed: int, number: int) -> int:
@@ -30,15 +29,14 @@ def unit_request(request: SynthesisRequest, text: str, number: int) -> Synthesis
 
 
 async def chunks_of(
-    model: ServedModel, request: SynthesisRequest, permit: Permit, opened: Callable[[TextStream], None] | None = None
+    model: ServedModel, request: SynthesisRequest, permit: Permit, opened: Callable[[Handle], None] | None = None
 ) -> Chunks:
-    """The speech as it is made, or as one chunk where the model makes it at once. The last chunk is `final`.
+    """The speech as it is made, then `Done`, which has all of its samples where the model makes them at once.
 
     `opened`: takes the stream where more of the request's text follows.
     """
     if not model.card.capabilities.streaming:
-        speech = await model.speech(request, permit)
-        yield AudioChunk(speech.samples, speech.sample_rate, final=True)
+        yield Done(await model.speech(request, permit))
         return
     async with aclosing(model.chunks(request, permit, opened)) as chunks:
         async for chunk in chunks:
@@ -46,7 +44,7 @@ async def chunks_of(
 
 
 async def unit_chunks(model: ServedModel, request: SynthesisRequest, units: Sequence[str], permit: Permit) -> Chunks:
-    """The speech of all units in order; the last chunk of each is `final`. The slot is held until the last unit."""
+    """The speech of all units in order; `Done` follows each. The slot is held until the last unit."""
     permit.hold()
     try:
         for number, text in enumerate(units):

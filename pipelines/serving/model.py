@@ -12,12 +12,11 @@ from typing import Literal
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import InputError, NightjarError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest, engine_info
+from pipelines.request import AudioChunk, Done, EngineStats, Handle, Pipeline, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.async_bridge import SpeechCall, StreamCall, Unread
+from pipelines.serving.async_bridge import PipelineCall, Unread
 from pipelines.serving.errors import unavailable
 from pipelines.stored_voices import DEFAULT_VOICE
-from pipelines.streams import TextStream
 
 
 class Progress:
@@ -83,7 +82,7 @@ class ServedModel:
         self._pipeline: Pipeline | None = None
         self._progress = progress
         self._submitters = DaemonThreads(_SUBMIT_THREADS, "submit")
-        #: For pipelines whose `start_stream` may wait: never behind whole requests.
+        #: For pipelines whose start of a stream may wait: never behind whole requests.
         self._starters = DaemonThreads(_SUBMIT_THREADS, "starter")
         self._unread = Unread()
         #: Is called with the seconds that a player of a stream had nothing to play.
@@ -112,16 +111,14 @@ class ServedModel:
 
     async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
         """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `ApiError` (503) while the engine is away."""
-        over = self._began(permit)
-        try:
-            call = SpeechCall(self._living(), request, over)
-        except BaseException:
-            over()
-            raise
-        with self._answered():
-            speech = await call.result(self._submitters)
-            self._progress.moved()
-            return speech
+        call = PipelineCall(self._living(), request, self._began(permit), self._unread, self.underran, stream=False)
+        async with contextlib.aclosing(call.events(self._submitters)) as events:
+            with self._answered():
+                async for event in events:
+                    if isinstance(event, Done):
+                        self._progress.moved()
+                        return event.speech
+        raise AssertionError("a request has an end")
 
     @property
     def takes_text(self) -> bool:
@@ -129,9 +126,9 @@ class ServedModel:
         return any(pipeline.capabilities.text_in for pipeline in self.pipelines())
 
     async def chunks(
-        self, request: SynthesisRequest, permit: Permit, opened: Callable[[TextStream], None] | None = None
-    ) -> AsyncGenerator[AudioChunk, None]:
-        """The speech as it is made; closing the generator aborts it. Raises as `speech`.
+        self, request: SynthesisRequest, permit: Permit, opened: Callable[[Handle], None] | None = None
+    ) -> AsyncGenerator[AudioChunk | Done, None]:
+        """The speech as it is made, and its end; closing the generator ends it. Raises as `speech`.
 
         `opened`: takes the stream where more of the request's text follows.
         The ticket is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
@@ -144,12 +141,12 @@ class ServedModel:
             if self._unread.bytes < _UNREAD_BYTES:
                 permit.let_go()
 
-        call = StreamCall(pipeline, request, made, self._unread, self.underran, opened)
-        async with contextlib.aclosing(call.chunks(self._starters)) as chunks:
+        call = PipelineCall(pipeline, request, made, self._unread, self.underran, opened, stream=True)
+        async with contextlib.aclosing(call.events(self._starters)) as events:
             with self._answered():
-                async for chunk in chunks:
+                async for event in events:
                     self._progress.moved()
-                    yield chunk
+                    yield event
 
     @contextlib.contextmanager
     def _answered(self) -> Generator[None]:
@@ -225,7 +222,7 @@ class ServedModel:
         # A new engine has all its time.
         self._progress.moved()
         if (pipeline := self._pipeline) is not None:
-            log.info("engine ready: %s", engine_info(pipeline).summary(pipeline.name))
+            log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
             self._opened(pipeline)
 
     def _open_now(self) -> None:

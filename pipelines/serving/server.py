@@ -15,7 +15,7 @@ import uvicorn
 
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
-from pipelines.request import EngineInfo, Pipeline, engine_info
+from pipelines.request import EngineInfo, Pipeline
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
@@ -87,7 +87,7 @@ class Server:
 
         Streams would wait in an engine of ours without a bound, so there they wait here, and the engine's own room stays empty.
         """
-        info = engine_info(pipeline)
+        info = pipeline.info
         if self._slots is None and info != EngineInfo():
             waits_here = bool(info.executor) and pipeline.capabilities.streaming
             self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))

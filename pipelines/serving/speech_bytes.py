@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import SynthesisRequest
+from pipelines.request import Done, SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import Permit
 from pipelines.serving.context import Serving
@@ -97,8 +97,8 @@ class BytesRoute:
             async for chunk in chunks:
                 self._serving.metrics.spoke(len(chunk.samples) / chunk.sample_rate)
                 resampler = resampler or Resampler(chunk.sample_rate, output.sample_rate)
-                samples = resampler.add(chunk.samples, last=chunk.final)
-                if chunk.final:
+                samples = resampler.add(chunk.samples, last=isinstance(chunk, Done))
+                if isinstance(chunk, Done):
                     resampler = None
                 if len(samples):
                     yield encoded(samples, output.encoding)

@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
-from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.native import CONTEXT, load_lm, open_host, plan_sizes
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
-from pipelines.spark_tts.weights import check_weights
 from pipelines.tokens import (
     Finish,
     TokenHost,
@@ -32,7 +32,7 @@ from pipelines.tokens import (
     TokenRequestInfo,
     Tokens,
     TokenStreamer,
-    TokenUtteranceFuture,
+    TokenUtterance,
     token_sampling,
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
@@ -169,8 +169,11 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
-    lm, stage = load_lm(config, vocabulary, sizes, device, dtype), open_stage(codec, chosen.reproducible)
-    host = open_host(lm, chosen, stage)
+    drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
+    with torch.inference_mode():
+        model = SparkModel(config.lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context)
+    engine = chosen.open_engine(model, sizes, stage)
+    host = NativeHost(engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
     meta: Meta = {"engine": "native", "executor": host.info.executor, "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
     return SparkPipeline(config, vocabulary, references, stage, host, meta, NativeSparkStreamer, keep_unfinished=chosen.keep_unfinished)
 
@@ -218,7 +221,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         self._meta = meta
-        super().__init__(host, stage, TokenUtteranceFuture, streamer)
+        super().__init__(host, stage, TokenUtterance, streamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""

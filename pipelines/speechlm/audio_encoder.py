@@ -15,7 +15,7 @@ from transformers.models.whisper.feature_extraction_whisper import WhisperFeatur
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
-from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig
+from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import ADAPTOR, TOWER
 
 SAMPLE_RATE = 16_000
@@ -114,7 +114,8 @@ def load_tower(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
     """
-    table = config.tower | {key: value for key, value in (("n_window", n_window), ("n_window_infer", window_infer)) if value is not None}
+    windows = {"n_window": n_window, "n_window_infer": window_infer}
+    table = own_keys(config.tower) | {key: value for key, value in windows.items() if value is not None}
     try:
         sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
         with torch.device("meta"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.speechlm.output import Phase
 from pipelines.tokens import TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, ModelSpec, head_overrides
@@ -20,7 +20,7 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
     """What vLLM is told. Call it after `load_vllm`."""
     return ModelSpec(
         config.folder,
-        {**config.text, **head_overrides(config.backbone.head_dim, config.backbone.rope_theta)},
+        {**own_keys(config.text), **head_overrides(config.backbone.head_dim, config.backbone.rope_theta)},
         "SpeechLmForCausalLM",
         codes_per_step=config.streams,
         share_prefixes=share_prefixes,

@@ -24,7 +24,7 @@ from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
-from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo, SpeechLmStreamer
+from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmStreamer, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenRequest
 from pipelines.validation import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
@@ -84,7 +84,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
-    A result of mode `text_only` has no samples. `stream` gives the text while it is written, and the audio whole behind it.
+    A result of mode `text_only` has no samples. A stream gives the text while it is written, and the audio whole behind it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
-        super().__init__(host, stage, SpeechLmFuture, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
+        super().__init__(host, stage, SpeechLmUtterance, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
         """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""

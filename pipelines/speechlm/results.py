@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +11,12 @@ from tokenizers.decoders import DecodeStream
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
-from pipelines.request import AudioChunk, Speech
-from pipelines.results import FinishedCodes, OnDone, RequestInfo, UtteranceFuture
+from pipelines.request import AudioChunk, Listener, Speech
+from pipelines.results import FinishedCodes, RequestInfo, Utterance
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script
 from pipelines.speechlm.output import ModelOutput, deinterleave, read_output
 from pipelines.speechlm.prompt import TextCoder
-from pipelines.streams import Heard
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 
 #: Characters of the text that an error without audio quotes.
@@ -41,13 +38,13 @@ class SpeechLmRequestInfo(RequestInfo):
     cancel: Callable[[TokenRequest], None]
 
 
-class SpeechLmFuture(UtteranceFuture[None]):
+class SpeechLmUtterance(Utterance[None]):
     """Receives a request's text and audio, and asks for the guided audio once the text is there."""
 
     streamed = False
 
-    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
+    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._request = info
         self._output: ModelOutput | None = None
         self._written: list[int] = []
@@ -73,7 +70,6 @@ class SpeechLmFuture(UtteranceFuture[None]):
 
     def hang_up(self) -> None:
         """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from now on."""
-        self.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
         self._end_pair()
 
     def _end_pair(self) -> None:
@@ -94,12 +90,11 @@ class SpeechLmFuture(UtteranceFuture[None]):
 
     def _ask_for_audio(self) -> None:
         info = self._request
-        with self._lock:
-            if not self._open:
-                return
-            self._pair = info.script.audio_pair(info.config, self._written, info.pair_name())
+        if not self._listener.is_open:
+            return
+        self._pair = info.script.audio_pair(info.config, self._written, info.pair_name())
         info.submit(self._pair, self)
-        if not self._open:  # aborted meanwhile
+        if not self._listener.is_open:  # meanwhile
             self._end_pair()
 
     def _pair_finished(self, tokens: Tokens) -> None:
@@ -126,9 +121,8 @@ class SpeechLmFuture(UtteranceFuture[None]):
         info.meta["tokens"] = len(answer.ids)
         finish = "length" if answer.end == "length" else "stop"
         if not info.script.with_audio:
-            if self._settle(0.0):
-                none = np.zeros(0, np.float32)
-                self.future.set_result(Speech(none, info.sample_rate, info.text, text, {**info.meta, "finish": finish}))
+            none = np.zeros(0, np.float32)
+            self.done(Speech(none, info.sample_rate, info.text, text, {**info.meta, "finish": finish}))
             return
         frames = np.zeros((0, info.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
         if not len(frames):
@@ -146,18 +140,16 @@ def _why(answer: ModelOutput) -> str:
     return "The model ended its answer after the text."
 
 
-class SpeechLmStreamer(SpeechLmFuture):
+class SpeechLmStreamer(SpeechLmUtterance):
     """Streams the text of a request while it is written; the audio comes whole, behind it."""
 
     streamed = True
 
-    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], heard: Heard) -> None:
-        super().__init__(info, stage, lambda _seconds: None)
-        self._heard = heard
+    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._sent = ""
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._text_over = False
-        self.future.add_done_callback(self._ended)
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         config = self._request.config
@@ -168,25 +160,16 @@ class SpeechLmStreamer(SpeechLmFuture):
                 piece = self._decoder.step(self._request.coder.tokenizer, one)
                 if piece:
                     self._sent += piece
-                    self._heard(self._chunk(text=piece))
+                    self._listener(self._chunk(piece))
 
-    def end_state(self) -> None:
-        """The codec keeps nothing of this stream: its audio is decoded whole."""
-
-    def _ended(self, future: Future[Speech]) -> None:
-        """The audio behind the text, then an empty final chunk with the whole result; or the error that ended it."""
-        error = future.exception()
-        if error is not None:
-            assert isinstance(error, NightjarError)
-            self._heard(error)
-            return
-        speech = future.result()
+    def done(self, speech: Speech) -> None:
+        """The audio behind the text, and then the end."""
         rest = (speech.text_out or "").removeprefix(self._sent)
         if rest and speech.text_out == self._sent + rest:
-            self._heard(self._chunk(text=rest))
+            self._listener(self._chunk(rest))
         if len(speech.samples):
-            self._heard(AudioChunk(speech.samples, self._request.sample_rate))
-        self._heard(self._chunk(final=True, speech=speech))
+            self._listener(AudioChunk(speech.samples, self._request.sample_rate))
+        super().done(replace(speech, samples=np.zeros(0, np.float32)))
 
-    def _chunk(self, **facts: Any) -> AudioChunk:
-        return AudioChunk(np.zeros(0, np.float32), self._request.sample_rate, **facts)
+    def _chunk(self, text: str) -> AudioChunk:
+        return AudioChunk(np.zeros(0, np.float32), self._request.sample_rate, text)

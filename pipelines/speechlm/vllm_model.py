@@ -21,7 +21,7 @@ from kernels.sampler import DrawFlags, frame_noise, sample
 from pipelines.engine.state import DrawSettings
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
-from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS, backbone_names
+from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
@@ -251,11 +251,10 @@ class SpeechLmForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
         return loaded | {"frame_embedding", "frame_head", "frame_bias"}
 
     def _decoder(self, weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        wanted = backbone_names(self.speechlm.backbone.layers)
         for name, tensor in weights:
             if name in (EMBEDDING, HEAD, STREAMS):
                 held[name] = tensor
-            if name in wanted:
+            if name == HEAD or name.startswith("model."):
                 yield name, tensor
 
     def _copy_rows(self, held: dict[str, Tensor]) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipelines.errors import ErrorCode, InputError, ModelError
-from pipelines.nn.checkpoint import Checkpoint, require_names
+from pipelines.nn.checkpoint import Checkpoint, Shapes
+from pipelines.nn.stack import take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
 TOWER = "multimodal_io_dict.continuous_audio.model.audio_tower."
@@ -19,36 +21,31 @@ ADAPTOR = "adaptor.continuous_audio."
 CODEC = "multimodal_io_dict.discrete_audio.codec_model."
 STREAMS = "stream_emb.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: What decoding needs of the codec, and what only encoding or training does.
-CODEC_DECODER = ("acoustic_decoder.", "fc2.", "quantizer.")
-CODEC_UNUSED = ("acoustic_encoder.", "encoder_semantic.", "decoder_semantic.", "semantic_model.", "fc.", "fc1.")
-
-
-def backbone_names(layers: int) -> set[str]:
-    """The tensors of the decoder, with its embedding and head."""
-    parts = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + [f"self_attn.{part}_norm.weight" for part in "qk"]
-    parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    names = {f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts}
-    return names | {EMBEDDING, HEAD, "model.norm.weight"}
+#: What the codec stores: decoding needs the first three, only encoding or training the others.
+_CODEC_PARTS = ("acoustic_decoder", "fc2", "quantizer", "acoustic_encoder", "encoder_semantic", "decoder_semantic", "semantic_model")
+_CODEC_PARTS += ("fc", "fc1")
 
 
 def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when the decoder lacks one or the folder holds one that nobody knows.
+    """Raises `ModelError` (`model.bad_checkpoint`) naming a tensor of decoder or adaptor that is missing or misshapen, or one too many.
 
-    Tower, adaptor and codec take their own tensors strictly. vLLM reads the decoder's in a process of its own, where an error would
-    only be a dead engine.
+    Tower and codec take their own tensors strictly.
     """
-    wanted = backbone_names(config.backbone.layers) | {STREAMS, f"{ADAPTOR}weight", f"{ADAPTOR}bias"}
-    known = (TOWER, *(CODEC + part for part in (*CODEC_DECODER, *CODEC_UNUSED)))
-    require_names(checkpoint.place, {name for name in checkpoint.names() if not name.startswith(known)}, wanted)
+    wanted, backbone = Shapes(), config.backbone
+    take_stack(wanted, "model.", backbone, torch.float32, "meta")
+    for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
+        wanted.take(name, (rows, backbone.hidden))
+    wanted.take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
+    wanted.take(f"{ADAPTOR}bias", (backbone.hidden,))
+    checkpoint.require(wanted.taken)
+    checkpoint.ignore(f"{TOWER}*", *(f"{CODEC}{part}.*" for part in _CODEC_PARTS))
+    checkpoint.finish()
 
 
 #: Weights of the training's loss; no model has them.
 _DROPPED = ("vocab_weight",)
 #: What stands beside the weights in a published folder.
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_SHARD_BYTES = 5 << 30
 _PICKLES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 
 
@@ -103,27 +100,15 @@ def _read(source: Path) -> dict[str, Tensor]:
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """Shards of at most 5 GiB, made one at a time, and their index."""
-    shards: list[list[str]] = [[]]
-    sizes = [0]
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        size = tensor.numel() * (tensor.element_size() if dtype is None or not tensor.is_floating_point() else dtype.itemsize)
-        if shards[-1] and sizes[-1] + size > _SHARD_BYTES:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(name)
-        sizes[-1] += size
-    files: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    """Shards of at most 5 GB, made one at a time, and their index."""
+    shapes: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        shapes[name] = torch.empty(tensor.shape, dtype=(tensor.is_floating_point() and dtype) or tensor.dtype, device="meta")
+    split = split_torch_state_dict_into_shards(shapes)
+    for file, names in split.filename_to_tensors.items():
         # Tensors of one file may share memory, which safetensors refuses: each is copied.
-        save_file({name: _stored(tensors[name], dtype) for name in names}, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(wanted, copy=True).contiguous()
+        stored = {name: tensors[name].detach().to(shapes[name].dtype, copy=True).contiguous() for name in names}
+        save_file(stored, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -16,8 +16,7 @@ from kernels.reference import FrameOutput
 from kernels.sampler import DrawFlags, draw, frame_noise, process_first, token_weights
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.state import Placement, SamplingParams
-from pipelines.spark_tts.model import Prompt, SparkModel
-from pipelines.spark_tts.weights import Drawable, load_weights
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights
 from tests.conformance.spark_engines import Opened
 from tests.conformance.token_engines import check_share
 

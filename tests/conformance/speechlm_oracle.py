@@ -12,10 +12,9 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from kernels.sampler import frame_noise, sample
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.config_keys import Keys
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling
-from pipelines.speechlm.weights import STREAMS, backbone_names
+from pipelines.speechlm.weights import STREAMS
 
 
 @dataclass
@@ -37,10 +36,10 @@ class Oracle:
 
     def __init__(self, config: SpeechLmConfig) -> None:
         self.config = config
-        text = {**Keys.read(config.folder / "config.json", "").table("text_config"), "model_type": "qwen3"}
+        text = {**config.text, "model_type": "qwen3"}
         self.model: Any = Qwen3ForCausalLM._from_config(Qwen3Config(**text), attn_implementation="eager").eval()
         with Checkpoint.open(config.folder) as checkpoint:
-            names = backbone_names(config.backbone.layers)
+            names = [name for name in checkpoint.names() if name.startswith(("model.", "lm_head."))]
             state = {name: checkpoint.take(name, self.model.state_dict()[name].shape, torch.float32) for name in names}
             self.shifts = checkpoint.take(STREAMS, (config.streams, config.backbone.hidden), torch.float32)
         self.model.load_state_dict(state)

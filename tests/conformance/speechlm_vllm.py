@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES
 from pipelines.speechlm.lm import Script, model_spec
 from pipelines.speechlm.output import read_output
-from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
+from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
@@ -114,11 +116,17 @@ class Opened:
         assert not problems, "; ".join(problems)
 
 
-class Heard(SpeechLmFuture):
+class Heard(SpeechLmUtterance):
     """A talker that keeps ids and rows instead of having them decoded."""
 
     def __init__(self, order: SpeechLmRequestInfo) -> None:
-        super().__init__(order, None, lambda _: None)  # pyright: ignore[reportArgumentType]
+        #: Ids and rows, or what ended the request early.
+        self.future: Future[Any] = Future()
+        super().__init__(order, None, Listener(self._ended, lambda _done: None))  # pyright: ignore[reportArgumentType]
+
+    def _ended(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.future.set_exception(event.error)
 
     def result(self, seconds: float) -> tuple[list[int], NDArray[np.int64]]:
         """Stream-0 ids as golden sets have them, and rows of codec token ids. Raises what ended the request early."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kernels import codec_front, codec_front_triton
-from kernels.codec_front import GELU, PLAIN, SWIGLU
+from kernels import codec_front_triton, codec_ops
+from kernels.codec_ops import GELU, PLAIN, SWIGLU
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -59,7 +59,7 @@ def test_product(rows: int, columns: int, activation: int, eps: float | None, bi
     before = amid_no_numbers(rand(2, rows // 2, columns, seed=2).bfloat16()) if residual else None
     compare(
         lambda x, weight, before: codec_front_triton.product(x, weight, shift, before, eps, activation),
-        lambda x, weight, before: codec_front.codec_product(x, weight, shift, before, eps, activation),
+        lambda x, weight, before: codec_ops.codec_product(x, weight, shift, before, eps, activation),
         x,
         weight,
         before,
@@ -97,7 +97,7 @@ def test_window_attention(heads: int, kv_heads: int, steps: int, window: int, de
         return attend
 
     # The kernel rounds the shares of the keys as well.
-    compare(call(codec_front_triton.window_attention), call(codec_front.codec_window_attention), qkv, state, slack=2.5)
+    compare(call(codec_front_triton.window_attention), call(codec_ops.codec_window_attention), qkv, state, slack=2.5)
     if positions is not None:
         exact, rounded, measured = kept
         assert (measured[:, :11] == 7.0).all(), "nothing else is written"
@@ -114,7 +114,7 @@ def test_what_a_stream_has_not_decoded_is_not_heard() -> None:
         past = torch.full((2, (window - 1) * 2 * heads * dim), value, dtype=torch.bfloat16, device=DEVICE)
         past[1, -3 * 2 * heads * dim :] = 0.5  # the three steps that the second one decoded
         positions = torch.tensor([0, 3], device=DEVICE)
-        for run in (codec_front_triton.window_attention, codec_front.codec_window_attention):
+        for run in (codec_front_triton.window_attention, codec_ops.codec_window_attention):
             made.append(run(qkv, past, torch.empty_like(past), positions, table.cos(), table.sin(), heads, heads, window))
     assert torch.equal(made[0], made[2])
     assert torch.equal(made[1], made[3])
@@ -128,7 +128,7 @@ def test_depthwise_norm(steps: int, history: bool) -> None:
     before = rand(2, 6 * channels + 5, seed=3).bfloat16()[:, 5:].view(2, 6, channels) if history else None
     compare(
         lambda x, before: codec_front_triton.depthwise_norm(x, before, weight, bias, 1e-6),
-        lambda x, before: codec_front.codec_depthwise_norm(x, before, weight, bias, 1e-6),
+        lambda x, before: codec_ops.codec_depthwise_norm(x, before, weight, bias, 1e-6),
         x,
         before,
     )

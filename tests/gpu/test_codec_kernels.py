@@ -71,7 +71,7 @@ def test_conv(channels: int, columns: int, taps: int, dilation: int, history: bo
     tile = Tile(64, 64, 32, 2, 4, tma)
 
     def run(inputs: list[Tensor], raw: Tensor, active: Tensor) -> None:
-        codec_launch.conv(inputs[0], lead, inputs[1], bias, taps, dilation, inputs[2], raw, active, 0, *after, tile)
+        codec_launch.conv(inputs[0], lead, inputs[1], bias, taps, dilation, inputs[2], raw, active, 0, *after, tile=tile)
 
     def twin(inputs: list[Tensor], raw: Tensor, active: Tensor) -> None:
         codec_ops.codec_active_conv(inputs[0], lead, inputs[1], bias, taps, dilation, inputs[2], raw, active, 0, *after)
@@ -99,7 +99,7 @@ def test_unit(channels: int, dilation: int, history: bool, tma: bool) -> None:
         return inputs[0], lead, inputs[1], inputs[2], bias1, *inner, inputs[3], bias2, dilation, raw, active, 0, *after
 
     compare(
-        lambda inputs, raw, active: codec_launch.unit(*arguments(inputs, raw, active), tile),  # type: ignore[arg-type]
+        lambda inputs, raw, active: codec_launch.unit(*arguments(inputs, raw, active), tile=tile),  # type: ignore[arg-type]
         lambda inputs, raw, active: codec_ops.codec_active_unit(*arguments(inputs, raw, active)),  # type: ignore[arg-type]
         [a, x, *weights],
         x,
@@ -110,7 +110,7 @@ def test_the_result_starts_after_its_history_and_touches_nothing_else() -> None:
     a, weight, bias = rand(2, 70, 64).bfloat16(), (rand(64, 64) / 8).bfloat16(), rand(64)
     after = snakes(64, 1)
     active = torch.full((2, 5 + 70, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    codec_launch.conv(a, 0, weight, bias, 1, 1, None, None, active, 5 * 64, *after, Tile(64, 64, 32, 2, 4, False))
+    codec_launch.conv(a, 0, weight, bias, 1, 1, None, None, active, 5 * 64, *after, tile=Tile(64, 64, 32, 2, 4, False))
     wanted = torch.empty_like(active)
     codec_ops.codec_active_conv(a, 0, weight, bias, 1, 1, None, None, wanted, 5 * 64, *after)
     assert (active[:, :5] == 7.0).all()
@@ -135,11 +135,11 @@ def test_centred_rows_end(unit: bool, tma: bool) -> None:
         if unit:
             arguments = (a, 6 * dilation, x, weight, bias, *inner, second, bias, dilation, *sink)
             if kernel:
-                codec_launch.unit(*arguments, Tile(64, 0, depth, 2, 4, tma), ends)
+                codec_launch.unit(*arguments, tile=Tile(64, 0, depth, 2, 4, tma), ends=ends)
             else:
                 codec_ops.codec_active_unit(*arguments, ends=ends)
         elif kernel:
-            codec_launch.conv(a, 6 * dilation, weight, bias, 7, dilation, x, *sink, Tile(64, 64, depth, 2, 4, tma), ends)
+            codec_launch.conv(a, 6 * dilation, weight, bias, 7, dilation, x, *sink, tile=Tile(64, 64, depth, 2, 4, tma), ends=ends)
         else:
             codec_ops.codec_active_conv(a, 6 * dilation, weight, bias, 7, dilation, x, *sink, ends=ends)
         found.append(active)
@@ -169,9 +169,9 @@ def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_the
         sink = (*made, 0, *after)
         if unit:
             arguments = (a, 0, x, weight, bias, *inner, second, bias, dilation, *sink)
-            codec_launch.unit(*arguments, Tile(64, 0, depth, 2, 4, tma), given, open_ends=True)
+            codec_launch.unit(*arguments, tile=Tile(64, 0, depth, 2, 4, tma), ends=given, open_ends=True)
         else:
-            codec_launch.conv(a, 0, weight, bias, 7, dilation, x, *sink, Tile(64, 64, depth, 2, 4, tma), given, open_ends=True)
+            codec_launch.conv(a, 0, weight, bias, 7, dilation, x, *sink, tile=Tile(64, 64, depth, 2, 4, tma), ends=given, open_ends=True)
         found.append(made)
     for whole, ended in zip(*found):
         for row, end in enumerate(ends.tolist()):
@@ -186,7 +186,7 @@ def test_a_head_reads_nothing_behind_an_open_end() -> None:
     whole = codec_launch.head(a, 0, weight, bias)
     for row, end in enumerate(ends.tolist()):
         a[row, end:] = math.nan
-    ended = codec_launch.head(a, 0, weight, bias, ends)
+    ended = codec_launch.head(a, 0, weight, bias, ends=ends)
     for row, end in enumerate(ends.tolist()):
         assert torch.equal(ended[row, :end], whole[row, :end])
 
@@ -235,7 +235,7 @@ def test_chosen_tiles(shape: Shape, steps: int) -> None:
         (codec_launch.unit, codec_ops.codec_active_unit) if shape.kind == "unit" else (codec_launch.conv, codec_ops.codec_active_conv)
     )
     compare(
-        lambda inputs, raw, active: kernel(*arguments(inputs, raw, active), tile),  # type: ignore[arg-type]
+        lambda inputs, raw, active: kernel(*arguments(inputs, raw, active), tile=tile),  # type: ignore[arg-type]
         lambda inputs, raw, active: oracle(*arguments(inputs, raw, active)),  # type: ignore[arg-type]
         [a, residual, *weights],
         residual,

@@ -17,7 +17,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from benchmarks.gpu import captured
 from kernels import codec_cuda
 from kernels.codec_cuda import Cut
-from kernels.codec_unit_wide import WideCut
 from tests.support.codec_unit_kit import CUTS, UNITS, Unit, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)]
@@ -26,13 +25,13 @@ LONG = Unit(3, 40_000, 9, lead=54, margin=6, ends=(40_000, 23_001, 0), device="c
 
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=[f"small, {name}" for name in UNITS])
-def test_small_units_equal_their_twin(unit: Unit, cut: Cut | WideCut) -> None:
+def test_small_units_equal_their_twin(unit: Unit, cut: Cut) -> None:
     there = replace(unit, device="cuda")
     check(there, cut.channels, there.made(cut))
 
 
 @pytest.mark.parametrize("dilation", [1, 3, 9])
-def test_long_units_equal_their_twin_and_each_launch_the_one_before(dilation: int, cut: Cut | WideCut) -> None:
+def test_long_units_equal_their_twin_and_each_launch_the_one_before(dilation: int, cut: Cut) -> None:
     unit = replace(LONG, dilation=dilation)
     made = unit.made(cut)
     check(unit, cut.channels, made)
@@ -42,18 +41,18 @@ def test_long_units_equal_their_twin_and_each_launch_the_one_before(dilation: in
             assert torch.equal(one[0], other[0])
 
 
-def test_a_row_has_the_same_bits_in_any_company(cut: Cut | WideCut) -> None:
+def test_a_row_has_the_same_bits_in_any_company(cut: Cut) -> None:
     alone, among = (Unit(rows, 5_000, 3, device="cuda").made(cut)[1] for rows in (1, 4))
     assert alone is not None and among is not None  # noqa: PT018
     assert torch.equal(alone[0], among[0])
 
 
-def test_a_launch_can_be_captured(cut: Cut | WideCut) -> None:
+def test_a_launch_can_be_captured(cut: Cut) -> None:
     unit = Unit(2, 2_000, 3, device="cuda")
     t, (raw, active), wanted = unit.tensors(cut.channels), unit.outputs(cut.channels, torch.bfloat16), unit.made(cut)
     packed = unit.packed(cut)
     before = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"], 3)
-    graph = captured(lambda: codec_cuda.unit(t["a"], 0, t["x"], packed, *before, raw, active, 0, t["frequency2"], t["gain2"], cut))
+    graph = captured(lambda: codec_cuda.unit(t["a"], 0, t["x"], packed, *before, raw, active, 0, t["frequency2"], t["gain2"]))
     assert raw is not None and active is not None  # noqa: PT018
     raw.zero_()
     active.zero_()

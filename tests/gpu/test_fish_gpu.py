@@ -30,7 +30,7 @@ def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool
     with torch.inference_mode():
         fused.capture()
         for count in (1, 3, 7, 12, 5, 12):
-            hidden, rows = torch.randn(count, config.slow.dim, device=device), torch.randperm(12, device=device)[:count]
+            hidden, rows = torch.randn(count, config.slow.hidden, device=device), torch.randperm(12, device=device)[:count]
             assert torch.equal(fused(hidden, rows), plain(hidden, rows))
 
 

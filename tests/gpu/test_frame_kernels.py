@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.random_models.frames import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from benchmarks.random_models.qwen3_tts import dummy_model
-from kernels import layers, lm_frame, lm_products, lm_residual, lm_sampler, lm_wide
+from kernels import layers, lm_frame, lm_products, lm_sampler
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
@@ -91,10 +91,10 @@ def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(launches: str, monkeyp
         made.add((*y.shape, weight.data_ptr()))
         return y.copy_(layers.swiglu(x @ weight.t()))
 
-    monkeypatch.setattr(lm_frame, "runs_wide", lambda *_: True)
-    monkeypatch.setattr(lm_wide, "processors", lambda _: 132)
-    monkeypatch.setattr(lm_wide, "fills", fills)
-    monkeypatch.setattr(lm_wide, "swiglu", swiglu)
+    monkeypatch.setattr(lm_frame, "runs_swiglu", lambda *_: True)
+    monkeypatch.setattr(lm_frame, "processors", lambda _: 132)
+    monkeypatch.setattr(lm_products, "fills", fills)
+    monkeypatch.setattr(lm_products, "swiglu", swiglu)
     plan = dataclasses.replace(PLAN, skinny_rows=0, wide_swiglu=True)
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
     # Of the first pass of the predictor, the last layer has half of the rows.
@@ -111,7 +111,7 @@ def test_frames_of_few_rows_ask_for_no_wide_swiglu() -> None:
 def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int) -> None:
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.wide_swiglu
-    assert lm_wide.fills(rows, shape.inter, lm_wide.processors(0))
+    assert lm_products.fills(rows, shape.inter, lm_products.processors(0))
     assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
 
 
@@ -136,9 +136,9 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
         return x.add_(a @ weight.t())
 
     monkeypatch.setattr(lm_frame, "runs_residual", lambda *_: True)
-    monkeypatch.setattr(lm_residual, "clusters_of", lambda _: {4: 30, 8: 15})
-    monkeypatch.setattr(lm_residual, "splits_for", splits_for)
-    monkeypatch.setattr(lm_residual, "add_product", add_product)
+    monkeypatch.setattr(lm_products, "clusters_of", lambda _: {4: 30, 8: 15})
+    monkeypatch.setattr(lm_products, "splits_for", splits_for)
+    monkeypatch.setattr(lm_products, "add_product", add_product)
     early: list[bool] = []
     starts = FusedFrame._pdl
     monkeypatch.setattr(FusedFrame, "_pdl", lambda self, x: (early.append(self._starts_early), starts(self, x))[1])
@@ -172,7 +172,7 @@ def test_frames_of_some_rows_ask_for_residual_products() -> None:
 def test_bfloat16_frames_on_residual_products_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int, splits: int | None) -> None:
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.residual_products
-    assert lm_residual.splits_for(rows, shape.hidden, shape.inter, lm_residual.clusters_of(0)) == splits
+    assert lm_products.splits_for(rows, shape.hidden, shape.inter, lm_products.clusters_of(0)) == splits
     assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
 
 

@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.random_models.frames import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from benchmarks.random_models.qwen3_tts import dummy_model
-from kernels import lm_wide, prefill_triton
+from kernels import lm_products, prefill_triton
+from kernels.cuda_driver import available, processors
 from kernels.cuda_graphs import GraphPool
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
@@ -205,7 +206,7 @@ def test_fused_packed_prefill_is_the_plain_one(kind: str) -> None:
 def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the kernel itself, which only rows of bfloat16 that fill the device ask for; else its twin, without that choice."""
     launches: list[int] = []
-    launch = (lambda x, weight, y, **_: y.copy_(swiglu(x @ weight.t()))) if INTERPRETED else lm_wide.swiglu
+    launch = (lambda x, weight, y, **_: y.copy_(swiglu(x @ weight.t()))) if INTERPRETED else lm_products.swiglu
 
     def counted(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
         launches.append(len(x))
@@ -216,8 +217,8 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
         return float((written_packed(model, fused=True) - wide).norm())
 
     fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill_triton._fills
-    monkeypatch.setattr(lm_wide, "swiglu", counted)
-    if not INTERPRETED and (not lm_wide.available(0) or lm_wide.processors(0) < 132):
+    monkeypatch.setattr(lm_products, "swiglu", counted)
+    if not INTERPRETED and (not available(0, lm_products.WIDE_PRODUCTS) or processors(0) < 132):
         pytest.skip("needs a Hopper GPU of 132 multiprocessors and the kernel's code")
     # The tiny talker has one layer, which stops at its keys.
     kind = "spark" if INTERPRETED else "talker"

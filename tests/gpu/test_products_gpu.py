@@ -15,7 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from benchmarks.gpu import captured
 from benchmarks.random_models.frames import Maker
-from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU, Cut, cut_for, has_product, product
+from kernels.lm_products import CUTS, PLAIN, RESIDUAL, SWIGLU, Cut, cut_for, product
 from tests.support.lm_checks import error, layer_product
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def test_every_product_equals_its_twin_and_each_launch_the_one_before(sizes: tup
     given = tensors(rows, n, inner, epilogue)
     exact = layer_product(given[0], given[1], None, given[2], epilogue, torch.float64)
     plain = error(layer_product(given[0], given[1], None, given[2], epilogue, torch.bfloat16), exact)
-    cuts = {Cut(2, 2), Cut(8, 2), Cut(4, 4), *([cut_for(rows, len(given[1]), inner)] if has_product(len(given[1]), inner) else [])}
+    cuts = {Cut(2, 2), Cut(8, 2), Cut(4, 4), *([cut_for(rows, len(given[1]), inner)] if (len(given[1]), inner) in CUTS else [])}
     for cut in (cut for cut in cuts if cut.fault(128, len(given[1]), inner) is None):
         found = made(*given, epilogue, cut)
         assert error(found, exact) <= 2 * plain, cut

@@ -14,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from benchmarks.gpu import captured
 from benchmarks.random_models.frames import Maker
-from kernels.lm_residual import SPLITS, add_product
+from kernels.lm_products import SPLITS, add_product
 from kernels.lm_triton import add_norm
 from tests.support.lm_checks import error
 

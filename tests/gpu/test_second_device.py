@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from kernels.registry import on_device
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
-from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.request import Generation, Message, SynthesisRequest, stream, submit
 from tests.support.qwen3_golden import GOLDEN
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +29,8 @@ def asked(name: str) -> SynthesisRequest:
 
 def heard(pipeline: Qwen3TTSPipeline) -> list[np.ndarray]:
     """A whole utterance and a stream, of a voice that is prepared by this thread."""
-    whole = pipeline.submit(asked("whole")).result(SECONDS).samples
-    return [whole, np.concatenate([chunk.samples for chunk in pipeline.stream(asked("stream"))])]
+    whole = submit(pipeline, asked("whole")).result(SECONDS).samples
+    return [whole, np.concatenate([chunk.samples for chunk in stream(pipeline, asked("stream"))])]
 
 
 @pytest.mark.parametrize(

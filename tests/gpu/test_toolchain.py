@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from benchmarks.random_models.frames import Maker
 from kernels import binaries, lm_cuda, toolchain
+from kernels.cuda_driver import Source
 from tests.support import lm_checks
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +74,7 @@ def test_the_runtime_compiler_is_enough_and_what_it_made_is_kept(tmp_path: Path)
     assert done.stdout.split() == ["graph", "True"]
     assert "cannot be made" not in done.stderr
     kept = {path.name.partition("-sm_")[0] for path in (tmp_path / "nightjar").glob("*-sm_*.cubin")}
-    assert set(binaries.NAMES) <= kept <= {name for name, _ in binaries.SHIPPED_CODE}
+    assert {source.name for source in lm_cuda.SOURCES} <= kept <= {name for name, _ in binaries.SHIPPED_CODE}
 
 
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
@@ -81,13 +82,13 @@ def test_the_runtime_compiler_is_enough_and_what_it_made_is_kept(tmp_path: Path)
 def test_code_of_every_compiler_runs(compiler: str, ptx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "nvrtc" if compiler == "nvcc" else "nvcc"
     monkeypatch.setattr(toolchain, other, lambda: None)
-    target = binaries.SHIPPED_TARGETS[-1] if ptx else binaries.target_for(torch.cuda.get_device_capability())
+    target = binaries.NEWER if ptx else binaries.target_for(torch.cuda.get_device_capability())
     monkeypatch.setattr(binaries, "candidates", lambda name, _: iter([binaries.compiled(name, target)]))
-    lm_cuda._kernels.cache_clear()
+    Source.on.cache_clear()
     try:
         maker = Maker("cuda", torch.bfloat16, seed=1)
         with torch.inference_mode():
             assert lm_checks.check_skinny(maker)
             assert lm_checks.check_draw(maker)
     finally:
-        lm_cuda._kernels.cache_clear()
+        Source.on.cache_clear()

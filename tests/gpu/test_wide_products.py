@@ -14,9 +14,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from benchmarks.gpu import captured
 from benchmarks.random_models.frames import Maker
-from kernels.lm_products import SWIGLU
+from kernels.lm_products import SWIGLU, swiglu
 from kernels.lm_triton import add_norm
-from kernels.lm_wide import swiglu
 from tests.support.lm_checks import error, layer_product
 
 pytestmark = pytest.mark.gpu

@@ -30,7 +30,7 @@ def conv(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     tile, narrow = TILES[shape], shape.taps == 1
     inputs = {"a": boxes(1, tile.rows, tile.depth), "w": boxes(tile.depth, tile.columns)}
     types = inputs | dict.fromkeys(("bias", "frequency", "gain"), F32) | RESULTS | INTS
-    asked = {"RESIDUAL": narrow, "RAW": shape.taps < 7, "ACTIVE": True}
+    asked = {name: None for name, there in (("residual", narrow), ("raw", shape.taps < 7)) if not there}
     sizes = {"DILATION": 1, "TAPS": shape.taps, "C": shape.channels, "N": shape.columns, "GROUP": 8}
     cut = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages}
     return codec_triton.conv_kernel, types, asked | sizes | cut, tile.warps
@@ -42,7 +42,7 @@ def unit(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     inputs |= dict.fromkeys(("w00", "w10"), boxes(tile.depth, large)) | dict.fromkeys(("w01", "w11"), boxes(tile.depth, small))
     parameters = [f"{name}{number}" for name in ("bias", "frequency", "gain") for number in (1, 2)]
     types = inputs | dict.fromkeys(parameters, F32) | {"w2": BF16} | RESULTS | INTS
-    sizes = {"DILATION": 3, "TAPS": shape.taps, "C": shape.channels, "N0": large, "N1": small, "RAW": True, "ACTIVE": True}
+    sizes = {"DILATION": 3, "TAPS": shape.taps, "C": shape.channels, "N0": large, "N1": small}
     return codec_triton.unit_kernel, types, sizes | {"BM": tile.rows, "K0": tile.depth, "K1": 0, "STAGES": tile.stages}, tile.warps
 
 

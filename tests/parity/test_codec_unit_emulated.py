@@ -3,63 +3,40 @@
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, codec_cuda, codec_unit_wide, cuda_driver, toolchain
+from kernels import binaries, codec_cuda, toolchain
 from kernels.codec_cuda import Cut
-from kernels.codec_unit_wide import WideCut
 from tests.support.codec_unit_kit import BF16, CUTS, UNITS, Unit, check
-from tests.support.cuda_emulated import Kernel, build
+from tests.support.cuda_emulated import choose_order
 
 #: Blocks of a launch: each has some tiles.
 BLOCKS = 2
 
 
-@cache
-def library(source: str):
-    return build(binaries.SOURCES / f"{source}.cu", [cut.kernel for cut in CUTS if cut.source == source])
-
-
-def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
-    """`TensorMap` of the emulator."""
-    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(codec_cuda, "_processors", lambda _: BLOCKS)
-    monkeypatch.setattr(codec_cuda, "_stream", lambda _: 0)
-    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
-
-    def choose(seed: int) -> None:
-        monkeypatch.setattr(codec_cuda, "_kernel", lambda cut, _: kernel_of(cut, seed))
-
-    choose(0)
-    return choose
-
-
-def kernel_of(cut: Cut | WideCut, seed: int) -> Kernel:
-    return Kernel(library(cut.source), cut.kernel, cut.shared_bytes, seed)
+    monkeypatch.setattr(codec_cuda, "processors", lambda _: BLOCKS)
+    return choose_order(monkeypatch)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
+def test_it_equals_its_twin(unit: Unit, cut: Cut, emulated: Callable[[int], None]) -> None:
     check(unit, cut.channels, unit.made(cut))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1)
+def test_the_order_of_threads_changes_no_bit(cut: Cut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_cuda, "processors", lambda _: 1)
     unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
     for seed in range(4):
@@ -71,9 +48,7 @@ def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Calla
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(
-    cut: Cut | WideCut, emulated: Callable[[int], None]
-) -> None:
+def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(cut: Cut, emulated: Callable[[int], None]) -> None:
     ends = (400, 0, 129, 64)
     whole, ended = (Unit(4, 400, 9, ends=chosen, open_ends=chosen is not None) for chosen in (None, ends))
     for of_whole, of_ended, unwritten in zip(whole.made(cut), ended.made(cut), ended.outputs(cut.channels, BF16)):
@@ -93,20 +68,20 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
-    cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    cut: Cut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels import codec_launch
 
     unit, launched = Unit(2, 70, 3), list[int]()
     monkeypatch.setattr(codec_launch, "_has_tma", lambda _: False)
-    monkeypatch.setattr(codec_launch, "unit", lambda *given: launched.append(len(given)))
-    monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 140)
+    monkeypatch.setattr(codec_launch, "on_grid", lambda *_: lambda *given, **_: launched.append(len(given)))
+    monkeypatch.setitem(codec_cuda.CUTS, 192, replace(codec_cuda.CUTS[192], fewest_steps=140))
     t, made = unit.tensors(cut.channels), unit.made(cut)
 
     def op(a: Tensor, packed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         raw, active = unit.outputs(cut.channels, BF16)
         before = (t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], 3)
-        codec_launch._unit_on_gpu(a, 0, t["x"], *before, raw, active, 0, t["frequency2"], t["gain2"], packed=packed)
+        codec_launch.unit(a, 0, t["x"], *before, raw, active, 0, t["frequency2"], t["gain2"], packed=packed)
         return raw, active
 
     for found, wanted in zip(op(t["a"], unit.packed(cut)), made):
@@ -117,7 +92,7 @@ def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
     op(t["a"], None)
     op(off, unit.packed(cut))
     assert len(launched) == 2
-    monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 141)
+    monkeypatch.setitem(codec_cuda.CUTS, 192, replace(codec_cuda.CUTS[192], fewest_steps=141))
     op(t["a"], unit.packed(cut))
     assert len(launched) == 2 + (cut.channels == 192)
 
@@ -128,14 +103,14 @@ def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -
     t, packed = Unit(1, 70, 1).tensors(96), Unit(1, 70, 1).packed(CUTS[0])
     snakes, odd = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"]), torch.zeros(70 * 96 + 1, dtype=BF16)[1:]
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None, CUTS[0])
+        codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None)
 
 
 def test_a_wheel_brings_the_kernels() -> None:
-    assert {cut.source for cut in CUTS} <= set(binaries.HOPPER_ONLY)
+    assert {cut.source.name for cut in CUTS} <= {*binaries.SHIPPED}
 
 
-@pytest.mark.parametrize("source", sorted({cut.source for cut in CUTS}))
+@pytest.mark.parametrize("source", sorted(cut.source.name for cut in CUTS))
 def test_its_kernels_spill_no_registers_and_products_overlap(source: str) -> None:
     """ptxas says so where it lets one product wait for the other (C7510)."""
     if (nvcc := toolchain.nvcc()) is None:
@@ -144,7 +119,7 @@ def test_its_kernels_spill_no_registers_and_products_overlap(source: str) -> Non
     said = subprocess.run(
         [*command, str(binaries.SOURCES / f"{source}.cu")], capture_output=True, text=True, check=True, timeout=240
     ).stderr
-    names = [cut.kernel for cut in CUTS if cut.source == source]
+    names = [cut.kernel for cut in CUTS if cut.source.name == source]
     assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(names)
     assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(names)), said
     assert "warning" not in said.lower(), said

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import lm_cuda
 from kernels.layers import codec_embedding_sum
 from kernels.sampler import all_finite, frame_noise, process_first, sample
-from tests.support.cuda_emulated import emulate, guarded
+from tests.support.cuda_emulated import choose_order, guarded
 
 BF16 = torch.bfloat16
 SLOTS, CODEBOOKS, WIDTH, TALKER, TRAILING = 24, 4, 72, 200, 6
@@ -22,8 +22,7 @@ FIRST_CODEBOOK = {lm_cuda.FIRST: 0, lm_cuda.MIDDLE: 2, lm_cuda.LAST: CODEBOOKS -
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    emulate(monkeypatch)
-    return lambda seed: emulate(monkeypatch, seed)
+    return choose_order(monkeypatch)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kernels import lm_cuda
 from kernels.layers import rms_norm, rope, rope_table, swiglu
-from tests.support.cuda_emulated import KernelError, emulate, guarded
+from tests.support.cuda_emulated import KernelError, choose_order, guarded
 
 BF16, EPS = torch.bfloat16, 1e-6
 SEEDS = range(4)
@@ -21,8 +21,7 @@ SEEDS = range(4)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     monkeypatch.setattr(lm_cuda, "_WIDE_FROM", 128)
-    emulate(monkeypatch)
-    return lambda seed: emulate(monkeypatch, seed)
+    return choose_order(monkeypatch)
 
 
 def normal(*shape: int, std: float = 1.0, mean: float = 0.0, seed: int = 0) -> Tensor:
@@ -76,7 +75,7 @@ class Product:
 
 
 #: One width for each shape, two blocks or more; the last one takes the partition for wide outputs.
-PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._PARTITIONS] + [(1024, True, lm_cuda.PLAIN, 128)]
+PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._CUTS] + [(1024, True, lm_cuda.PLAIN, 128)]
 
 
 @pytest.mark.parametrize(("inner", "normed", "epilogue", "width"), PRODUCTS)

@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import codec_front_triton as front
-from kernels.codec_front_triton import KEYS, PRODUCT, PRODUCT_SWIGLU, SCALED, STEPS, ProductTile
-from kernels.codec_launch import HEAD_TAPS
+from kernels.codec_front_triton import KEYS, PRODUCT, PRODUCT_SWIGLU, SCALED, STEPS
+from kernels.codec_launch import HEAD_TAPS, Tile
 from kernels.codec_triton import head_sum_kernel
 
 #: Bytes of shared memory that a block may have.
@@ -33,7 +33,7 @@ ATTENTION = {"qkv": BF16, "past": BF16, "kept": BF16, "positions": "*i64", "cosi
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {}
 
 
-def product(name: str, depth: int, columns: int, tile: ProductTile, **chosen: bool) -> None:
+def product(name: str, depth: int, columns: int, tile: Tile, **chosen: bool) -> None:
     types = {"x": BF16, "scales": F32, "w": BF16, "bias": F32, "residual": BF16, "out": BF16, "rows": I32}
     given = {"K": depth, "N": columns, "GATED": False, "CURVED": False, "GROUP": 8, "FAST": True}
     sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages}

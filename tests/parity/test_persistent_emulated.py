@@ -13,14 +13,21 @@ import torch
 
 from benchmarks.random_models.frames import SMALL, Maker, Shape
 from kernels import lm_persistent
-from kernels.lm_persistent import FAILED, Predictor, Trial, all_blocks_speak, epochs_of, kernel_name, known
-from kernels.persistent_cuts import Cut
+from kernels.frame import DepthTensors
+from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, all_blocks_speak, kernel_name, predictor_cut
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
 from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, Emulated, Made, case, last_logits, launched, run_of, twin
 
 PUBLISHED_CUTS = lm_persistent.PREDICTORS
+
+
+def epochs_of(depth: DepthTensors) -> int:
+    """Exchanges of a frame."""
+    return len(depth.heads) * (5 * len(depth.stack.layers) + 1)
+
+
 #: More than any wait of a frame without faults, and few enough for a test to sit out.
 SHORT = 8000
 #: The smallest one.
@@ -202,10 +209,10 @@ def test_a_device_that_does_not_hold_all_blocks_is_refused(monkeypatch: pytest.M
 
 def test_models_without_a_kernel_are_not_known() -> None:
     weights = Maker("cpu", torch.bfloat16).frame(SMALLEST)
-    assert known(weights)
-    assert not known(Maker("cpu", torch.float32).frame(SMALLEST))
+    assert predictor_cut(weights) is not None
+    assert predictor_cut(Maker("cpu", torch.float32).frame(SMALLEST)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALLEST, codes=52))
-    assert not known(other)
+    assert predictor_cut(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Predictor(other)
 
@@ -217,7 +224,7 @@ def test_a_cut_with_a_block_that_owns_no_row_is_refused(blocks: int, inner: int,
         assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
     (key,) = (key for key, cut in persistent_kit.EMULATED_CUTS.items() if cut.name == "persistent_golden")
     monkeypatch.setitem(persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8))
-    assert not known(weights)
+    assert predictor_cut(weights) is None
     assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
 
 

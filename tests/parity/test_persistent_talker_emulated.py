@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from benchmarks.random_models.frames import SMALL, Maker, Shape
-from kernels import lm_persistent_talker
-from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial, kernel_name
-from kernels.lm_persistent_talker import Talker, known
-from kernels.persistent_cuts import Cut
+from kernels import lm_persistent
+from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Talker, Trial, kernel_name, talker_cut
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
@@ -31,7 +29,7 @@ from tests.support.persistent_talker_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent_talker.TALKERS
+PUBLISHED_CUTS = lm_persistent.TALKERS
 SHORT = 8000
 
 
@@ -157,10 +155,10 @@ def test_the_dead_slot_touches_no_page_but_its_own() -> None:
 
 
 def test_talkers_without_a_kernel_are_not_known() -> None:
-    assert known(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER))
-    assert not known(Maker("cpu", torch.float32).frame(SMALL_TALKER))
+    assert talker_cut(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER)) is not None
+    assert talker_cut(Maker("cpu", torch.float32).frame(SMALL_TALKER)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALL_TALKER, inter=84))
-    assert not known(other)
+    assert talker_cut(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Talker(other)
 
@@ -169,7 +167,7 @@ def test_talkers_without_a_kernel_are_not_known() -> None:
 def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
     for tested in (False, True):
         taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
-        assert taken() == ctypes.sizeof(lm_persistent_talker.Arguments)
+        assert taken() == ctypes.sizeof(lm_persistent.TalkerArguments)
 
 
 def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:

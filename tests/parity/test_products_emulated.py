@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, cuda_driver, lm_products, toolchain
+from kernels import binaries, lm_products, toolchain
 from kernels.layers import swiglu
-from kernels.lm_products import PLAIN, RESIDUAL, ROOMS, SWIGLU, Cut, Norm, cut_for, has_product, kernel_name, product, room_for
-from tests.support.cuda_emulated import Kernel, KernelError, build, guarded
+from kernels.lm_products import CUTS, PLAIN, RESIDUAL, SWIGLU, Cut, Norm, cut_for, product, room_for
+from tests.support.cuda_emulated import KernelError, choose_order, guarded
 
 BF16 = torch.bfloat16
-
-
-@cache
-def library():
-    return build(binaries.SOURCES / "products.cu", [kernel_name(room) for room in ROOMS])
-
-
-def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
-    """`TensorMap` of the emulator."""
-    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(lm_products, "_stream", lambda _: 0)
-    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
-
-    def choose(seed: int) -> None:
-        monkeypatch.setattr(lm_products, "_kernel", lambda room, _: Kernel(library(), kernel_name(room), 0, seed))
-
-    choose(0)
-    return choose
+    return choose_order(monkeypatch)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -247,14 +228,9 @@ def test_cuts_that_a_kernel_does_not_have_are_refused(cut: Cut, said: str) -> No
 
 
 @pytest.mark.parametrize("rows", [17, 64, 128])
-@pytest.mark.parametrize("sizes", lm_products._CUTS, ids=str)
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
 def test_measured_cuts_fit_whatever_the_rows(sizes: tuple[int, int], rows: int) -> None:
-    assert has_product(*sizes)
     assert cut_for(rows, *sizes).fault(room_for(rows), *sizes) is None
-
-
-def test_other_sizes_have_none() -> None:
-    assert not has_product(4096, 2048)
 
 
 def test_its_kernels_spill_no_registers_and_products_overlap() -> None:
@@ -263,7 +239,7 @@ def test_its_kernels_spill_no_registers_and_products_overlap() -> None:
         pytest.skip("needs nvcc")
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
     said = subprocess.run([*command, str(binaries.SOURCES / "products.cu")], capture_output=True, text=True, check=True, timeout=240).stderr
-    names = [kernel_name(room) for room in ROOMS]
+    names = lm_products.PRODUCTS.kernels
     assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(names)
     assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(names)), said
     assert "warning" not in said.lower(), said

@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, cuda_driver, lm_residual, toolchain
-from kernels.lm_residual import SPLITS, add_product, has_product, kernel_name, shared_bytes, splits_for
-from tests.support.cuda_emulated import Kernel, build, guarded
+from kernels import binaries, lm_products, toolchain
+from kernels.lm_products import SPLITS, add_product, has_residual, splits_for
+from tests.support.cuda_emulated import choose_order, guarded
 
 BF16 = torch.bfloat16
 #: Clusters that an H200 holds at once, by parts.
 CLUSTERS = {4: 30, 8: 15}
 
 
-@cache
-def library():
-    return build(binaries.SOURCES / "residual_products.cu", [kernel_name(splits) for splits in SPLITS])
-
-
-def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
-    """`TensorMap` of the emulator."""
-    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(lm_residual, "_stream", lambda _: 0)
-    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
-
-    def choose(seed: int) -> None:
-        monkeypatch.setattr(lm_residual, "_kernel", lambda splits, _: Kernel(library(), kernel_name(splits), shared_bytes(), seed))
-
-    choose(0)
-    return choose
+    return choose_order(monkeypatch)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -143,7 +124,7 @@ def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callabl
     ids=str,
 )
 def test_products_whose_tiles_run_at_once_are_cut_into_the_most_parts(sizes: tuple[int, int], splits: dict[int, int | None]) -> None:
-    assert has_product(*sizes)
+    assert has_residual(*sizes)
     assert {rows: splits_for(rows, *sizes, CLUSTERS) for rows in splits} == splits
 
 
@@ -158,9 +139,9 @@ def test_devices_of_one_kind_cut_alike_though_some_hold_a_cluster_more() -> None
 def test_an_inner_size_that_does_not_fall_into_so_many_parts_has_fewer() -> None:
     assert splits_for(128, 1024, 768, CLUSTERS) == 4
     assert splits_for(128, 1024, 640, CLUSTERS) is None
-    assert not has_product(1024, 640)
-    assert not has_product(1000, 1024)
-    assert not has_product(2560, 9728), "Fish's down was not measured"
+    assert not has_residual(1024, 640)
+    assert not has_residual(1000, 1024)
+    assert not has_residual(2560, 9728), "Fish's down was not measured"
 
 
 def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:
@@ -187,7 +168,7 @@ def test_they_spill_no_registers_and_products_overlap() -> None:
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
     source = str(binaries.SOURCES / "residual_products.cu")
     said = subprocess.run([*command, source], capture_output=True, text=True, check=True, timeout=240).stderr
-    names = [kernel_name(splits) for splits in SPLITS]
+    names = list(lm_products.RESIDUAL_PRODUCTS.kernels)
     assert sorted(re.findall(r"entry function '(\w+)'", said)) == names
     assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(names)), said
     assert "warning" not in said.lower(), said

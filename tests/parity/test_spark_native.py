@@ -13,9 +13,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.model import SparkModel
+from pipelines.spark_tts.language_model import Drawable, SparkModel, load_weights
 from pipelines.spark_tts.prompt import Vocabulary
-from pipelines.spark_tts.weights import Drawable, load_weights
 from tests.conformance.spark_native import forced_frames
 from tests.support.vllm_kit import checkpoint
 

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, cuda_driver, layers, lm_wide, toolchain
-from kernels.lm_wide import NAME, fills, grid, shared_bytes, swiglu
+from kernels import binaries, layers, lm_products, toolchain
+from kernels.lm_products import blocks_of, fills, swiglu
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
-from tests.support.cuda_emulated import Kernel, build, guarded
+from tests.support.cuda_emulated import choose_order, guarded
 
 BF16 = torch.bfloat16
 #: Multiprocessors of the device, so that a block has several tiles.
 PROCESSORS = 2
 
 
-@cache
-def library():
-    return build(binaries.SOURCES / "wide_products.cu", [NAME])
-
-
-def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
-    """`TensorMap` of the emulator."""
-    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(lm_wide, "_stream", lambda _: 0)
-    monkeypatch.setattr(lm_wide, "processors", lambda _: PROCESSORS)
-    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
-
-    def choose(seed: int) -> None:
-        monkeypatch.setattr(lm_wide, "_kernel", lambda _: Kernel(library(), NAME, shared_bytes(), seed))
-
-    choose(0)
-    return choose
+    monkeypatch.setattr(lm_products, "processors", lambda _: PROCESSORS)
+    return choose_order(monkeypatch)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -122,7 +103,7 @@ def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callabl
 
 @pytest.mark.parametrize(("rows", "n", "blocks"), [(384, 3072, 96), (512, 3072, 128), (640, 3072, 80), (1024, 3072, 128), (512, 6144, 128)])
 def test_tiles_fall_evenly_to_the_blocks_of_a_hopper(rows: int, n: int, blocks: int) -> None:
-    assert grid(rows, n, 132) == blocks
+    assert blocks_of(rows, n, 132) == blocks
 
 
 @pytest.mark.parametrize(("n", "filled"), [(3072, {512, 1024}), (6144, {512, 768, 1024})], ids=["0.6B", "1.7B"])
@@ -157,6 +138,6 @@ def test_it_spills_no_registers_and_products_overlap() -> None:
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
     source = str(binaries.SOURCES / "wide_products.cu")
     said = subprocess.run([*command, source], capture_output=True, text=True, check=True, timeout=240).stderr
-    assert re.findall(r"entry function '(\w+)'", said) == [NAME]
+    assert re.findall(r"entry function '(\w+)'", said) == ["wide_swiglu"]
     assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0, 0], said
     assert "warning" not in said.lower(), said

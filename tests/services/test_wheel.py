@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kernels import binaries, lm_cuda, toolchain
+from kernels.cuda_driver import Source
 from tests.support.golden_checkpoint import whole
 
 ROOT = Path(__file__).parents[2]
@@ -102,13 +103,13 @@ def test_every_file_of_our_packages_is_in_the_wheel(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl"), "machine code of GPUs runs beside any CPU"
 
 
-@pytest.mark.parametrize("name", binaries.NAMES)
-@pytest.mark.parametrize("target", binaries.SHIPPED_TARGETS)
-def test_its_code_has_the_kernels_that_are_launched(name: str, target: str, wheel: Path) -> None:
+@pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("target", [binaries.HOPPER, binaries.NEWER])
+def test_its_code_has_the_kernels_that_are_launched(source: Source, target: str, wheel: Path) -> None:
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
-    code = zipfile.ZipFile(wheel).read(f"kernels/cuda/{binaries.file_name(name, target)}")
-    for kernel in lm_cuda.kernels_of(name):
+    code = zipfile.ZipFile(wheel).read(f"kernels/cuda/{binaries.file_name(source.name, target)}")
+    for kernel in source.kernels:
         assert kernel.encode() in code
     assert code.startswith(b"\x7fELF") != target.startswith("compute_")
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import codec_cuda, codec_ops, codec_unit_wide
+from kernels import codec_cuda, codec_ops
 from kernels.codec_cuda import TAPS, Cut
-from kernels.codec_unit_wide import WideCut
 from tests.support.cuda_emulated import guarded
 
 BF16 = torch.bfloat16
-CUTS: tuple[Cut | WideCut, ...] = (codec_cuda.CUT, codec_unit_wide.CUT)
+CUTS = tuple(codec_cuda.CUTS.values())
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -55,7 +54,7 @@ class Unit:
     def _placed(self, tensor: Tensor) -> Tensor:
         return guarded(tensor) if self.device == "cpu" else tensor.to(self.device)
 
-    def packed(self, cut: Cut | WideCut) -> Tensor:
+    def packed(self, cut: Cut) -> Tensor:
         t = self.tensors(cut.channels)
         return self._placed(cut.pack(t["weight1"], t["weight2"]))
 
@@ -69,12 +68,12 @@ class Unit:
     def end_tensor(self) -> Tensor | None:
         return None if self.ends is None else torch.tensor(self.ends, dtype=torch.int32, device=self.device)
 
-    def made(self, cut: Cut | WideCut) -> tuple[Tensor | None, Tensor | None]:
+    def made(self, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
         channels = cut.channels
         t, packed, (raw, active) = self.tensors(channels), self.packed(cut), self.outputs(channels, BF16)
         codec_cuda.unit(
             t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
-            raw, active, self.margin * channels, t["frequency2"], t["gain2"], cut, self.end_tensor, self.open_ends,
+            raw, active, self.margin * channels, t["frequency2"], t["gain2"], self.end_tensor, self.open_ends,
         )  # fmt: skip
         return raw, active
 

@@ -1,6 +1,6 @@
 """The kernels of `kernels/cuda` on a CPU: their sources, built with g++ for the emulator of `tests/support/cuda_emulator`.
 
-`kernels.cuda_driver.Kernel` and `Kernel` here are launched alike, so tests call the launch code of `kernels.lm_cuda` with CPU tensors.
+`kernels.cuda_driver.Kernel` and `Kernel` here are launched alike, so tests call the launches of `kernels` with CPU tensors.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import shutil
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, lm_cuda
+from kernels import binaries, codec_cuda, cuda_driver
+from kernels.cuda_driver import Source, TensorMap
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 _COMPILER = "g++"
@@ -59,6 +61,7 @@ class Kernel:
         arguments: ctypes.Structure,
         stream: int = 0,
         programmatic: bool = False,
+        cooperative: bool = False,
         *,
         cluster: int = 1,
         shared_bytes: int | None = None,
@@ -115,24 +118,37 @@ def _compile(words: list[str | Path], made: Path) -> None:
 
 
 @cache
-def _library(name: str) -> ctypes.CDLL:
-    return build(binaries.SOURCES / f"{name}.cu", lm_cuda.kernels_of(name))
+def _library(source: Source) -> ctypes.CDLL:
+    return build(binaries.SOURCES / f"{source.name}.cu", source.kernels)
 
 
-def kernels(name: str, seed: int = 0) -> dict[str, Kernel]:
-    """The kernels of one source of `kernels.binaries.NAMES`, which are built once in a session."""
-    return {kernel: Kernel(_library(name), kernel, size, seed) for kernel, size in lm_cuda.kernels_of(name).items()}
+def kernels(source: Source, seed: int = 0) -> dict[str, Kernel]:
+    """The kernels of one source, which are built once in a session."""
+    return {kernel: Kernel(_library(source), kernel, size, seed) for kernel, size in source.kernels.items()}
+
+
+def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> ctypes.Array[ctypes.c_byte]:
+    """`TensorMap` of the emulator."""
+    return TensorMap.from_buffer_copy(struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0"))
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
-    """Lets the launches of `kernels.lm_cuda` run here, with the order of `seed`."""
+    """Lets launches run here, with the order of `seed`."""
 
     class Stream:
         cuda_stream = 0
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    monkeypatch.setattr(lm_cuda, "_kernels", lambda name, _: kernels(name, seed))
+    monkeypatch.setattr(Source, "on", lambda source, _: kernels(source, seed))
+    for module in (cuda_driver, codec_cuda):
+        monkeypatch.setattr(module, "tensor_map", emulated_map)
+
+
+def choose_order(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets launches run here; what it returns chooses the order in which the threads of the next ones run."""
+    emulate(monkeypatch)
+    return lambda seed: emulate(monkeypatch, seed)
 
 
 def guarded(tensor: Tensor) -> Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineState, EngineStats, Message, Speech, SynthesisRequest
 from pipelines.validation import speech_task
+from tests.support.called import CalledPipeline
 from tests.support.fakes import Markers
 
 RATE = 16_000
@@ -34,7 +35,7 @@ class _Sequence:
     held: bool = False
 
 
-class DialoguePipeline:
+class DialoguePipeline(CalledPipeline):
     """Answers with what it heard, a word a step and then a frame a step; equal requests give equal answers.
 
     Markers in a text: `[[no_audio]]` ends after the text, `[[fail:CODE]]` fails at its end, `[[steps:N]]` speaks N frames,
@@ -66,14 +67,17 @@ class DialoguePipeline:
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         return self._enter(request).future
 
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+    def stream(self, request: SynthesisRequest) -> Generator[AudioChunk, None, Speech]:
         sequence = self._enter(request)
         try:
             while (piece := sequence.heard.get()) is not None:
                 if isinstance(piece, NightjarError):
                     raise piece
                 yield piece
-            yield AudioChunk(_SILENCE, RATE, final=True, speech=sequence.future.result())
+            speech = sequence.future.result()
+            if len(speech.samples):
+                yield AudioChunk(speech.samples, RATE)
+            return replace(speech, samples=_SILENCE)
         finally:
             self.abort(request.request_id)
 

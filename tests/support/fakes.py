@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult, store_away
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
+from tests.support.called import CalledPipeline
 
 SAMPLE_RATE = 16000
 
@@ -65,7 +66,7 @@ class Markers:
         return cls({m[1]: m[2] or "" for m in MARKER.finditer(text)} if "[[" in text else {})
 
 
-class FakePipeline:
+class FakePipeline(CalledPipeline):
     """A deterministic sine engine.
 
     Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots` requests run at
@@ -135,7 +136,7 @@ class FakePipeline:
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        yield AudioChunk(sine(spoken_text(request), request.seed), SAMPLE_RATE, final=True)
+        yield AudioChunk(sine(spoken_text(request), request.seed), SAMPLE_RATE)
 
     def abort(self, request_id: str) -> None:
         with self._changed:

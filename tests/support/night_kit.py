@@ -18,6 +18,12 @@ NIGHT = date(2026, 11, 20)
 EXPORTS = ("espnet", "openai-batch-errors", "webdataset", "report")
 
 
+def changed_schedule(schedule: Schedule | None, **fields: Any) -> Schedule:
+    """A schedule with other fields and options."""
+    before: dict[str, Any] = {} if schedule is None else schedule.model_dump(exclude={"options"}) | schedule.options
+    return Schedule.model_validate(before | fields)
+
+
 class House:
     """A home with one schedule, whose jobs a test makes itself."""
 
@@ -25,7 +31,8 @@ class House:
         self.folder = folder
         given = {"exports": EXPORTS, "export_to": str(folder / "sets" / "{date}" / "{format}"), **schedule}
         self.settings = Settings(
-            home=folder / "home", schedules={"news": Schedule(input=str(folder / "in-{date}.jsonl"), model="fake", qa="off", **given)}
+            home=folder / "home",
+            schedules={"news": changed_schedule(None, input=str(folder / "in-{date}.jsonl"), model="fake", qa="off", **given)},
         )
         self.ledger = Ledger.open(self.settings.ledger_url)
         self.ledger.migrate()

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.random_models.frames import TINY, Maker, Shape
-from kernels import binaries, lm_persistent, lm_persistent_talker, reference, toolchain
-from kernels.cuda_driver import Kernel, Module
+from kernels import binaries, lm_persistent, reference, toolchain
+from kernels.cuda_driver import Kernel, Module, Source
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_persistent import Predictor, PredictorRun, kernel_name
-from kernels.persistent_cuts import Cut
+from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
 from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs
 from kernels.sampler import DrawFlags, frame_noise
 from tests.support import cuda_emulated
@@ -117,9 +116,10 @@ def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: d
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes alone are known, and run here."""
+    cuda_emulated.emulate(monkeypatch)
     monkeypatch.setattr(lm_persistent, "PREDICTORS", EMULATED_CUTS)
-    monkeypatch.setattr(lm_persistent_talker, "TALKERS", EMULATED_TALKER_CUTS)
-    monkeypatch.setattr(lm_persistent, "_kernel", lambda _source, name, shared_bytes, _device: Emulated(name, shared_bytes))
+    monkeypatch.setattr(lm_persistent, "TALKERS", EMULATED_TALKER_CUTS)
+    monkeypatch.setattr(Source, "on", lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()})
 
 
 @cache
@@ -134,15 +134,16 @@ def _small(device: int) -> Module:
 
 def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes are known on a GPU too."""
-    kernel, names = lm_persistent._kernel, [cut.name for cut in (*CUTS.values(), *TALKER_CUTS.values())]
+    published, names = Source.on, [cut.name for cut in (*CUTS.values(), *TALKER_CUTS.values())]
 
-    def found(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
-        small = any(name.startswith(f"{known}_") for known in names)
-        return _small(device).kernel(name, shared_bytes) if small else kernel(source, name, shared_bytes, device)
+    def found(source: Source, device: int) -> dict[str, Kernel]:
+        small = all(any(kernel.startswith(f"{known}_") for known in names) for kernel in source.kernels)
+        module = _small(device) if small else None
+        return published(source, device) if module is None else {name: module.kernel(name, size) for name, size in source.kernels.items()}
 
     monkeypatch.setattr(lm_persistent, "PREDICTORS", lm_persistent.PREDICTORS | CUTS)
-    monkeypatch.setattr(lm_persistent_talker, "TALKERS", lm_persistent_talker.TALKERS | TALKER_CUTS)
-    monkeypatch.setattr(lm_persistent, "_kernel", found)
+    monkeypatch.setattr(lm_persistent, "TALKERS", lm_persistent.TALKERS | TALKER_CUTS)
+    monkeypatch.setattr(Source, "on", found)
 
 
 @dataclass(frozen=True, slots=True)

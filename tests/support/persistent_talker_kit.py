@@ -12,8 +12,7 @@ from benchmarks.random_models.frames import Maker, Shape
 from kernels import reference
 from kernels.attention import gather_pages
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_persistent import Predictor, PredictorRun
-from kernels.lm_persistent_talker import Talker, TalkerRun
+from kernels.lm_persistent import Predictor, PredictorRun, Talker, TalkerRun
 from kernels.reference import backbone_step
 from tests.support import persistent_kit
 from tests.support.persistent_kit import GOLDEN, SMALLEST

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from jobs.checks import Option
-from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
+from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest, submit
+from tests.support.called import CalledPipeline
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
 from worker.quality.meters import Readings, Utterance
 
@@ -67,7 +68,7 @@ def spoiled(samples: NDArray[np.float32], fault: str) -> NDArray[np.float32]:
     return np.concatenate([samples, samples])
 
 
-class FaultyVoice:
+class FaultyVoice(CalledPipeline):
     """hibari, but the first draws of items from `first` on have faults, in turn by their index."""
 
     def __init__(self, first: int, voice: Pipeline) -> None:
@@ -81,11 +82,11 @@ class FaultyVoice:
         _, index, _, *draw = request.request_id.split("/")
         fault = None if draw or int(index) < self._first else FAULTS[(int(index) - self._first) % len(FAULTS)]
         if fault is None:
-            return self._voice.submit(request)
+            return submit(self._voice, request)
         asked = next(message for message in request.messages if message.role == "user")
         if fault == "wrong-text":
             request = SynthesisRequest(request.request_id, (Message("user", "text", _WRONG),), Generation(), request.seed)
-        spoken = self._voice.submit(request)
+        spoken = submit(self._voice, request)
         spoiling: Future[Speech] = Future()
 
         def spoil(done: Future[Speech]) -> None:

@@ -113,8 +113,8 @@ def shell(tmp_path: Path):
 @pytest.fixture
 def slow(shell: Shell) -> Shell:
     """A shell of runs with `SLOW`, which take the time that their voice takes. No test of them could wait for the end of a lease."""
-    timing = {"LEASE_SECONDS": "3600", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": "1"}
-    shell.environment |= install(shell.folder / "site") | {f"SPEECH_WORKER__{name}": value for name, value in timing.items()}
+    times = {"NIGHTJAR_TIMES__LEASE_SECONDS": "3600", "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "1", "SPEECH_WORKER__DRAIN_SECONDS": "1"}
+    shell.environment |= install(shell.folder / "site") | times
     return shell
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from pipelines.validation import speech_task
+from tests.support.called import CalledPipeline
 from tests.support.fakes import spoken_text
 
 SAMPLE_RATE = 24_000
@@ -28,7 +29,7 @@ def tone(text: str, seed: int, rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
     return (0.3 * wave).astype(np.float32)
 
 
-class StreamVoice:
+class StreamVoice(CalledPipeline):
     """Streams `tone`. In a text `hold` waits after the first chunk until `let_go` or abort; `refuse` and `break` fail around it."""
 
     name = "tone"
@@ -64,8 +65,8 @@ class StreamVoice:
         with self._changed:
             self.running += 1
         try:
-            for number, (begin, end) in enumerate(pairwise(cuts)):
-                yield AudioChunk(samples[begin:end], self.sample_rate, final=number == CHUNKS - 1)
+            for begin, end in pairwise(cuts):
+                yield AudioChunk(samples[begin:end], self.sample_rate)
                 if "break" in text:
                     raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine broke.")
                 if "hold" in text:

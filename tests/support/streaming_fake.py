@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +14,17 @@ import numpy as np
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, EngineStats, SynthesisRequest
-from pipelines.streams import End, Heard, Listener, pulled
+from pipelines.request import AudioChunk, Done, EngineStats, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
 from tests.support.fakes import LOOK_SECONDS, SAMPLE_RATE, FakePipeline, Markers, spoken_text
 
 NAME = "fake-streaming"
 
 
 class StreamingPipeline(FakePipeline):
-    """Each stream is `chunks` chunks of `samples` samples and an empty final one, `seconds` apart, all from one thread.
+    """Each stream is `chunks` chunks of `samples` samples and an end, `seconds` apart, all from one thread.
 
     Markers in a text: `[[chunks:N]]` and `[[seconds:S]]` change these; `[[refuse:CODE]]` and `[[crash]]` as with `FakePipeline`;
-    `[[fail:CODE]]` fails after the first chunk; `[[encode:PATH]]` starts when there is a file PATH, and `start_stream` blocks until then.
+    `[[fail:CODE]]` fails after the first chunk; `[[encode:PATH]]` starts when there is a file PATH, and `start` blocks until then.
     """
 
     def __init__(self, name: str = NAME, *, chunks: int = 4, seconds: float = 0.0, samples: int = 320, **options: Any) -> None:
@@ -37,32 +35,23 @@ class StreamingPipeline(FakePipeline):
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self.live: set[Listener] = set()
-        self._ids: dict[Listener, str] = {}
         threading.Thread(target=self._speak, name="fake-codec", daemon=True).start()
 
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        return pulled(lambda heard: self.start_stream(request, heard))
-
-    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
+    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        if not stream:
+            return super().start(request, on_event)
+        assert isinstance(request, SynthesisRequest)
         markers = Markers.of(spoken_text(request))
         if "refuse" in markers.words:
             raise InputError(ErrorCode(markers.words["refuse"]), "The fake engine refuses this text.")
         while "encode" in markers.words and not os.path.exists(markers.words["encode"]):
             time.sleep(LOOK_SECONDS)
-        listener = Listener(heard, lambda _finished: self._leave(listener))
+        listener = Listener(on_event, lambda _done: self._leave(listener))
         with self._wake:
             self.live.add(listener)
-            self._ids[listener] = request.request_id
             heapq.heappush(self._due, (time.monotonic(), next(self._numbers), listener, 0, markers))
             self._wake.notify()
-        return listener.close
-
-    def abort(self, request_id: str) -> None:
-        super().abort(request_id)
-        with self._wake:
-            listeners = [one for one, known in self._ids.items() if known == request_id]
-        for listener in listeners:
-            listener(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+        return listener
 
     def stats(self) -> EngineStats:
         return replace(super().stats(), running=len(self.live))
@@ -70,7 +59,6 @@ class StreamingPipeline(FakePipeline):
     def _leave(self, listener: Listener) -> None:
         with self._wake:
             self.live.discard(listener)
-            self._ids.pop(listener, None)
             self._done += 1
 
     def _speak(self) -> None:
@@ -84,11 +72,13 @@ class StreamingPipeline(FakePipeline):
             if "crash" in markers.words:
                 self._crash()
             if count and "fail" in markers.words:
-                listener(SynthesisError(ErrorCode(markers.words["fail"]), "The fake engine was asked to fail."))
+                listener(Failed(SynthesisError(ErrorCode(markers.words["fail"]), "The fake engine was asked to fail.")))
                 continue
             final = count == int(markers.words.get("chunks", self._chunks))
-            listener(AudioChunk(np.full(0 if final else self._samples, (count + 1) / 64, np.float32), SAMPLE_RATE, final))
-            if not final:
+            if final:
+                listener(Done(Speech(np.zeros(0, np.float32), SAMPLE_RATE)))
+            else:
+                listener(AudioChunk(np.full(self._samples, (count + 1) / 64, np.float32), SAMPLE_RATE))
                 after = at + float(markers.words.get("seconds", self._seconds_apart))
                 with self._wake:
                     heapq.heappush(self._due, (after, next(self._numbers), listener, count + 1, markers))

@@ -20,13 +20,13 @@ from tests.support.vllm_v2 import require_v2, v2_runner
 
 require_v2()
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError  # noqa: E402
+from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.engines import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
-from pipelines.request import Generation, Message, Speech, SynthesisRequest  # noqa: E402
+from pipelines.request import Event, Generation, Message, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import VllmOptions, load_vllm  # noqa: E402
@@ -92,7 +92,7 @@ def outcome(future: Future[Speech]) -> np.ndarray | ErrorCode:
 @pytest.fixture(scope="module")
 def alone(pipeline: FishPipeline) -> list[np.ndarray | ErrorCode]:
     """The samples of every request when nothing else runs."""
-    return [outcome(pipeline.submit(one)) for one in some_requests()]
+    return [outcome(submit(pipeline, one)) for one in some_requests()]
 
 
 def counted(name: str, **labels: str) -> float:
@@ -110,7 +110,7 @@ def test_a_request_sounds_the_same_alone_together_and_preempted(pipeline: FishPi
     assert sum(isinstance(one, np.ndarray) and one.size > 0 for one in alone) >= 5, alone
     before = counted("num_preemptions")
     for turn in (asked + asked, asked[::-1]):
-        futures = [(asked.index(one), pipeline.submit(one)) for one in turn]
+        futures = [(asked.index(one), submit(pipeline, one)) for one in turn]
         for index, future in futures:
             assert same(outcome(future), alone[index]), asked[index].request_id
     assert counted("num_preemptions") > before, "the engine never had to make room"
@@ -135,13 +135,13 @@ def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_
     asked = [request(f"voice {seed}", text, "ref_a.wav", seed=seed) for seed, text in enumerate(texts)]
     asked += [request("greedy", "There are 12 months.", "ref_a.wav", temperature=0.0), request("none", seed=3), request("no", seed=4)]
     before = counted("prompt_tokens")
-    alone = [outcome(pipeline.submit(one)) for one in asked]
+    alone = [outcome(submit(pipeline, one)) for one in asked]
     positions = 2 * (counted("prompt_tokens") - before)
     assert all(isinstance(one, np.ndarray) for one in alone)
     frames = [frames_of(pipeline, residual) for residual in (0, 1)]
     assert not np.array_equal(frames[0], frames[1])
     with opened(share_prefixes=True) as sharing:
-        futures = [(index, sharing.submit(asked[index])) for index in [*range(len(asked)), *reversed(range(len(asked)))]]
+        futures = [(index, submit(sharing, asked[index])) for index in [*range(len(asked)), *reversed(range(len(asked)))]]
         for index, future in futures:
             assert same(outcome(future), alone[index]), asked[index].request_id
         computed, found = counted("prompt_tokens_by_source", source="local_compute"), counted("prefix_cache_hits")
@@ -152,14 +152,14 @@ def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_
 
 
 def test_another_seed_says_it_in_another_way(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
-    other = outcome(pipeline.submit(request("plain", seed=30)))
+    other = outcome(submit(pipeline, request("plain", seed=30)))
     assert not same(other, alone[0])
-    again = outcome(pipeline.submit(request("greedy", "There are 12 months in a year, 7 days in a week.", seed=9, top_k=1)))
+    again = outcome(submit(pipeline, request("greedy", "There are 12 months in a year, 7 days in a week.", seed=9, top_k=1)))
     assert same(again, alone[3]), "top_k of 1 is greedy, whatever the seed"
 
 
 def test_speech_says_what_it_is(pipeline: FishPipeline) -> None:
-    speech = pipeline.submit(some_requests()[5]).result(SECONDS)
+    speech = submit(pipeline, some_requests()[5]).result(SECONDS)
     assert (speech.sample_rate, speech.text) == (44_100, DIALOGUE)
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == 2048 * int(speech.meta["frames"]) > 0
@@ -171,8 +171,7 @@ def test_speech_says_what_it_is(pipeline: FishPipeline) -> None:
 def test_a_stream_is_the_whole_from_its_first_frame_on(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode], index: int) -> None:
     whole_speech = alone[index]
     assert isinstance(whole_speech, np.ndarray)
-    chunks = list(pipeline.stream(some_requests()[index]))
-    assert chunks[-1].final
+    chunks = list(stream(pipeline, some_requests()[index]))
     assert [len(chunk.samples) // 2048 for chunk in chunks[:3]] == [1, 2, 4]
     heard = np.concatenate([chunk.samples for chunk in chunks])
     assert heard.shape == whole_speech.shape
@@ -180,25 +179,24 @@ def test_a_stream_is_the_whole_from_its_first_frame_on(pipeline: FishPipeline, a
 
 
 def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: FishPipeline) -> None:
-    stream = pipeline.stream(request("left", DIALOGUE, seed=11, max_seconds=10.0))
-    next(stream)
-    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(outcome(pipeline.submit(some_requests()[3])), np.ndarray)
+    chunks = stream(pipeline, request("left", DIALOGUE, seed=11, max_seconds=10.0))
+    next(chunks)
+    chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(outcome(submit(pipeline, some_requests()[3])), np.ndarray)
     stats = pipeline.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.frames > 0
     assert stats.audio_seconds > 0
 
 
-def test_an_abort_fails_the_future_and_harms_no_neighbour(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+def test_who_is_cancelled_harms_no_neighbour(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
     with paused_core(os.getpid()):
-        victim = pipeline.submit(request("victim", seed=12, max_seconds=10.0))
-        neighbour = pipeline.submit(some_requests()[0])
-        pipeline.abort("victim")
-    with pytest.raises(SynthesisError) as caught:
-        victim.result(SECONDS)
-    assert caught.value.code is ErrorCode.SYNTH_ABORTED
+        heard: list[Event] = []
+        victim = pipeline.start(request("victim", seed=12, max_seconds=10.0), heard.append)
+        neighbour = submit(pipeline, some_requests()[0])
+        victim.cancel()
     assert same(outcome(neighbour), alone[0])
+    assert not heard
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def test_an_abort_fails_the_future_and_harms_no_neighbour(pipeline: FishPipeline
 def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: FishPipeline, asked: SynthesisRequest, code: ErrorCode) -> None:
     done = pipeline.stats().requests_done
     with pytest.raises(InputError) as caught:
-        pipeline.submit(asked)
+        submit(pipeline, asked)
     assert caught.value.code is code
     assert pipeline.stats().requests_done == done
 
@@ -242,7 +240,7 @@ def test_padded_heads_attend_as_they_are_stored() -> None:
             heads[letter] = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
         return (heads["q"] @ heads["k"].T / size**0.5).softmax(-1) @ heads["v"]
 
-    stack: Any = SimpleNamespace(head_dim=width, rope_base=1e6)
+    stack: Any = SimpleNamespace(head_dim=width, rope_theta=1e6)
     table = published_table(torch.zeros(steps, padded), stack).chunk(2, dim=1)
     wide = {name: pad_normed(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
     stored = attend(weights, width, *rotary_table(steps, width, 1e6), eps)

@@ -15,9 +15,9 @@ from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, checkpoint, held_st
 
 require_vllm()
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError  # noqa: E402
+from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
-from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from pipelines.request import Event, Generation, Message, Pipeline, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 240
@@ -60,17 +60,17 @@ def outcome(future: Future[Speech]) -> np.ndarray | ErrorCode:
 
 def test_a_request_sounds_the_same_alone_together_and_again(pipeline: Pipeline) -> None:
     asked = some_requests()
-    alone = [outcome(pipeline.submit(one)) for one in asked]
+    alone = [outcome(submit(pipeline, one)) for one in asked]
     assert sum(isinstance(one, np.ndarray) for one in alone) >= 4, alone
     for turn in (asked, asked[::-1], asked[2:] + asked[:2]):
-        futures = {one.request_id: pipeline.submit(one) for one in turn * 2}
+        futures = {one.request_id: submit(pipeline, one) for one in turn * 2}
         for one, before in zip(asked, alone):
             after = outcome(futures[one.request_id])
             assert np.array_equal(after, before) if isinstance(before, np.ndarray) else after is before
 
 
 def test_speech_says_what_it_is(pipeline: Pipeline) -> None:
-    speech = pipeline.submit(request("greedy", voice="female/high/low", temperature=0.0)).result(SECONDS)
+    speech = submit(pipeline, request("greedy", voice="female/high/low", temperature=0.0)).result(SECONDS)
     assert (speech.sample_rate, speech.text) == (16_000, "Good morning, how are you today?")
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == 320 * int(speech.meta["frames"])
@@ -81,35 +81,34 @@ def test_speech_says_what_it_is(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize("index", [0, 2, 3, 4])
 def test_a_stream_is_as_long_as_the_whole(pipeline: Pipeline, index: int) -> None:
     asked = some_requests()[index]
-    whole = outcome(pipeline.submit(asked))
+    whole = outcome(submit(pipeline, asked))
     assert isinstance(whole, np.ndarray)
-    chunks = list(pipeline.stream(asked))
-    assert chunks[-1].final
+    chunks = list(stream(pipeline, asked))
     assert sum(len(chunk.samples) for chunk in chunks) == len(whole)
 
 
 def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: Pipeline) -> None:
-    stream = pipeline.stream(request("left", "The rain falls on the quiet street, and nobody walks.", item_seed=11))
-    next(stream)
-    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(outcome(pipeline.submit(some_requests()[4])), np.ndarray)
+    chunks = stream(pipeline, request("left", "The rain falls on the quiet street, and nobody walks.", item_seed=11))
+    next(chunks)
+    chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(outcome(submit(pipeline, some_requests()[4])), np.ndarray)
     stats = pipeline.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.frames > 0
     assert stats.audio_seconds > 0
 
 
-def test_an_abort_fails_the_future_at_once(pipeline: Pipeline) -> None:
+def test_what_is_cancelled_leaves_the_engine(pipeline: Pipeline) -> None:
+    heard: list[Event] = []
     with paused_core(os.getpid()):
-        future = pipeline.submit(request("victim", item_seed=12))
-        pipeline.abort("victim")
-    with pytest.raises(SynthesisError) as caught:
-        future.result(SECONDS)
-    assert caught.value.code is ErrorCode.SYNTH_ABORTED
+        pipeline.start(request("victim", item_seed=12), heard.append).cancel()
+    assert isinstance(outcome(submit(pipeline, some_requests()[4])), np.ndarray)
+    assert (pipeline.stats().running, pipeline.stats().waiting) == (0, 0)
+    assert not heard
 
 
 def test_speech_that_does_not_end_fails_and_says_so(pipeline: Pipeline) -> None:
-    assert outcome(pipeline.submit(request("short", wav="ref_a.wav", max_seconds=0.04, item_seed=3))) is ErrorCode.SYNTH_NO_EOS
+    assert outcome(submit(pipeline, request("short", wav="ref_a.wav", max_seconds=0.04, item_seed=3))) is ErrorCode.SYNTH_NO_EOS
 
 
 @pytest.mark.parametrize(
@@ -129,14 +128,14 @@ def test_speech_that_does_not_end_fails_and_says_so(pipeline: Pipeline) -> None:
 def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: Pipeline, asked: SynthesisRequest, code: ErrorCode) -> None:
     done = pipeline.stats().requests_done
     with pytest.raises(InputError) as caught:
-        pipeline.submit(asked)
+        submit(pipeline, asked)
     assert caught.value.code is code
     assert pipeline.stats().requests_done == done
 
 
 def test_another_sampling_of_the_line_is_used(pipeline: Pipeline) -> None:
-    one = outcome(pipeline.submit(request("a", voice="male/low/low", temperature=0.0)))
-    two = outcome(pipeline.submit(request("a", voice="male/low/low", temperature=1.0, top_k=1, item_seed=99)))
+    one = outcome(submit(pipeline, request("a", voice="male/low/low", temperature=0.0)))
+    two = outcome(submit(pipeline, request("a", voice="male/low/low", temperature=1.0, top_k=1, item_seed=99)))
     assert isinstance(one, np.ndarray)
     assert isinstance(two, np.ndarray)
     assert np.array_equal(one, two), "top_k of 1 is greedy"

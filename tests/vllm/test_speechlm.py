@@ -20,7 +20,7 @@ require_v2()
 
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
-from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from pipelines.request import Event, Generation, Message, Pipeline, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
@@ -68,7 +68,7 @@ def check(name: str, speech: Speech) -> None:
 def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -> None:
     names = ["a0", "t_eot", "a0_cfg30", "u_a", "u_b", "max_rows8", "ua_cfg15", "a2", "a1", "t_multi", "a0_cfg10", "eot_audio_cfg"]
     for turn in (names, names[::-1]):
-        futures = [(name, pipeline.submit(golden(name))) for name in turn]
+        futures = [(name, submit(pipeline, golden(name))) for name in turn]
         for name, future in futures:
             check(name, future.result(SECONDS))
     stats = pipeline.stats()
@@ -78,14 +78,13 @@ def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -
 def test_text_comes_while_it_is_written_and_the_audio_behind_it(pipeline: Pipeline) -> None:
     deadline = time.monotonic() + SECONDS
     for name in ("t_eot", "a0", "a0_cfg30"):
-        chunks = list(pipeline.stream(golden(name)))
+        chunks = list(stream(pipeline, golden(name)))
         while sum(1 for chunk in chunks if chunk.text) < 2:
             # What is written while nobody could look comes in one piece.
             assert time.monotonic() < deadline, chunks
-            chunks = list(pipeline.stream(golden(name)))
+            chunks = list(stream(pipeline, golden(name)))
         assert "".join(chunk.text for chunk in chunks) == CASES[name]["expected"]["text"]
         assert sum(len(chunk.samples) for chunk in chunks) == CASES[name]["expected"]["n_samples"]
-        assert chunks[-1].final
         assert chunks[-1].speech is not None
         check(name, chunks[-1].speech)
 
@@ -93,7 +92,7 @@ def test_text_comes_while_it_is_written_and_the_audio_behind_it(pipeline: Pipeli
 @pytest.mark.parametrize("name", ["eos_text", "max_rows5", "a1_cfg15", "max_in_text", "max_at_assistant"])
 def test_text_without_audio_is_an_error_that_keeps_the_text(pipeline: Pipeline, name: str) -> None:
     with pytest.raises(NoAudioError) as caught:
-        pipeline.submit(golden(name)).result(SECONDS)
+        submit(pipeline, golden(name)).result(SECONDS)
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
     expected, meta = CASES[name]["expected"], caught.value.meta
     assert caught.value.text_out == expected["text"]
@@ -103,7 +102,7 @@ def test_text_without_audio_is_an_error_that_keeps_the_text(pipeline: Pipeline, 
 
 def test_max_seconds_is_a_limit_of_the_audio(pipeline: Pipeline) -> None:
     for name in ("a0", "a2_cfg15"):
-        speech = pipeline.submit(golden(name, max_seconds=0.1)).result(SECONDS)
+        speech = submit(pipeline, golden(name, max_seconds=0.1)).result(SECONDS)
         assert (len(speech.samples), speech.meta["finish"]) == (5 * 320, "length")
 
 
@@ -119,7 +118,7 @@ def test_refusals(pipeline: Pipeline) -> None:
         ((user, Message("assistant", "audio", "x.wav")), {"mode": "text_only"}, ErrorCode.INPUT_AUDIO_MISSING),
     ):
         with pytest.raises(InputError) as caught:
-            pipeline.submit(SynthesisRequest("bad", messages, Generation(**settings)))  # pyright: ignore[reportArgumentType]
+            submit(pipeline, SynthesisRequest("bad", messages, Generation(**settings)))  # pyright: ignore[reportArgumentType]
         assert caught.value.code is code, settings
 
 
@@ -129,8 +128,8 @@ def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
         {"temperature": 1e-300},
         {"top_k": 1 << 63, "audio_top_k": 10**30, "temperature": 1.0},
     )
-    extreme = [pipeline.submit(golden("a0_cfg30", max_tokens=40, **each)) for each in settings]
-    neighbour = pipeline.submit(golden("eot_audio_cfg"))
+    extreme = [submit(pipeline, golden("a0_cfg30", max_tokens=40, **each)) for each in settings]
+    neighbour = submit(pipeline, golden("eot_audio_cfg"))
     for future in extreme:
         assert not isinstance(error := future.exception(SECONDS), SynthesisError) or error.code is ErrorCode.SYNTH_NO_AUDIO
     check("eot_audio_cfg", neighbour.result(SECONDS))
@@ -142,22 +141,20 @@ def test_a_sequence_without_settings_harms_nobody(pipeline: Pipeline) -> None:
     plain = Waiter()
     pipeline.host.submit(TokenRequest("plain", [5, 6, 7], TokenSampling(4, ignore_end=True)), plain)  # pyright: ignore[reportAttributeAccessIssue]
     assert len(plain.future.result(SECONDS).ids) == 4
-    check("a0", pipeline.submit(golden("a0")).result(SECONDS))
+    check("a0", submit(pipeline, golden("a0")).result(SECONDS))
 
 
 def test_an_abort_ends_text_and_pair(pipeline: Pipeline) -> None:
-    stream = pipeline.stream(golden("a3_cfg15"))
-    assert next(stream).text
+    chunks = stream(pipeline, golden("a3_cfg15"))
+    assert next(chunks).text
     with paused_core(os.getpid()):
-        futures = [pipeline.submit(golden(name)) for name in ("a2_cfg30", "a2_cfg30", "a3")]
-        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-        pipeline.abort("a2_cfg30")
-        pipeline.abort("a3")
-    for future in futures:
-        with pytest.raises(SynthesisError) as caught:
-            future.result(SECONDS)
-        assert caught.value.code is ErrorCode.SYNTH_ABORTED
-    check("eot_audio_cfg", pipeline.submit(golden("eot_audio_cfg")).result(SECONDS))
+        heard: list[Event] = []
+        handles = [pipeline.start(golden(name), heard.append) for name in ("a2_cfg30", "a2_cfg30", "a3")]
+        chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+        for handle in handles:
+            handle.cancel()
+    check("eot_audio_cfg", submit(pipeline, golden("eot_audio_cfg")).result(SECONDS))
+    assert not heard
 
 
 def test_the_old_runner_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +186,7 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
     for wav in (GOLDEN / "wavs").glob("*.wav"):
         (tmp_path / "wavs").mkdir(exist_ok=True)
         (tmp_path / "wavs" / wav.name).write_bytes(wav.read_bytes())
-    done = jobs("run", str(source), "--model", CHECKPOINT, "--temperature", "0", "--json")
+    done = jobs("run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--json")
     final = json.loads(done.stdout.splitlines()[-1])
     assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), done.stdout[-3000:] + done.stderr[-3000:]
     out = tmp_path / "espnet.jsonl"

@@ -175,7 +175,7 @@ def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_An
         for meter in opened:
             for name, found in meter.measure(utterance).items():
                 # A number of any kind, such as NumPy's, travels as a plain one.
-                reading = Reading(*found)
+                reading = Reading.of(found)
                 readings[name] = float(reading.value), str(reading.detail), bool(reading.judged)
         yield _Answer(readings)
     except ModelError as error:

@@ -181,7 +181,7 @@ def _judged(readings: Readings, quality: Quality) -> dict[str, Score]:
     """Readings as scores, each passed or not where the spec has a bound for it and there was enough to judge by."""
     scores: dict[str, Score] = {}
     for name, reading in readings.items():
-        value, detail, judging = Reading(*reading)
+        value, detail, judging = Reading.of(reading)
         bound = quality.bounds.get(name) if judging else None
         scores[name] = Score(round(value, 4), None if bound is None else bound.allows(value), detail)
     return scores

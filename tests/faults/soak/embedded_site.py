@@ -150,7 +150,7 @@ class EmbeddedSite:
         return self._home / ".nightjar" / "ledger.sqlite"
 
     def _start(self, **environment: str) -> None:
-        command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--model", NAME, "--out", self._home.name, "--max-attempts", "50"]
+        command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--model", NAME, "--out", self._home.name, "--set", "max_attempts=50"]
         variables = self._environment | environment
         with (self._folder / "run.log").open("ab") as log:
             self._run = subprocess.Popen(command, cwd=self._folder, env=variables, stdout=log, stderr=log, start_new_session=True)

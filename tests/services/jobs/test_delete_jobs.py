@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from jobs import delete as deleting
 from jobs.delete import delete_job, measure_job
-from jobs.ledger import Ledger, deletion, schema
+from jobs.ledger import Ledger, control, schema
 from jobs.ledger.records import CommitResult, Job, JobState, RejectedLine, Ticket
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError, StoreError
 from tests.support.fakes import MemoryStore
@@ -137,14 +137,14 @@ class Breaks(MemoryStore):
 
 def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deleting, "OBJECTS_AT_ONCE", 2)
-    monkeypatch.setattr(deletion, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(control, "ROWS_AT_ONCE", 1)
     job, store = ended(ledger), Breaks(2)
     for number in range(7):
         store.put(f"jobs/{job.id}/audio/00000/{number:09d}-e{number}.wav", b"12345")
     assert measure_job(ledger, store, job.id) == deleting.Deleted(job.id, 4, 7, 35)
     with pytest.raises(StoreError):
         delete_job(ledger, store, job.id)
-    assert (len(store.objects), ledger.job(job.id).state_reason) == (3, deletion.BEING_DELETED)
+    assert (len(store.objects), ledger.job(job.id).state_reason) == (3, control.BEING_DELETED)
     store.left, write, writes = 100, ledger.database.write, 0
 
     def killed(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,9 +170,9 @@ def test_two_at_once_delete_nothing_of_the_job_that_takes_the_number(ledger: Led
     before = tables_of(ledger, second)
     # What a second process that had begun before does now.
     ledger.delete_rows(first.id)
-    for table in deletion.tables_of_jobs():
-        assert ledger.database.write(deletion.delete_range, table, first.id, 0) == 0
-        assert ledger.database.write(deletion.delete_range, table, second.id, 0) == 0
+    for table in control.tables_of_jobs():
+        assert ledger.database.write(control.delete_range, table, first.id, 0) == 0
+        assert ledger.database.write(control.delete_range, table, second.id, 0) == 0
     assert tables_of(ledger, second) == before
 
 

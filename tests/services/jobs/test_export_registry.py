@@ -16,7 +16,7 @@ from jobs.settings import Schedule, Settings
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode
 from tests.support.export_kit import Finished, finished_job
-from worker.datasets import check_exports
+from worker.nightly import check_exports
 
 ROOT = Path(__file__).parents[3]
 LINES = [{"example_id": name, "messages": [["user", "text", f"Text {name}"]]} for name in ("a", "b", "fails")]
@@ -119,7 +119,7 @@ def test_the_command_and_the_schedules_know_it() -> None:
     with pytest.raises(ConfigError) as caught:
         find_format("mp3")
     assert caught.value.advice == f"Use one of: {', '.join(format_names())}."
-    schedule = Schedule(input="in.jsonl", model="hibari", exports=("csv", "sizes"))
+    schedule = Schedule(input="in.jsonl", exports=("csv", "sizes"))
     check_exports(Settings(schedules={"news": schedule}), ["news"])
 
 

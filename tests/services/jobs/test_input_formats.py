@@ -177,7 +177,7 @@ def test_the_command_reads_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(("--column", "text"), 2), (("--voice-for", "=heart"), 2), (("--format", "openai-batch", "--input-format", "csv"), 2)],
+    [(("--column", "text"), 2), (("--voice-for", "=heart"), 2), (("--format", "openai-batch"), 2)],
 )
 def test_words_that_are_no_pair(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "in.csv").write_text("text\nHi\n")

@@ -218,7 +218,7 @@ def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:
 def test_ctrl_c_at_any_time_leaves_nothing(slow: Shell) -> None:
     write_input(slow.folder / "in.jsonl", 60)
     slow.hold("line-59")
-    patient = (*SLOW, "--max-attempts", "100")
+    patient = (*SLOW, "--set", "max_attempts=100")
     chooser = random.Random(7)
     for _ in range(6):
         run = slow.start(*patient)

@@ -25,6 +25,7 @@ from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from pipelines.serving.connections import Connections
 from pipelines.serving.model import _SUBMIT_THREADS
+from tests.support.called import CalledPipeline
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wait_until, wav
 
 SPEECH = "/v1/audio/speech"
@@ -35,7 +36,7 @@ LONG = 3000.0
 SOON_SECONDS = 30.0
 
 
-class Voice:
+class Voice(CalledPipeline):
     """Speaks a short tone. In the text: `hold` blocks `submit` until `let_go`, `break` fails a stream in its middle, `stop` halts it."""
 
     name = "tone"
@@ -68,7 +69,7 @@ class Voice:
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine broke.")
         if "stop" in text:
             self._free.wait()
-        yield AudioChunk(self._tone(), self.sample_rate, final=True)
+        yield AudioChunk(self._tone(), self.sample_rate)
 
     def let_go(self) -> None:
         self._free.set()

@@ -17,10 +17,9 @@ import soxr
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from pipelines.request import SynthesisRequest
+from pipelines.request import Handle
 from pipelines.serving import context
 from pipelines.serving.long_text import unit_seed
-from pipelines.streams import Heard
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone
@@ -163,7 +162,7 @@ def test_what_fails_ends_its_context_and_no_other(client: Talk, server: Running,
 
 def test_an_error_of_the_system_in_the_engine_is_no_client_that_left() -> None:
     class CutOff(StreamVoice):
-        def start_stream(self, _request: SynthesisRequest, _heard: Heard) -> None:
+        def start(self, *_: object, **__: object) -> Handle:
             raise BrokenPipeError("the engine's socket is gone")
 
     with Running(CutOff()) as server, talk(server.url) as client:

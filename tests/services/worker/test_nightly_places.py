@@ -9,7 +9,7 @@ import pytest
 
 from jobs.settings import Schedule
 from pipelines.errors import ConfigError
-from tests.support.night_kit import EXPORTS, House, line
+from tests.support.night_kit import EXPORTS, House, changed_schedule, line
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str
     ],
 )
 def test_formats_that_never_fit_their_place_are_refused_before_the_night(house: House, wrong: dict[str, Any], why: str) -> None:
-    schedule = house.settings.schedules["news"].model_copy(update=wrong)
+    schedule = changed_schedule(house.settings.schedules["news"], **wrong)
     house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
     house.write(line("a"))
     with pytest.raises(ConfigError, match=why):

@@ -20,7 +20,7 @@ from jobs.provenance import options_again, put_provenance, records
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.registry import open_pipeline
-from pipelines.request import EngineInfo, Generation, Message, SynthesisRequest
+from pipelines.request import EngineInfo, Generation, Message, SynthesisRequest, submit
 from tests.support.vllm_kit import GOLDEN, checkpoint
 
 TEXT = "Good morning, how are you today?"
@@ -67,7 +67,7 @@ def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path, t
         for name, (clones, settings) in LINES.items():
             messages = [Message("user", "audio", (GOLDEN / "wavs" / WAV).read_bytes())] if clones else []
             asked = SynthesisRequest(name, (*messages, Message("user", "text", TEXT)), Generation(**settings, temperature=0.0))
-            speech = pipeline.submit(asked).result(240)
+            speech = submit(pipeline, asked).result(240)
             stored, rate = soundfile.read(io.BytesIO(store.get(keys[name])), dtype="float32")
             assert rate == speech.sample_rate
             np.testing.assert_allclose(stored, speech.samples, atol=2 / 32768)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from jobs.dispatch import Dispatcher, Publisher, check, make_celery, message_priority, publish
+from jobs.dispatch import Dispatcher, Publisher, check, make_celery, message_priority
 from jobs.ledger.records import ShardState, Ticket, WorkerInfo
 from jobs.settings import load_settings
 from pipelines.errors import ErrorCode, ServiceError
@@ -34,13 +34,13 @@ def received(url: str, count: int) -> list[dict[str, object]]:
 
 
 def test_a_message_holds_job_shard_and_epoch_and_nothing_else(valkey_url: str) -> None:
-    publish(load_settings(broker_url=valkey_url), [Ticket("job", 3, 2)])
+    Publisher(load_settings(broker_url=valkey_url)).publish([Ticket("job", 3, 2)])
     assert received(valkey_url, 1) == [{"job": "job", "shard": 3, "epoch": 2}]
 
 
 def test_higher_priorities_come_first_and_equals_in_order(valkey_url: str) -> None:
     settings = load_settings(broker_url=valkey_url)
-    publish(settings, [Ticket("job", n, 0, priority) for n, priority in enumerate([0, 0, -5, 20, 5, 0])])
+    Publisher(settings).publish([Ticket("job", n, 0, priority) for n, priority in enumerate([0, 0, -5, 20, 5, 0])])
     assert Publisher(settings).queue_depth() == 6
     assert [body["shard"] for body in received(valkey_url, 6)] == [3, 4, 0, 1, 5, 2]
 
@@ -50,7 +50,7 @@ def test_priorities_of_jobs_map_to_those_of_redis() -> None:
 
 
 def test_keys_have_a_prefix(valkey_url: str) -> None:
-    publish(load_settings(broker_url=valkey_url), [Ticket("job", 3, 2)])
+    Publisher(load_settings(broker_url=valkey_url)).publish([Ticket("job", 3, 2)])
     assert all(key.startswith(b"speech:") for key in redis.Redis.from_url(valkey_url).scan_iter())
 
 
@@ -66,7 +66,7 @@ def test_thousands_of_messages_are_sent_in_batches(valkey_url: str) -> None:
 def test_a_broker_that_is_not_there_is_told_without_its_password() -> None:
     with closed_port() as port:
         settings = load_settings(broker_url=f"redis://user:hunter2@127.0.0.1:{port}/0")
-        for ask in (lambda: check(settings), lambda: publish(settings, [Ticket("job", 0, 0)])):
+        for ask in (lambda: check(settings), lambda: Publisher(settings).publish([Ticket("job", 0, 0)])):
             with pytest.raises(ServiceError) as caught:
                 ask()
             assert caught.value.code is ErrorCode.BROKER_UNREACHABLE

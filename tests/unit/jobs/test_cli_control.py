@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from pydantic import SecretStr
 
 from jobs.cli import cli
-from jobs.cli.show import NO_WORKER, STARTING, no_worker
+from jobs.cli.status import NO_WORKER, STARTING, no_worker
 from jobs.console import exit_code
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, JobState
@@ -177,7 +177,7 @@ def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.Mo
         if len(looks) == 3:
             rig.ledger.cancel(job.id)
 
-    monkeypatch.setattr("jobs.cli.follow.time.sleep", look)
+    monkeypatch.setattr("jobs.cli.status.time.sleep", look)
     done = call(rig, "watch", job.id)
     assert (done.return_value, done.stderr.count("No live worker takes this job")) == (6, 1)
 

@@ -12,17 +12,17 @@ from jobs.ledger.records import JobSpec, NewJob
 from pipelines.errors import ConfigError, InputError
 from worker.__main__ import cli as worker_cli
 
-OPTIONS = ["error-budget", "temperature", "top-p", "repetition-penalty", "cfg", "max-seconds", "text-temperature", "audio-temperature"]
+KEYS = ["error_budget", "temperature", "top_p", "repetition_penalty", "cfg", "max_seconds", "text_temperature", "audio_temperature"]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "1e999"])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_what_is_no_number_is_wrong_usage(option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", KEYS)
+def test_what_is_no_number_is_wrong_usage(key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n')
     for command in ("submit", "run"):
-        done = CliRunner().invoke(cli, [command, "in.jsonl", f"--{option}={value}"])
-        assert (done.exit_code, f"--{option}" in done.output) == (2, True), done.output
+        done = CliRunner().invoke(cli, [command, "in.jsonl", "--set", f"{key}={value}"])
+        assert (done.exit_code, key in done.output) == (2, True), done.output
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

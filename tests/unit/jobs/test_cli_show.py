@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.cli import cli
+from jobs.cli.options import job_options
 from jobs.cli.run import run
-from jobs.cli.spec import submit_options, take_spec
-from jobs.cli.submit import submit as submit_command
 from jobs.ingest import submit
 from jobs.job_command import job_command, unsaid
-from jobs.ledger.records import Job
+from jobs.job_options import SubmitOptions
+from jobs.ledger.records import Job, JobSpec
 from jobs.provenance import put_provenance
 from jobs.spec import resolve
 from jobs.store import open_store
@@ -34,16 +34,24 @@ def given(command: click.Command, words: Sequence[str]) -> dict[str, object]:
     return dict(command.make_context(command.name, list(words)).params)
 
 
+@click.command()
+@job_options
+def asked(spec: JobSpec, options: SubmitOptions, dry_run: bool) -> tuple[JobSpec, SubmitOptions]:
+    """A command with the options of a job."""
+    return spec, options
+
+
+def job_of_words(words: Sequence[str]) -> tuple[JobSpec, SubmitOptions]:
+    return asked.main(list(words), standalone_mode=False)
+
+
 def submitted(rig: Rig, *words: str) -> Job:
     """A job of the options of `nightjar submit`, made here."""
     rig.store = open_store(str(rig.folder))  # type: ignore[assignment]
     (rig.folder / "in.jsonl").write_text(LINES)
-    options = given(submit_command, [str(rig.folder / "in.jsonl"), *words])
-    source = str(options.pop("source"))
-    for name in ("dry_run", "home", "as_json", "quiet"):
-        options.pop(name)
-    spec = resolve(take_spec(options), options["input_format"])  # type: ignore[arg-type]
-    return submit(rig.settings, rig.ledger, rig.store, source, spec, options=submit_options(options)).job
+    spec, options = job_of_words(words)
+    resolved = resolve(spec, options.input_format)
+    return submit(rig.settings, rig.ledger, rig.store, str(rig.folder / "in.jsonl"), resolved, options=options).job
 
 
 def shown(rig: Rig, job: Job, *words: str) -> Result:
@@ -58,10 +66,10 @@ def shown(rig: Rig, job: Job, *words: str) -> Result:
         "",
         "--qa off --format opus --sample-rate 24000 --seed 7 --pack",
         "--qa-set bounds.pause.high=2 --qa-set bounds.clipped=false --qa-set draws=5 --qa-set vad=energy --qa-set trim=true",
-        "--qa-set bounds.wer.high=0.2 --qa-set meters.asr.model=tiny --limit 2 --max-in-flight 3 --error-budget 0.05",
+        "--qa-set bounds.wer.high=0.2 --qa-set meters.asr.model=tiny --limit 2 --set max_in_flight=3 --set error_budget=0.05",
         "--qa strict --qa-set meters.asr=false --qa-set meters.distillmos=false",
-        "--voice-of assistant=sine --voice-of user=sine --speak all --temperature 0.7 --top-k 20 --max-seconds 12.5",
-        "--name 'a b' --label corpus=evening --label by=anna --priority -5 --weight 3 --max-attempts 9 --instruct 'low; $(voice)'",
+        "--voice-of assistant=sine --voice-of user=sine --speak all --set temperature=0.7 --set top_k=20 --set max_seconds=12.5",
+        "--name 'a b' --label corpus=evening --label by=anna --priority -5 --set weight=3 --set max_attempts=9 --instruct 'low; $(voice)'",
     ],
 )
 def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
@@ -74,10 +82,10 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     assert (again.id, again.spec_sha) == (job.id, job.spec_sha)
     assert view["spec_sha"] == job.spec_sha
     # All of the job beside its spec.
-    options = given(submit_command, job_command(job, None)[2:])
-    told = {name: options[name] for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")}
+    _, options = job_of_words(job_command(job, None)[3:])
+    told = {name: getattr(options, name) for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")}
     assert told == {name: getattr(job, name) for name in told}
-    assert [f"{key}={value}" for key, value in sorted(job.labels.items())] == list(options["labels"])  # type: ignore[call-overload]
+    assert job.labels == options.labels
 
 
 @pytest.mark.parametrize(

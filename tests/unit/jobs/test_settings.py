@@ -48,8 +48,7 @@ def test_file_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "night.toml").write_text('[schedules.news]\ninput = "in/%Y.jsonl"\npriority = 3\n')
     monkeypatch.setenv("SPEECH_CONFIG", "night.toml")
     settings = load_settings()
-    assert settings.schedules["news"].priority == 3
-    assert settings.schedules["news"].model == "hibari"
+    assert settings.schedules["news"].options == {"priority": 3}
     assert settings.origin("schedules.news.priority") == "night.toml"
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs.job_options import checked_options, job_of
 from jobs.ledger.records import JobSpec
 from jobs.settings import Schedule
 from jobs.spec import resolve, spec_sha
-from nightjar.runs import _job_options
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Message
@@ -19,7 +19,7 @@ from pipelines.serving.voices import Voices
 from pipelines.validation import OPENAI_VOICES, speech_task
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
-from worker.nightly import _spec
+from worker.nightly import _job
 
 
 def frozen(**settings: str) -> Generation:
@@ -31,8 +31,8 @@ def test_a_code_of_a_language_is_frozen_as_the_models_name(asked: str) -> None:
     assert frozen(language=asked).language == "English"
     specs = [
         JobSpec("hibari", generation=Generation(language=asked)),
-        _job_options({"language": asked, "qa": "off"})[0],
-        _spec(Schedule(input="x", language=asked, qa="off")),
+        job_of(checked_options({"language": asked, "qa": "off"}))[0],
+        _job(Schedule.model_validate({"input": "x", "language": asked, "qa": "off"}))[0],
     ]
     assert [resolve(spec).spec.generation.language for spec in specs] == ["English"] * 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli.show import status_lines
+from jobs.cli.status import status_lines
 from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, read_with_driver, status_and_errors
 from jobs.status import FEWEST_SHARDS, cost, cost_at_end, eta_error_seconds, eta_seconds, status_view

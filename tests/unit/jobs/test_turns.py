@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cli.spec import job_options, take_spec
+from jobs.cli.options import job_options
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import LineBatch
@@ -209,8 +208,8 @@ def spec_of(*arguments: str) -> JobSpec:
 
     @click.command()
     @job_options
-    def command(**given: Any) -> None:
-        taken.append(take_spec(given))
+    def command(spec: JobSpec, **_: Any) -> None:
+        taken.append(spec)
 
     command.main(list(arguments), standalone_mode=False)
     return taken[0]
@@ -220,7 +219,7 @@ def test_options_of_the_command_line() -> None:
     options = spec_of("--speak", "all", "--voice", "heart", "--voice-of", "assistant=bella", "--voice-of", "user=heart")
     assert options.speak == "all"
     assert (options.generation.of("assistant").voice, options.generation.of("user").voice) == ("bella", "heart")
-    assert (spec_of().speak, spec_of().generation) == (msgspec.UNSET, Generation())
+    assert (spec_of().speak, spec_of().generation) == ("auto", Generation())
     for wrong in (
         ["--voice-of", "system=a"],
         ["--voice-of", "user="],

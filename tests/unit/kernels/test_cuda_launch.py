@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels import binaries, cuda_driver, lm_cuda, toolchain
+from kernels.cuda_driver import Source, available
 
 FAKE = Path(__file__).parents[2] / "support/fake_cuda.c"
 
@@ -44,8 +45,8 @@ def said(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     built.fake_forget()
     cuda_driver._context.cache_clear()
     yield lambda: built.fake_said().decode().splitlines()
-    lm_cuda._kernels.cache_clear()
-    lm_cuda.prepared.cache_clear()
+    Source.on.cache_clear()
+    available.cache_clear()
     cuda_driver._context.cache_clear()
 
 
@@ -89,7 +90,7 @@ def test_the_room_for_clusters_of_a_kernel_is_known(said: Callable[[], list[str]
 
 
 def test_a_map_of_a_tensor_is_what_the_driver_reads(said: Callable[[], list[str]]) -> None:
-    assert cuda_driver.tensor_map(0x1230, (96, 1000, 4), (32, 182, 1)) == b"\7" * 128
+    assert bytes(cuda_driver.tensor_map(0x1230, (96, 1000, 4), (32, 182, 1))) == b"\7" * 128
     assert said() == ["map 1230 of 96 1000 4 strides 192 192000 box 32 182 1"]
     with pytest.raises(RuntimeError, match="A map of a tensor was refused"):
         cuda_driver.tensor_map(0x1231, (96, 1000, 4), (32, 182, 1))
@@ -176,11 +177,11 @@ def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> N
 def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities = {0: (9, 0), 1: (9, 0), 2: (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert [lm_cuda.available(device) for device in (2, 0, 1, None)] == [False, True, True, True]
+    assert [available(device, *lm_cuda.SOURCES) for device in (2, 0, 1)] == [False, True, True]
     asked = len(gpu())
-    assert sum(line == "load good" for line in gpu()) == 2 * len(binaries.NAMES)
+    assert sum(line == "load good" for line in gpu()) == 2 * len(lm_cuda.SOURCES)
     for device in (0, 1):
-        lm_cuda._launch("sampler", "draw_last", (1, 1), 32, Arguments(5), False, device)
+        lm_cuda.DRAWS.launch("draw_last", (1, 1), 32, Arguments(5), device)
     assert gpu()[asked:] == [f"launch 1 1 1 x 32 1 1 shared 0 stream {7 + device} first 5" for device in (0, 1)]
 
 
@@ -190,7 +191,7 @@ def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
     codes = {(9, 0): b"good", (12, 0): b"bad"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (12, 0), 1: (9, 0)}.__getitem__)
     monkeypatch.setattr(binaries, "candidates", lambda _, capability: iter([codes[capability]]))
-    assert [lm_cuda.available(device) for device in (0, 1, 0, 1)] == [False, True, False, True]
+    assert [available(device, *lm_cuda.SOURCES) for device in (0, 1, 0, 1)] == [False, True, False, True]
     assert len(caplog.records) == 1
 
 
@@ -220,12 +221,12 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
     assert -(-fields(source) // 8) * 8 == ctypes.sizeof(structure)
 
 
-@pytest.mark.parametrize("name", binaries.NAMES)
-def test_the_sources_compile_to_the_kernels_that_are_launched(name: str) -> None:
+@pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
+def test_the_sources_compile_to_the_kernels_that_are_launched(source: Source) -> None:
     """On a GPU that no wheel has code for; what a wheel brings is looked at in tests/services/test_wheel.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
-    code = binaries.compiled(name, "sm_120")
-    for kernel in lm_cuda.kernels_of(name):
+    code = binaries.compiled(source.name, "sm_120")
+    for kernel in source.kernels:
         assert kernel.encode() in code
     assert code.startswith(b"\x7fELF")

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import pytest
 
 import nightjar
-from jobs.cli.spec import job_options, submit_options, take_spec
-from jobs.ingest import SubmitOptions
+from jobs.cli.options import job_options
+from jobs.job_options import SubmitOptions, checked_options, job_of, settable, user_name
 from jobs.ledger.records import JobSpec, Reading
 from jobs.quality import Quality, quality_of
-from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
 from pipelines.request import Generation
 from tests.support.field_tables import changed, fields_of
 
@@ -49,28 +47,28 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"name": "A night"}, ["--name", "A night"], {"options.name": "A night"}),
     ({"labels": {"corpus": "news"}}, ["--label", "corpus=news"], {"options.labels": {"corpus": "news"}}),
     ({"priority": 7}, ["--priority", "7"], {"options.priority": 7}),
-    ({"weight": 9}, ["--weight", "9"], {"options.weight": 9}),
-    ({"max_attempts": 5}, ["--max-attempts", "5"], {"options.max_attempts": 5}),
-    ({"max_in_flight": 6}, ["--max-in-flight", "6"], {"options.max_in_flight": 6}),
-    ({"error_budget": 0.25}, ["--error-budget", "0.25"], {"options.error_budget": 0.25}),
+    ({"weight": 9}, ["--set", "weight=9"], {"options.weight": 9}),
+    ({"max_attempts": 5}, ["--set", "max_attempts=5"], {"options.max_attempts": 5}),
+    ({"max_in_flight": 6}, ["--set", "max_in_flight=6"], {"options.max_in_flight": 6}),
+    ({"error_budget": 0.25}, ["--set", "error_budget=0.25"], {"options.error_budget": 0.25}),
     ({"idempotency_key": "k"}, ["--idempotency-key", "k"], {"options.idempotency_key": "k"}),
     ({"generation": {"seed": 8}}, [], {"spec.generation.seed": 8}),
-    ({"generation": {"reference_text": "Said."}}, [], {"spec.generation.reference_text": "Said."}),
-    ({"generation": {"temperature": 0.7}}, ["--temperature", "0.7"], {"spec.generation.temperature": 0.7}),
-    ({"generation": {"top_k": 11}}, ["--top-k", "11"], {"spec.generation.top_k": 11}),
-    ({"generation": {"top_p": 0.8}}, ["--top-p", "0.8"], {"spec.generation.top_p": 0.8}),
+    ({"generation": {"reference_text": "Said."}}, ["--set", "reference_text=Said."], {"spec.generation.reference_text": "Said."}),
+    ({"generation": {"temperature": 0.7}}, ["--set", "temperature=0.7"], {"spec.generation.temperature": 0.7}),
+    ({"generation": {"top_k": 11}}, ["--set", "top_k=11"], {"spec.generation.top_k": 11}),
+    ({"generation": {"top_p": 0.8}}, ["--set", "top_p=0.8"], {"spec.generation.top_p": 0.8}),
     (
         {"generation": {"repetition_penalty": 1.1}},
-        ["--repetition-penalty", "1.1"],
+        ["--set", "repetition_penalty=1.1"],
         {"spec.generation.repetition_penalty": 1.1},
     ),
-    ({"generation": {"cfg": 3.0}}, ["--cfg", "3"], {"spec.generation.cfg": 3.0}),
-    ({"generation": {"max_seconds": 12.0}}, ["--max-seconds", "12"], {"spec.generation.max_seconds": 12.0}),
-    ({"generation": {"mode": "text_audio"}}, ["--mode", "text_audio"], {"spec.generation.mode": "text_audio"}),
-    ({"generation": {"text_temperature": 0.2}}, ["--text-temperature", "0.2"], {"spec.generation.text_temperature": 0.2}),
-    ({"generation": {"audio_temperature": 0.3}}, ["--audio-temperature", "0.3"], {"spec.generation.audio_temperature": 0.3}),
-    ({"generation": {"audio_top_k": 13}}, ["--audio-top-k", "13"], {"spec.generation.audio_top_k": 13}),
-    ({"generation": {"max_tokens": 99}}, ["--max-tokens", "99"], {"spec.generation.max_tokens": 99}),
+    ({"generation": {"cfg": 3.0}}, ["--set", "cfg=3"], {"spec.generation.cfg": 3.0}),
+    ({"generation": {"max_seconds": 12.0}}, ["--set", "max_seconds=12"], {"spec.generation.max_seconds": 12.0}),
+    ({"generation": {"mode": "text_audio"}}, ["--set", "mode=text_audio"], {"spec.generation.mode": "text_audio"}),
+    ({"generation": {"text_temperature": 0.2}}, ["--set", "text_temperature=0.2"], {"spec.generation.text_temperature": 0.2}),
+    ({"generation": {"audio_temperature": 0.3}}, ["--set", "audio_temperature=0.3"], {"spec.generation.audio_temperature": 0.3}),
+    ({"generation": {"audio_top_k": 13}}, ["--set", "audio_top_k=13"], {"spec.generation.audio_top_k": 13}),
+    ({"generation": {"max_tokens": 99}}, ["--set", "max_tokens=99"], {"spec.generation.max_tokens": 99}),
 )
 #: Fields that nobody says: submit itself fills them in.
 FOUND = {"spec.model_revision", "spec.stored_voices", "spec.reading.speakers_sha256", "options.owner"}
@@ -84,10 +82,9 @@ def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @click.command()
 @job_options
-def command(**given: Any) -> dict[str, Any]:
+def command(spec: JobSpec, options: SubmitOptions, dry_run: bool) -> dict[str, Any]:
     """A command with the options of a job."""
-    spec = take_spec(given)
-    return by_path(spec, submit_options(given))
+    return by_path(spec, options)
 
 
 def by_path(spec: JobSpec, options: SubmitOptions) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def by_path(spec: JobSpec, options: SubmitOptions) -> dict[str, Any]:
 
 
 def in_python(**options: Any) -> dict[str, Any]:
-    return by_path(*_job_options(nightjar.JobOptions(**options)))
+    return by_path(*job_of(checked_options(nightjar.JobOptions(**options)), user_name()))
 
 
 def on_the_command_line(*arguments: str) -> dict[str, Any]:
@@ -118,8 +115,9 @@ def test_an_option_becomes_its_field_and_no_other(row: tuple[dict[str, Any], Seq
 def test_no_option_and_no_field_is_missing_in_the_table() -> None:
     assert {name for said, _, _ in ROWS for name in said} == set(nightjar.JobOptions.__annotations__)
     named = {parameter.name for _, arguments, _ in ROWS if arguments for parameter in command.params if arguments[0] in parameter.opts}
-    assert named == {parameter.name for parameter in command.params}
+    assert named | {"dry_run"} == {parameter.name for parameter in command.params}
+    assert {arguments[1].partition("=")[0] for _, arguments, _ in ROWS if arguments[:1] == ["--set"]} == set(settable())
     reached = {path for _, _, expected in ROWS for path in expected}
     assert reached | FOUND == set(by_path(JobSpec("m", reading=Reading()), SubmitOptions()))
     assert in_python() == on_the_command_line()
-    assert in_python()["spec.speak"] is msgspec.UNSET
+    assert in_python()["spec.speak"] == "auto"

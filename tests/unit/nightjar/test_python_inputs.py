@@ -17,15 +17,18 @@ import pytest
 from lhotse import CutSet, MonoCut, SupervisionSegment, SupervisionSet
 
 import nightjar
-from jobs.ledger.records import Reading
+from jobs.job_options import SubmitOptions, checked_generation, checked_options, job_of
+from jobs.ledger.records import JobSpec, Reading
 from nightjar.inputs import written_input
 from nightjar.job import Job
-from nightjar.options import checked_generation
-from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, NotFoundError
 from pipelines.request import Generation
 
 COSTLY = ("torch", "vllm", "celery", "transformers", "sqlalchemy", "numpy", "datasets", "lhotse")
+
+
+def job_asked(options: Any) -> tuple[JobSpec, SubmitOptions]:
+    return job_of(checked_options(options))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, rec
 )
 def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        _job_options(options)
+        job_asked(options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
@@ -198,15 +201,15 @@ def test_arguments_of_another_type_are_one_sentence(tmp_path: Path, monkeypatch:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     options: Any = {"seed": np.int64(3), "limit": np.int32(2), "generation": {"temperature": np.float32(0.5)}}
-    assert _job_options(options) == _job_options({"seed": 3, "limit": 2, "generation": {"temperature": 0.5}})
+    assert job_asked(options) == job_asked({"seed": 3, "limit": 2, "generation": {"temperature": 0.5}})
     assert checked_generation({"temperature": np.float64(0.5)}) == Generation(temperature=0.5)
 
 
 def test_none_is_the_default_and_options_may_be_paths_and_mappings_of_any_kind(tmp_path: Path) -> None:
     nothing: Any = dict.fromkeys(nightjar.JobOptions.__annotations__)
-    assert _job_options(nothing) == _job_options({})
+    assert job_asked(nothing) == job_asked({})
     options: nightjar.JobOptions = {"model": tmp_path, "voice_of": MappingProxyType({"assistant": "sky"}), "priority": -100}
-    spec, submitted = _job_options(options)
+    spec, submitted = job_asked(options)
     assert (spec.model, submitted.priority) == (str(tmp_path), -100)
     assert spec.generation.roles == {"assistant": Generation(voice="sky")}
 

@@ -98,7 +98,7 @@ class Recorder(StreamVoice):
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
         self.requests.append(request)
-        yield AudioChunk(tone("", 0), SAMPLE_RATE, final=True)
+        yield AudioChunk(tone("", 0), SAMPLE_RATE)
 
 
 def last(recorder: Recorder) -> dict[str, Any]:

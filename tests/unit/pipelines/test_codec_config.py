@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.mimi.configuration_mimi import MimiConfig
 
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
@@ -36,15 +37,15 @@ def test_golden_config(tmp_path: Path) -> None:
     config = load(tmp_path, published())
     assert config.decoder.samples_per_frame == config.decode_upsample_rate == 1920
     assert config.decoder.sliding_window == 8
-    assert config.encoder.downsample_kernel == 4
-    assert config.encoder.num_quantizers == 20
+    assert config.encoder["frame_rate"] == 12.5
+    assert config.encoder["num_quantizers"] == 20
 
 
 def test_a_bare_encoder_section_means_mimi(tmp_path: Path) -> None:
-    encoder = load(tmp_path, published(encoder_config={})).encoder
-    assert (encoder.num_filters, encoder.hidden_size, encoder.num_quantizers, encoder.head_dim) == (64, 512, 32, 64)
-    assert encoder.upsampling_ratios == (8, 6, 5, 4)
-    assert encoder.downsample_kernel == 4
+    sizes = MimiConfig(**load(tmp_path, published(encoder_config={}, encoder_valid_num_quantizers=32)).encoder)
+    assert (sizes.num_filters, sizes.hidden_size, sizes.num_quantizers, sizes.head_dim) == (64, 512, 32, 64)
+    assert list(sizes.upsampling_ratios) == [8, 6, 5, 4]
+    assert sizes.encodec_frame_rate / sizes.frame_rate == 2
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.random_models.frames import Maker
-from kernels import binaries, lm_persistent, lm_persistent_talker
-from kernels.lm_frame import FusedFrame
+from kernels import binaries, lm_persistent
+from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED
-from kernels.lm_persistent_talker import PersistentFrame
 from pipelines.engine import graph, megakernel
 from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
@@ -77,7 +76,7 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
 
 def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(lm_persistent_talker, "TALKERS", {})
+        patched.setattr(lm_persistent, "TALKERS", {})
         executor = Unmade()
         executor._capture(1)
         assert executor._frames[1].talker is None  # type: ignore[attr-defined]
@@ -149,7 +148,7 @@ def test_persistent_kernels_are_the_executor_megakernels(monkeypatch: pytest.Mon
 
 
 def test_a_wheel_brings_both_kernels() -> None:
-    assert {lm_persistent.SOURCE, lm_persistent_talker.SOURCE} <= {*binaries.SHIPPED}
+    assert {lm_persistent.SOURCE, lm_persistent.TALKER_SOURCE} <= {*binaries.SHIPPED}
 
 
 def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(

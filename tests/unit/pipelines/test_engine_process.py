@@ -33,7 +33,7 @@ from pipelines.errors import (
     NoAudioError,
     SynthesisError,
 )
-from pipelines.request import Generation, Message, Speech, SynthesisRequest
+from pipelines.request import Event, Failed, Generation, Handle, Message, Speech, SynthesisRequest, stream, submit
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
 from tests.support.native_plugin import NAME, installed
@@ -86,10 +86,10 @@ def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
     assert (process.name, process.sample_rate, process.capabilities.voices) == (NAME, SAMPLE_RATE, ("sine",))
     assert (process.info.slots, process.info.waiting_room) == (4, 7)
     for seed in range(5):
-        speech = process.submit(request("[[says:more]] hello", seed=seed)).result(60)
+        speech = submit(process, request("[[says:more]] hello", seed=seed)).result(60)
         np.testing.assert_array_equal(speech.samples, sine("[[says:more]] hello", seed))
         assert (speech.sample_rate, speech.text, speech.text_out) == (SAMPLE_RATE, "[[says:more]] hello", "more")
-    assert len(process.submit(request("[[empty]]")).result(60).samples) == 0
+    assert len(submit(process, request("[[empty]]")).result(60).samples) == 0
     wait_for(lambda: process.stats().requests_done == 6)
 
 
@@ -106,7 +106,7 @@ def test_a_recording_travels_once_and_every_request_has_its_own(open_process: Op
     made: list[Future[Speech]] = []
     for places in asked:
         audio = [Message("user", "audio", bytes(bytearray(recordings[place]))) for place in places]
-        made.append(process.submit(SynthesisRequest("r", (*audio, Message("user", "text", "[[hears]]")))))
+        made.append(submit(process, SynthesisRequest("r", (*audio, Message("user", "text", "[[hears]]")))))
     digests = [hashlib.sha256(recording).hexdigest() for recording in recordings]
     assert [one.result(60).text_out for one in made] == [" ".join(digests[place] for place in places) for places in asked]
     # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
@@ -117,8 +117,9 @@ def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process
     process = open_process()
     audio = Message("user", "audio", b"recording")
     wrong = SynthesisRequest("r", (audio, Message("user", "text", "\ud800")))
-    assert isinstance(error_of(process.submit(wrong)), InputError)
-    heard = process.submit(SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
+    with pytest.raises(InputError):
+        submit(process, wrong)
+    heard = submit(process, SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
     assert heard.text_out == hashlib.sha256(b"recording").hexdigest()
 
 
@@ -126,17 +127,17 @@ def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_proc
     process = open_process(slots=3)
     opened = process.info
     assert (opened.slots, opened.executor) == (3, "")
-    process.submit(request("A kernel gave up. [[executor:graph]]")).result(60)
+    submit(process, request("A kernel gave up. [[executor:graph]]")).result(60)
     wait_for(lambda: process.info != opened)
     assert process.info == replace(opened, executor="graph")
 
 
 def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
     process = open_process()
-    refused = error_of(process.submit(request("[[refuse:input.too_long]]")))
+    refused = error_of(submit(process, request("[[refuse:input.too_long]]")))
     assert isinstance(refused, InputError)
     assert (refused.code, refused.message) == (ErrorCode.INPUT_TOO_LONG, "The fake engine refuses this text.")
-    failed = error_of(process.submit(request("[[fail:synth.no_eos]]")))
+    failed = error_of(submit(process, request("[[fail:synth.no_eos]]")))
     assert isinstance(failed, SynthesisError)
     assert failed.code is ErrorCode.SYNTH_NO_EOS
     with pytest.raises(ModelError, match=r"no config\.json") as bad:
@@ -175,19 +176,19 @@ def test_a_library_that_fails_at_opening_is_named(open_process: Open) -> None:
 
 def test_a_text_that_is_no_unicode_is_refused(open_process: Open) -> None:
     process = open_process()
-    error = error_of(process.submit(request("half \ud800")))
-    assert isinstance(error, InputError)
-    assert error.code is ErrorCode.INPUT_UNPRONOUNCEABLE
-    assert process.submit(request("whole")).result(60).text == "whole"
+    with pytest.raises(InputError) as caught:
+        submit(process, request("half \ud800"))
+    assert caught.value.code is ErrorCode.INPUT_UNPRONOUNCEABLE
+    assert submit(process, request("whole")).result(60).text == "whole"
 
 
 def test_a_number_that_cannot_travel_is_refused_and_stops_nobody(open_process: Open) -> None:
     process = open_process()
     huge = SynthesisRequest("r", (Message("user", "text", "hello"),), Generation(voice="sine", top_k=10**25), 1)
-    error = error_of(process.submit(huge))
-    assert isinstance(error, InputError)
-    assert error.code is ErrorCode.INPUT_UNSUPPORTED
-    assert process.submit(request("small")).result(60).text == "small"
+    with pytest.raises(InputError) as caught:
+        submit(process, huge)
+    assert caught.value.code is ErrorCode.INPUT_UNSUPPORTED
+    assert submit(process, request("small")).result(60).text == "small"
 
 
 def test_what_a_pipeline_notes_of_its_speech_becomes_text_or_a_number() -> None:
@@ -198,35 +199,36 @@ def test_what_a_pipeline_notes_of_its_speech_becomes_text_or_a_number() -> None:
 def test_submit_blocks_while_the_engine_is_full(open_process: Open) -> None:
     room = 2 + 3 + ON_THE_WAY
     process = open_process(slots=2, waiting_room=3)
-    submitted: list[Future[Speech]] = []
+    submitted: list[Handle] = []
+    heard: list[Event] = []
 
     def feed() -> None:
         with suppress(SynthesisError):
             for number in range(room + 5):
-                submitted.append(process.submit(request(f"[[slow:6000]] {number}", f"r{number}")))
+                submitted.append(process.start(request(f"[[slow:6000]] {number}", f"r{number}"), heard.append))
 
     thread = threading.Thread(target=feed, daemon=True)
     thread.start()
     wait_for(lambda: process.stats().running == 2 and process.stats().waiting == 3 and len(submitted) >= room)
     thread.join(0.2)
     assert len(submitted) == room
-    # Neither an abort nor the end waits for room.
+    # Neither a cancellation nor the end waits for room.
     for number in range(2):
-        process.abort(f"r{number}")
-        assert error_of(submitted[number]).code is ErrorCode.SYNTH_ABORTED  # pyright: ignore[reportAttributeAccessIssue]
+        submitted[number].cancel()
+    assert not heard
     wait_for(lambda: len(submitted) == room + 2)
     process.close()
     thread.join(60)
-    assert all(isinstance(error_of(one), SynthesisError) for one in submitted)
+    assert [isinstance(one, Failed) and one.error.code for one in heard] == [ErrorCode.SYNTH_ABORTED] * room
     with pytest.raises(SynthesisError, match="closed"):
-        process.submit(request("late"))
+        submit(process, request("late"))
 
 
 def test_a_killed_child_fails_what_it_had_and_takes_no_more(open_process: Open) -> None:
     process = open_process(slots=2, waiting_room=3)
-    done = process.submit(request("before"))
+    done = submit(process, request("before"))
     assert done.result(60)
-    futures = [process.submit(request(f"[[slow:6000]] {number}", f"r{number}")) for number in range(4)]
+    futures = [submit(process, request(f"[[slow:6000]] {number}", f"r{number}")) for number in range(4)]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     for future in futures:
@@ -236,7 +238,7 @@ def test_a_killed_child_fails_what_it_had_and_takes_no_more(open_process: Open) 
         assert "SIGKILL" in error.message
     wait_for(lambda: process.stats().state == "broken")
     with pytest.raises(ModelError) as gone:
-        process.submit(request("after"))
+        submit(process, request("after"))
     assert gone.value.code is ErrorCode.MODEL_UNREACHABLE
 
 
@@ -253,7 +255,7 @@ def test_who_waits_for_room_hears_of_the_end_last(open_process: Open) -> None:
     def feed() -> None:
         try:
             for number in range(ON_THE_WAY + 20):
-                future = process.submit(request("[[slow:6000]]", f"r{number}"))
+                future = submit(process, request("[[slow:6000]]", f"r{number}"))
                 future.add_done_callback(hear)
         except ModelError as error:
             heard.append(type(error).__name__)
@@ -271,7 +273,7 @@ def test_who_waits_for_room_hears_of_the_end_last(open_process: Open) -> None:
 def test_an_engine_that_hangs_is_killed_by_close(open_process: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CLOSE_SECONDS", 0.5)
     process = open_process(slots=1, waiting_room=1)
-    future = process.submit(request("[[hang]]"))
+    future = submit(process, request("[[hang]]"))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     process.close()
@@ -283,9 +285,10 @@ def test_an_engine_that_hangs_is_killed_by_close(open_process: Open, monkeypatch
 _CLIENT = """
 import os, sys, threading
 from pipelines.engine_process.client import EngineProcess
+from pipelines.request import submit
 from tests.unit.pipelines.test_engine_process import request
 process = EngineProcess(sys.argv[1], {"slots": 1})
-future = process.submit(request("[[slow:6000]]"))
+future = submit(process, request("[[slow:6000]]"))
 print(process.pid, flush=True)
 threading.Event().wait()
 """
@@ -313,18 +316,18 @@ def test_signals_of_the_terminal_are_not_the_childs(open_process: Open, number: 
     assert process.pid is not None
     assert os.getpgid(process.pid) != os.getpgid(0)
     os.kill(process.pid, number)
-    assert process.submit(request("still there")).result(60).text == "still there"
+    assert submit(process, request("still there")).result(60).text == "still there"
 
 
 def test_nothing_is_left_of_samples_that_nobody_takes(open_process: Open) -> None:
     process = open_process(seconds=0.05, slots=64)
     before = len(os.listdir("/proc/self/fd"))
-    futures = [process.submit(request("long " * 100, f"r{number}")) for number in range(64)]
-    for number in range(64):
-        process.abort(f"r{number}")
-    assert all(isinstance(error_of(future), SynthesisError) for future in futures)
-    assert process.submit(request("last")).result(60)
+    heard: list[Event] = []
+    for handle in [process.start(request("long " * 100, f"r{number}"), heard.append) for number in range(64)]:
+        handle.cancel()
+    assert submit(process, request("last")).result(60)
     assert len(os.listdir("/proc/self/fd")) <= before
+    assert not heard
 
 
 def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open) -> None:
@@ -335,21 +338,20 @@ def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open)
     here = open_pipeline(str(CHECKPOINT), keep_unfinished=True)
     there = open_process(str(CHECKPOINT), keep_unfinished=True)
     try:
-        speech = there.submit(wanted).result(60)
-        expected = here.submit(wanted).result(60)
+        speech = submit(there, wanted).result(60)
+        expected = submit(here, wanted).result(60)
         np.testing.assert_array_equal(speech.samples, expected.samples)
         assert (speech.text, speech.meta) == (expected.text, expected.meta)
-        chunks = list(there.stream(wanted))
+        chunks = list(stream(there, wanted))
         np.testing.assert_array_equal(
-            np.concatenate([chunk.samples for chunk in chunks]), np.concatenate([c.samples for c in here.stream(wanted)])
+            np.concatenate([chunk.samples for chunk in chunks]), np.concatenate([c.samples for c in stream(here, wanted)])
         )
-        assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         with pytest.raises(InputError):
-            list(there.stream(SynthesisRequest("r", (Message("user", "text", ""),))))
-        stream = iter(there.stream(wanted))
-        next(stream)
-        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-        assert list(stream) == []
+            list(stream(there, SynthesisRequest("r", (Message("user", "text", ""),))))
+        chunks = iter(stream(there, wanted))
+        next(chunks)
+        chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+        assert list(chunks) == []
         wait_for(lambda: there.stats().running == 0)
     finally:
         here.close()

@@ -20,9 +20,8 @@ from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.model import Prompt, SparkModel
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights
 from pipelines.spark_tts.prompt import Vocabulary
-from pipelines.spark_tts.weights import Drawable, load_weights
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.qwen3_golden import MAX_CONTEXT, golden_model, random_request
 from tests.support.vllm_kit import GOLDEN, Waiter, checkpoint

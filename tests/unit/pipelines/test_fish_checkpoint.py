@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.fish_speech.codec import codec_from, load_codec, open_codec
-from pipelines.fish_speech.config import CodecConfig, FishConfig, StackConfig
+from pipelines.fish_speech.config import CodecConfig, DualArStack, FishConfig
 from pipelines.fish_speech.model import halves, load_weights, rotary_table, take_layers, take_weights
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.nn.checkpoint import Loader, take_normed
@@ -29,12 +29,11 @@ from tests.support.fish_checkpoint import whole
 PUBLISHED = FishConfig(
     Path(),
     44_100,
-    StackConfig(155_776, 36, 2560, 32, 8, 128, 9728, 1e6, 1e-6, qk_norm=True),
-    StackConfig(4096, 4, 2560, 32, 8, 128, 9728, 1e6, 1e-6, qk_norm=False),
+    DualArStack(2560, 9728, 36, 32, 8, 128, 1e-6, 1e6, 155_776, 32_768, qk_norm=True),
+    DualArStack(2560, 9728, 4, 32, 8, 128, 1e-6, 1e6, 4096, 10),
     10,
     range(151_678, 155_774),
     151_645,
-    32_768,
     CodecConfig(),
 )
 
@@ -73,11 +72,11 @@ def test_the_revision_follows_the_weights(folder: Path) -> None:
     ("change", "words"),
     [
         (lambda c: c["text_config"].pop("n_layer"), "text_config.n_layer is missing"),
-        (lambda c: c["text_config"].update(attention_qk_norm=False), "attention_qk_norm must be true"),
-        (lambda c: c["audio_decoder_config"].update(attention_o_bias=True), "attention_o_bias is set"),
+        (lambda c: c["text_config"].update(attention_qk_norm=False), "attention_qk_norm is False; only True"),
+        (lambda c: c["audio_decoder_config"].update(attention_o_bias=True), "attention_o_bias is True"),
         (lambda c: c["audio_decoder_config"].update(num_codebooks=8), "num_codebooks is 8, but the codec has 10"),
         (lambda c: c["audio_decoder_config"].update(text_dim=64), "text_dim is 64"),
-        (lambda c: c["text_config"].update(tie_word_embeddings=False), "tie_word_embeddings is false"),
+        (lambda c: c["text_config"].update(tie_word_embeddings=False), "tie_word_embeddings is False"),
         (lambda c: c.update(semantic_end_token_id=477), "semantic_end_token_id and the start make 66 tokens"),
         (lambda c: c.update(eos_token_id=420), "eos_token_id is no text token"),
         (lambda c: c.update(model_type="fish_qwen3"), "model_type is 'fish_qwen3'"),
@@ -144,7 +143,7 @@ class TestLanguageModel:
 
 
 def test_queries_and_keys_are_put_into_halves() -> None:
-    stack = replace(PUBLISHED.slow, layers=1, dim=2, heads=2, kv_heads=1, head_dim=4, intermediate=2)
+    stack = replace(PUBLISHED.slow, layers=1, hidden=2, heads=2, kv_heads=1, head_dim=4, intermediate=2)
 
     class Numbered(Shapes):
         def take(self, name: str, shape: Sequence[int], dtype: object = None, device: object = None) -> Tensor:

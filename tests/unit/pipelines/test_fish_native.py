@@ -35,7 +35,7 @@ from pipelines.fish_speech.model import FishModel, load_weights, take_weights
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
-from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.fish_checkpoint import GOLDEN, whole
 from tests.support.vllm_kit import Waiter
@@ -188,7 +188,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("name", ["project_in", "fast_project_in"])
     def test_a_fast_ar_of_another_width_has_a_projection_under_either_name(self, name: str) -> None:
-        config, table = replace(CONFIG, fast=replace(CONFIG.fast, dim=32)), stored()
+        config, table = replace(CONFIG, fast=replace(CONFIG.fast, hidden=32)), stored()
         for key in [key for key in table if key.startswith("audio_decoder.") and "codebook_embeddings" not in key]:
             narrow = table[key] if ".w1." in key or ".w3." in key or "wqkv" in key or key.count(".") == 2 else table[key][:32]
             table[key] = narrow[:32] if narrow.dim() == 1 else narrow[:, :32] if "wo." not in key and "w2." not in key else narrow
@@ -272,19 +272,18 @@ def spoken(name: str, text: str = DIALOGUE, **generation: float) -> SynthesisReq
 
 def test_who_is_left_or_aborted_between_turns_frees_its_slot() -> None:
     with closing(open_pipeline(str(whole()), max_context=512, keep_unfinished=True)) as pipeline:
-        alone = pipeline.submit(spoken("alone", temperature=0.0)).result(SECONDS)
-        stream = pipeline.stream(spoken("left"))
-        next(stream)
-        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-        victim, neighbour = pipeline.submit(spoken("victim")), pipeline.submit(spoken("neighbour", temperature=0.0))
-        pipeline.abort("victim")
-        with pytest.raises(SynthesisError) as caught:
-            victim.result(SECONDS)
-        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+        alone = submit(pipeline, spoken("alone", temperature=0.0)).result(SECONDS)
+        chunks = stream(pipeline, spoken("left"))
+        next(chunks)
+        chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+        heard: list[Event] = []
+        victim, neighbour = pipeline.start(spoken("victim"), heard.append), submit(pipeline, spoken("neighbour", temperature=0.0))
+        victim.cancel()
         np.testing.assert_array_equal(neighbour.result(SECONDS).samples, alone.samples)
         assert (alone.meta["engine"], alone.meta["turns"]) == ("native", 2)
         stats = pipeline.stats()
         assert (stats.running, stats.waiting) == (0, 0)
+        assert not heard
 
 
 class TestOpening:
@@ -328,7 +327,7 @@ class TestOpening:
             assert pipeline.info.slots == 6
             asked = SynthesisRequest("one", (Message("user", "text", "Good."),), Generation(max_seconds=0.2, temperature=0.0))
             with pytest.raises(SynthesisError) as caught:
-                list(pipeline.stream(asked))
+                list(stream(pipeline, asked))
         assert caught.value.code is ErrorCode.SYNTH_NO_EOS
 
     def test_memory_is_counted_by_the_page(self) -> None:

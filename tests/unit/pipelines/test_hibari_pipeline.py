@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.hibari.utterance import Utterance, WholeUtterance
 from pipelines.registry import open_pipeline
-from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
+from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
 SENTENCES = ("The birch canoe slid on the smooth planks.", "Rice is often served in round bowls.", "Hello. Two sentences here.")
 LONG = "These days a chicken leg is a rare dish, and nobody knows why. " * 40
@@ -34,7 +34,7 @@ def voice() -> Iterator[HibariPipeline]:
 
 
 def speak(pipeline: Pipeline, text: str, /, **settings: object) -> Speech:
-    return pipeline.submit(request(text, **settings)).result(240)  # type: ignore[arg-type]
+    return submit(pipeline, request(text, **settings)).result(240)  # type: ignore[arg-type]
 
 
 def test_speaks_at_the_loudness_of_the_house(voice: HibariPipeline) -> None:
@@ -51,7 +51,7 @@ def test_speaks_at_the_loudness_of_the_house(voice: HibariPipeline) -> None:
 
 def test_same_request_same_samples_whatever_runs_beside_it(voice: HibariPipeline) -> None:
     alone = {(text, seed): speak(voice, text, seed=seed).samples for text in SENTENCES for seed in (1, 2)}
-    crowd = [(text, seed, voice.submit(request(text, seed=seed))) for _ in range(4) for text in SENTENCES for seed in (1, 2)]
+    crowd = [(text, seed, submit(voice, request(text, seed=seed))) for _ in range(4) for text in SENTENCES for seed in (1, 2)]
     for text, seed, future in crowd:
         np.testing.assert_array_equal(future.result(240).samples, alone[text, seed])
     assert not np.array_equal(alone[SENTENCES[0], 1], alone[SENTENCES[0], 2])
@@ -75,7 +75,7 @@ def test_same_request_same_samples_whatever_runs_beside_it(voice: HibariPipeline
 def test_refuses_at_submit(voice: HibariPipeline, text: str, settings: dict[str, object], code: ErrorCode) -> None:
     done = voice.stats().requests_done
     with pytest.raises(InputError) as caught:
-        voice.submit(request(text, **settings))  # type: ignore[arg-type]
+        submit(voice, request(text, **settings))  # type: ignore[arg-type]
     assert caught.value.code is code
     assert voice.stats().requests_done == done
 
@@ -92,7 +92,7 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
-    dash = WholeUtterance(request("—"), "—")
+    dash = WholeUtterance(request("—"), "—", Listener(print, lambda _done: None))
     dash.pieces = iter([voice._reader.voice.ids("—")])
     while dash.advance(voice._reader.voice):
         continue
@@ -111,20 +111,19 @@ def test_stats_count_speech(voice: HibariPipeline) -> None:
 
 
 class Busy:
-    """Holds a voice in the request `runs` until that is aborted, as a text of many hours would."""
+    """Holds a voice in the request `runs` until that is cancelled, as a text of many hours would."""
 
     def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._advance = voice._advance
+        self._voice, self._advance = voice, voice._advance
         monkeypatch.setattr(voice, "_advance", self)
 
     def __call__(self, utterance: Utterance) -> bool:
         if utterance.request.request_id == "runs":
-            _until(lambda: utterance.aborted)
+            _until(lambda: self._voice._is_over(utterance))
         return self._advance(utterance)
 
 
-@pytest.mark.parametrize("end", ["abort", "close"])
-def test_a_text_that_is_still_read_can_be_given_up(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     voice = HibariPipeline(threads=1)
     begun = threading.Event()
 
@@ -138,43 +137,28 @@ def test_a_text_that_is_still_read_can_be_given_up(end: str, monkeypatch: pytest
 
     monkeypatch.setattr(voice._reader, "read", read)
     with ThreadPoolExecutor(1) as pool:
-        submitted = pool.submit(voice.submit, request(LONG, "reads"))
+        submitted = pool.submit(submit, voice, request(LONG, "reads"))
         assert begun.wait(240)
-        voice.abort("reads") if end == "abort" else voice.close()
+        voice.close()
         with pytest.raises(SynthesisError) as caught:
             submitted.result(240)
         assert caught.value.code is ErrorCode.SYNTH_ABORTED
     voice.close()
 
 
-def test_abort_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     voice = HibariPipeline(threads=1)
     try:
         Busy(voice, monkeypatch)
-        running, waiting = voice.submit(request(LONG, "runs")), voice.submit(request("Hello.", "waits"))
-        last = voice.submit(request("Hello.", "stays"))
+        heard: list[Event] = []
+        running, waiting = voice.start(request(LONG, "runs"), heard.append), voice.start(request("Hello.", "waits"), heard.append)
+        last = submit(voice, request("Hello.", "stays"))
         _until(lambda: voice.stats().running == 1)
-        voice.abort("unknown")
-        voice.abort("waits")
-        voice.abort("runs")
-        for future in (running, waiting):
-            with pytest.raises(SynthesisError) as caught:
-                future.result(240)
-            assert caught.value.code is ErrorCode.SYNTH_ABORTED
+        waiting.cancel()
+        running.cancel()
+        running.cancel()
         assert last.result(240).duration_ms > 300
-    finally:
-        voice.close()
-
-
-def test_a_cancelled_future_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1)
-    try:
-        Busy(voice, monkeypatch)
-        voice.submit(request(LONG, "runs"))
-        cancelled = voice.submit(request("Hello.", "cancelled"))
-        assert cancelled.cancel()
-        voice.abort("runs")
-        assert speak(voice, "Hello.").duration_ms > 300
+        assert not heard
     finally:
         voice.close()
 
@@ -183,18 +167,19 @@ def test_submit_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     voice = HibariPipeline(threads=1, waiting_room=2)
     try:
         Busy(voice, monkeypatch)
-        futures = [voice.submit(request(LONG, "runs"))]
+        busy = voice.start(request(LONG, "runs"), print)
+        futures: list[Future[Speech]] = []
         _until(lambda: voice.stats().running == 1)
-        futures += [voice.submit(request("Hello.", str(number))) for number in range(2)]
-        blocked = threading.Thread(target=lambda: futures.append(voice.submit(request("Hello.", "last"))))
+        futures += [submit(voice, request("Hello.", str(number))) for number in range(2)]
+        blocked = threading.Thread(target=lambda: futures.append(submit(voice, request("Hello.", "last"))))
         blocked.start()
         blocked.join(0.2)
         assert blocked.is_alive()
         assert voice.stats().waiting == 2
-        voice.abort("runs")
+        busy.cancel()
         blocked.join(240)
-        assert all(future.result(240).duration_ms > 300 for future in futures[1:])
-        assert len(futures) == 4
+        assert all(future.result(240).duration_ms > 300 for future in futures)
+        assert len(futures) == 3
     finally:
         voice.close()
 
@@ -203,14 +188,14 @@ def test_close_fails_what_is_left_and_may_be_repeated(monkeypatch: pytest.Monkey
     voice = open_pipeline("hibari", threads=1, waiting_room=1)
     assert isinstance(voice, HibariPipeline)
     Busy(voice, monkeypatch)
-    running = voice.submit(request(LONG, "runs"))
+    running = submit(voice, request(LONG, "runs"))
     _until(lambda: voice.stats().running == 1)
-    waiting = voice.submit(request("Hello.", "waits"))
+    waiting = submit(voice, request("Hello.", "waits"))
     caught: list[ErrorCode] = []
 
     def blocked() -> None:
         try:
-            voice.submit(request("Hello.", "blocked"))
+            submit(voice, request("Hello.", "blocked"))
         except SynthesisError as error:
             caught.append(error.code)
 
@@ -224,7 +209,7 @@ def test_close_fails_what_is_left_and_may_be_repeated(monkeypatch: pytest.Monkey
         with pytest.raises(SynthesisError):
             future.result(240)
     with pytest.raises(SynthesisError):
-        voice.submit(request("Hello."))
+        submit(voice, request("Hello."))
     assert caught == [ErrorCode.SYNTH_ABORTED]
 
 

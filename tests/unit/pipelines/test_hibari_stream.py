@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.hibari.schedule import DUE_SECONDS, Schedule
 from pipelines.hibari.utterance import STREAM_GAIN, StreamedUtterance, Utterance, WholeUtterance
-from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.request import AudioChunk, Done, Event, Failed, Generation, Listener, Message, SynthesisRequest, stream, submit
 
 TEXT = "The birch canoe slid on the smooth planks. Glue the sheet to the dark blue background! Is it easy to tell the depth of a well?"
 LONG = "These days a chicken leg is a rare dish, and nobody knows why. " * 40
 #: The grapheme model has no words for it, which only reading tells.
 UNREADABLE = "1" * 200
-Outcome = AudioChunk | NightjarError
+Outcome = Event
+NOBODY = Listener(print, lambda _done: None)
 
 
 def request(text: str, request_id: str = "a", seed: int = 7, **settings: Any) -> SynthesisRequest:
@@ -61,22 +62,21 @@ class Held:
 
 
 def test_a_stream_is_the_whole_speech_but_for_one_gain(voice: HibariPipeline) -> None:
-    whole = voice.submit(request(TEXT)).result(240).samples
-    chunks = list(voice.stream(request(TEXT)))
-    assert [chunk.final for chunk in chunks] == [False, False, False, True]
-    assert [len(chunk.samples) > 0 for chunk in chunks] == [True, True, True, False]
+    whole = submit(voice, request(TEXT)).result(240).samples
+    chunks = list(stream(voice, request(TEXT)))
+    assert [len(chunk.samples) > 0 for chunk in chunks] == [True, True, True]
     streamed = joined(chunks)
     assert len(streamed) == len(whole)
     gain = float(np.abs(streamed).max() / np.abs(whole).max())
     assert 0.8 < gain < 1.25
     np.testing.assert_allclose(streamed, whole * np.float32(gain), atol=1e-6)
-    np.testing.assert_array_equal(streamed, joined(list(voice.stream(request(TEXT)))))
+    np.testing.assert_array_equal(streamed, joined(list(stream(voice, request(TEXT)))))
 
 
 def test_pieces_meet_in_silence(voice: HibariPipeline) -> None:
     without_spaces = "supercalifragilistic" * 40
     for text in (TEXT, LONG, without_spaces):
-        chunks = list(voice.stream(request(text)))[:-1]
+        chunks = list(stream(voice, request(text)))
         assert len(chunks) > 1
         for chunk in chunks:
             assert float(np.abs(chunk.samples[[0, -1]]).max()) < 1e-3
@@ -97,7 +97,7 @@ class LoudVoice:
 
 def spoken(voice: LoudVoice, pieces: int) -> tuple[StreamedUtterance, list[Outcome]]:
     heard: list[Outcome] = []
-    utterance = StreamedUtterance(request("x"), "x", heard.append, lambda: 0.0)
+    utterance = StreamedUtterance(request("x"), "x", Listener(heard.append, lambda _done: None), lambda: 0.0)
     utterance.pieces = iter([[0, 1, 0]] * pieces)
     while utterance.advance(voice):  # type: ignore[arg-type]
         continue
@@ -119,7 +119,8 @@ def test_nothing_is_heard_of_a_text_without_a_voice() -> None:
     utterance, heard = spoken(LoudVoice(0.02, 0.3), 2)
     utterance.complete()
     utterance.deliver()
-    assert [len(chunk.samples) for chunk in heard if isinstance(chunk, AudioChunk)] == [2400, 2400, 0]
+    assert [len(chunk.samples) for chunk in heard if isinstance(chunk, AudioChunk)] == [2400, 2400]
+    assert isinstance(heard[-1], Done)
 
 
 @pytest.mark.parametrize(
@@ -132,25 +133,25 @@ def test_nothing_is_heard_of_a_text_without_a_voice() -> None:
     ],
 )
 def test_a_stream_is_refused_where_it_is_asked_for(voice: HibariPipeline, text: str, settings: dict[str, Any], code: ErrorCode) -> None:
-    for ask in (lambda: voice.stream(request(text, **settings)), lambda: voice.start_stream(request(text, **settings), print)):
+    for ask in (lambda: next(stream(voice, request(text, **settings))), lambda: voice.start(request(text, **settings), print, stream=True)):
         with pytest.raises(InputError) as caught:
             ask()
         assert caught.value.code is code
 
 
 def test_an_error_comes_after_what_was_heard_and_nothing_comes_after_it(voice: HibariPipeline) -> None:
-    chunks = voice.stream(request(LONG, max_seconds=6.0))
+    chunks = stream(voice, request(LONG, max_seconds=6.0))
     assert len(next(chunks).samples) > 24_000
     with pytest.raises(InputError) as caught:
         list(chunks)
     assert caught.value.code is ErrorCode.INPUT_TOO_LONG
     heard: SimpleQueue[Outcome] = SimpleQueue()
-    voice.start_stream(request(f"Hello there. {UNREADABLE}"), heard.put)
+    voice.start(request(f"Hello there. {UNREADABLE}"), heard.put, stream=True)
     first, last = heard.get(timeout=240), heard.get(timeout=240)
     assert isinstance(first, AudioChunk)
-    assert isinstance(last, InputError)
-    assert last.code is ErrorCode.INPUT_UNPRONOUNCEABLE
-    assert list(voice.stream(request("Hello.")))[-1].final
+    assert isinstance(last, Failed)
+    assert last.error.code is ErrorCode.INPUT_UNPRONOUNCEABLE
+    assert list(stream(voice, request("Hello.")))
     assert heard.empty()
 
 
@@ -158,16 +159,16 @@ def test_streams_come_before_whole_utterances_and_first_pieces_first(monkeypatch
     voice = HibariPipeline(threads=1)
     held = Held(voice, monkeypatch)
     try:
-        whole = voice.submit(request(TEXT, "whole"))
+        whole = submit(voice, request(TEXT, "whole"))
         assert held.begun.acquire(timeout=240)
         heard: SimpleQueue[Outcome] = SimpleQueue()
         for name in ("one", "two"):
-            voice.start_stream(request(TEXT, name), heard.put)
+            voice.start(request(TEXT, name), heard.put, stream=True)
         held.go()
         assert whole.result(240).duration_ms > 5000
         # A sentence puts a listener ahead; then the whole utterance goes on.
         assert held.order[:3] == ["whole", "one", "two"]
-        assert sum(isinstance(one, AudioChunk) and one.final for one in [heard.get(timeout=240) for _ in range(8)]) == 2
+        assert sum(isinstance(one, Done) for one in [heard.get(timeout=240) for _ in range(8)]) == 2
     finally:
         held.go()
         voice.close()
@@ -179,18 +180,18 @@ def test_a_stream_that_is_ended_says_nothing_more(monkeypatch: pytest.MonkeyPatc
     try:
         heard: SimpleQueue[Outcome] = SimpleQueue()
         others: SimpleQueue[Outcome] = SimpleQueue()
-        end = voice.start_stream(request(LONG, "runs"), heard.put)
+        handle = voice.start(request(LONG, "runs"), heard.put, stream=True)
         assert held.begun.acquire(timeout=240)
-        end_waiting = voice.start_stream(request(LONG, "waits"), heard.put)
-        voice.start_stream(request("Hello.", "stays"), others.put)
-        end_waiting()
+        waiting = voice.start(request(LONG, "waits"), heard.put, stream=True)
+        voice.start(request("Hello.", "stays"), others.put, stream=True)
+        waiting.cancel()
         held.go(1)
         assert isinstance(heard.get(timeout=240), AudioChunk)
-        end()
-        end()
+        handle.cancel()
+        handle.cancel()
         held.go()
         assert isinstance(others.get(timeout=240), AudioChunk)
-        assert others.get(timeout=240).final  # type: ignore[union-attr]
+        assert isinstance(others.get(timeout=240), Done)
         # One more piece may have been under way.
         assert heard.empty() or isinstance(heard.get(), AudioChunk)
         assert heard.empty()
@@ -203,75 +204,70 @@ def test_a_stream_that_is_ended_says_nothing_more(monkeypatch: pytest.MonkeyPatc
 
 
 def test_closing_the_iterator_ends_the_stream(voice: HibariPipeline) -> None:
-    chunks = voice.stream(request(LONG))
+    chunks = stream(voice, request(LONG))
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
     _until(lambda: voice.stats().running == voice.stats().waiting == 0)
 
 
-@pytest.mark.parametrize("end", ["abort", "close"])
-def test_an_aborted_stream_ends_with_its_error(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_a_closed_voice_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     voice = HibariPipeline(threads=1)
     held = Held(voice, monkeypatch)
     running: SimpleQueue[Outcome] = SimpleQueue()
     waiting: SimpleQueue[Outcome] = SimpleQueue()
-    voice.start_stream(request(LONG, "runs"), running.put)
+    voice.start(request(LONG, "runs"), running.put, stream=True)
     assert held.begun.acquire(timeout=240)
-    voice.start_stream(request(LONG, "waits"), waiting.put)
+    voice.start(request(LONG, "waits"), waiting.put, stream=True)
     closing = threading.Thread(target=voice.close)
-    if end == "abort":
-        voice.abort("waits")
-        voice.abort("runs")
-    else:
-        closing.start()
-    error = waiting.get(timeout=240)
-    assert isinstance(error, SynthesisError)
-    assert error.code is ErrorCode.SYNTH_ABORTED
+    closing.start()
+    ended = waiting.get(timeout=240)
+    assert isinstance(ended, Failed)
+    assert ended.error.code is ErrorCode.SYNTH_ABORTED
     held.go()
-    while isinstance(error := running.get(timeout=240), AudioChunk):
+    while isinstance(ended := running.get(timeout=240), AudioChunk):
         continue
-    assert error.code is ErrorCode.SYNTH_ABORTED
-    voice.close()
+    assert isinstance(ended, Failed)
+    assert ended.error.code is ErrorCode.SYNTH_ABORTED
+    closing.join(240)
     assert running.empty()
     assert waiting.empty()
     with pytest.raises(SynthesisError):
-        voice.start_stream(request("Hello."), running.put)
+        voice.start(request("Hello."), running.put, stream=True)
 
 
 def test_a_listener_that_fails_ends_its_stream_and_no_other(voice: HibariPipeline, caplog: pytest.LogCaptureFixture) -> None:
     def broken(_heard: Outcome) -> None:
         raise RuntimeError("gone")
 
-    voice.start_stream(request(LONG, "broken"), broken)
-    assert list(voice.stream(request("Hello.")))[-1].final
+    voice.start(request(LONG, "broken"), broken, stream=True)
+    assert list(stream(voice, request("Hello.")))
     _until(lambda: voice.stats().running == voice.stats().waiting == 0)
-    assert caplog.text.count("the listener of a stream failed") == 1
+    assert caplog.text.count("the listener of a request failed") == 1
 
 
 def test_many_streams_share_the_threads(voice: HibariPipeline) -> None:
-    alone = joined(list(voice.stream(request(TEXT))))
+    alone = joined(list(stream(voice, request(TEXT))))
     heard: dict[str, SimpleQueue[Outcome]] = {f"stream-{number}": SimpleQueue() for number in range(40)}
     for name, queue in heard.items():
-        voice.start_stream(request(TEXT, name), queue.put)
+        voice.start(request(TEXT, name), queue.put, stream=True)
     for queue in heard.values():
         chunks: list[AudioChunk] = []
-        while not chunks or not chunks[-1].final:
-            chunk = queue.get(timeout=240)
-            assert isinstance(chunk, AudioChunk)
-            chunks.append(chunk)
+        while isinstance(event := queue.get(timeout=240), AudioChunk):
+            chunks.append(event)
+        assert isinstance(event, Done)
         np.testing.assert_array_equal(joined(chunks), alone)
 
 
 class TestSchedule:
     def streamed(self, deadline: float) -> StreamedUtterance:
-        utterance = StreamedUtterance(request("x"), "x", print, lambda: 0.0)
+        utterance = StreamedUtterance(request("x"), "x", NOBODY, lambda: 0.0)
         utterance.deadline = deadline
         return utterance
 
     def test_first_pieces_then_who_runs_dry_then_whole_utterances_then_those_ahead(self) -> None:
         now = 100.0
         schedule = Schedule(lambda: now)
-        old, new = WholeUtterance(request("x"), "x"), WholeUtterance(request("x"), "x")
+        old, new = WholeUtterance(request("x"), "x", NOBODY), WholeUtterance(request("x"), "x", NOBODY)
         ahead, due, dry = (self.streamed(now + lead) for lead in (DUE_SECONDS + 0.1, 1.0, -5.0))
         first, second = self.streamed(0.0), self.streamed(0.0)
         for utterance in (old, new, ahead, due, dry, first, second):
@@ -282,7 +278,7 @@ class TestSchedule:
 
     def test_an_utterance_keeps_its_place_between_its_pieces(self) -> None:
         schedule = Schedule(lambda: 0.0)
-        first, second = WholeUtterance(request("x"), "x"), WholeUtterance(request("x"), "x")
+        first, second = WholeUtterance(request("x"), "x", NOBODY), WholeUtterance(request("x"), "x", NOBODY)
         schedule.add(first)
         schedule.add(second)
         for _ in range(3):

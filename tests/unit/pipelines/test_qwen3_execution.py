@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder, published_config
 from kernels import lm_cuda, lm_persistent, toolchain
+from kernels.cuda_driver import Source, available
 from kernels.frame import Layer, StackTensors
 from pipelines.codec.fused import codec_kernels
 from pipelines.engine import opening
@@ -35,7 +36,7 @@ SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """What was found out about this machine's compilers comes from no other test and does not outlast this one."""
-    cached = (toolchain.triton_fault, lm_cuda.prepared, codec_kernels, lm_cuda._kernels)
+    cached = (toolchain.triton_fault, available, codec_kernels, Source.on)
     for function in cached:
         function.cache_clear()
     yield
@@ -142,8 +143,8 @@ def test_without_cuda_kernels_frames_run_on_tritons_with_a_warning(
         program.write_text(nvcc)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
-    assert not lm_cuda.available()
-    assert not lm_cuda.available()
+    assert not available(0, *lm_cuda.SOURCES)
+    assert not available(0, *lm_cuda.SOURCES)
     (record,) = caplog.records
     said = record.getMessage()
     assert "slower" in said
@@ -208,7 +209,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
     monkeypatch.setattr(opening, "triton_fault", lambda: None)
     monkeypatch.setattr(opening, "graph_executor", opened)
-    monkeypatch.setattr(lm_persistent, "known", lambda _: True)
+    monkeypatch.setattr(lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values())))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks))
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
@@ -221,7 +222,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, streams=8)
     assert asked[4:] == [False, False, True, True]
-    monkeypatch.setattr(lm_persistent, "known", lambda _: False)
+    monkeypatch.setattr(lm_persistent, "predictor_cut", lambda _: None)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
     assert not asked[-1]

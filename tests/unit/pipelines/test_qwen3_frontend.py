@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.qwen3_tts.frontend import open_frontend
 from pipelines.qwen3_tts.pipeline import open_pipeline
 from pipelines.registry import open_frontend as registered_frontend
-from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.request import Done, Event, Generation, Message, SynthesisRequest, submit
 from tests.support.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
@@ -50,8 +51,12 @@ def test_prepared_requests_give_the_same_speech(kind: str) -> None:
             if kind == "custom":
                 voice = pipeline.capabilities.voices[0]
                 request = SynthesisRequest(request.request_id, request.messages, Generation(voice=voice, max_seconds=1.0), request.seed)
-            whole_request = pipeline.submit(request).result(60)
-            prepared = pipeline.submit_prepared(frontend.prepare(request)).result(60)
+            whole_request = submit(pipeline, request).result(60)
+            events: SimpleQueue[Event] = SimpleQueue()
+            pipeline.start(frontend.prepare(request)[0], events.put)
+            done = events.get(timeout=60)
+            assert isinstance(done, Done)
+            prepared = done.speech
             np.testing.assert_array_equal(prepared.samples, whole_request.samples)
             assert (prepared.text, prepared.meta) == (whole_request.text, whole_request.meta)
     finally:
@@ -90,10 +95,10 @@ def test_an_engine_process_gets_prepared_requests() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with pytest.raises(InputError, match="no user text"):
-            process.submit(SynthesisRequest("r", (Message("system", "text", "A calm voice."),)))
+            submit(process, SynthesisRequest("r", (Message("system", "text", "A calm voice."),)))
         request = requests_for("design")[1]
-        prepared = process.submit(request).result(60)
+        prepared = submit(process, request).result(60)
         process._frontend = None
-        np.testing.assert_array_equal(process.submit(request).result(60).samples, prepared.samples)
+        np.testing.assert_array_equal(submit(process, request).result(60).samples, prepared.samples)
     finally:
         process.close()

@@ -20,7 +20,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
-from pipelines.request import Generation, Message, Modality, Role, Speech, SynthesisRequest
+from pipelines.request import Event, Generation, Message, Modality, Role, Speech, SynthesisRequest, stream, submit
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
 
@@ -81,18 +81,18 @@ def held(pipeline: Qwen3TTSPipeline) -> Iterator[None]:
 
 def test_same_request_same_audio_in_any_company(base: Qwen3TTSPipeline) -> None:
     wanted = clone("one", seed=5, reference_text="It was a bright day.")
-    alone = base.submit(wanted).result(SECONDS)
-    crowd = [base.submit(clone(f"other {index}", "Something else.", seed=index)) for index in range(4)]
-    again = base.submit(replace(wanted, request_id="two")).result(SECONDS)
+    alone = submit(base, wanted).result(SECONDS)
+    crowd = [submit(base, clone(f"other {index}", "Something else.", seed=index)) for index in range(4)]
+    again = submit(base, replace(wanted, request_id="two")).result(SECONDS)
     for future in crowd:
         future.result(SECONDS)
     np.testing.assert_array_equal(alone.samples, again.samples)
-    different = base.submit(replace(wanted, seed=6)).result(SECONDS)
+    different = submit(base, replace(wanted, seed=6)).result(SECONDS)
     assert len(different.samples) != len(alone.samples) or (different.samples != alone.samples).any()
 
 
 def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
-    speech = base.submit(clone("meta", "Hello there.")).result(SECONDS)
+    speech = submit(base, clone("meta", "Hello there.")).result(SECONDS)
     assert speech.text == "Hello there."
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == int(speech.meta["frames"]) * 1920
@@ -102,41 +102,40 @@ def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
 
 def test_speech_says_which_executor_made_it_where_that_changed(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base.engine.core.executor, "name", "changed")
-    assert base.submit(clone("meta", "Hello there.")).result(SECONDS).meta["executor"] == "changed"
+    assert submit(base, clone("meta", "Hello there.")).result(SECONDS).meta["executor"] == "changed"
 
 
 def test_max_seconds_is_the_limit(base: Qwen3TTSPipeline) -> None:
     for seconds in (0.08, 0.4, 0.41):
-        speech = base.submit(clone("short", max_seconds=seconds)).result(SECONDS)
+        speech = submit(base, clone("short", max_seconds=seconds)).result(SECONDS)
         assert speech.duration_ms <= 1000 * seconds + 80
-    assert base.submit(clone("one frame", max_seconds=0.08)).result(SECONDS).duration_ms == 80
+    assert submit(base, clone("one frame", max_seconds=0.08)).result(SECONDS).duration_ms == 80
 
 
 def test_a_stream_is_the_whole_in_pieces(base: Qwen3TTSPipeline) -> None:
     for text in (None, "It was."):
         wanted = clone("stream", reference_text=text, seed=9, max_seconds=2.0)
-        whole = base.submit(wanted).result(SECONDS)
-        chunks = list(base.stream(wanted))
-        assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        whole = submit(base, wanted).result(SECONDS)
+        chunks = list(stream(base, wanted))
         assert len(chunks[0].samples) == 1920
         np.testing.assert_allclose(np.concatenate([chunk.samples for chunk in chunks]), whole.samples, atol=1e-4)
 
 
 def test_an_abandoned_stream_ends_its_request(base: Qwen3TTSPipeline) -> None:
-    stream = base.stream(clone("gone", max_seconds=20.0))
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    base.submit(clone("after")).result(SECONDS)
+    chunks = stream(base, clone("gone", max_seconds=20.0))
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    submit(base, clone("after")).result(SECONDS)
     assert base.stats().running == 0
 
 
-def test_abort_fails_the_future(base: Qwen3TTSPipeline) -> None:
+def test_nothing_is_heard_of_what_is_cancelled(base: Qwen3TTSPipeline) -> None:
+    heard: list[Event] = []
     with held(base):
-        doomed, other = base.submit(clone("doomed", max_seconds=30.0)), base.submit(clone("other"))
-        base.abort("doomed")
-        base.abort("nobody")
-    assert error_of(doomed).code is ErrorCode.SYNTH_ABORTED
+        doomed, other = base.start(clone("doomed", max_seconds=30.0), heard.append), submit(base, clone("other"))
+        doomed.cancel()
     assert len(other.result(SECONDS).samples)
+    assert not heard
 
 
 def test_the_engine_rests_while_the_codec_is_behind(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +147,7 @@ def test_the_engine_rests_while_the_codec_is_behind(base: Qwen3TTSPipeline, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(CodecStage, "behind", property(behind))
-        future = base.submit(clone("rests"))
+        future = submit(base, clone("rests"))
         made: list[int] = []
         for _ in range(40):
             assert looked.acquire(timeout=300)
@@ -162,9 +161,9 @@ def test_no_end_is_an_error_unless_asked_for() -> None:
     pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES)
     try:
         request = clone("endless", max_seconds=0.08)
-        assert error_of(pipeline.submit(request)).code is ErrorCode.SYNTH_NO_EOS
+        assert error_of(submit(pipeline, request)).code is ErrorCode.SYNTH_NO_EOS
         with pytest.raises(SynthesisError) as caught:
-            list(pipeline.stream(request))
+            list(stream(pipeline, request))
         assert caught.value.code is ErrorCode.SYNTH_NO_EOS
     finally:
         pipeline.close()
@@ -192,7 +191,7 @@ def test_no_end_is_an_error_unless_asked_for() -> None:
 def test_refused_before_any_engine_work(base: Qwen3TTSPipeline, request_: SynthesisRequest, code: ErrorCode) -> None:
     before = base.stats()
     with pytest.raises(InputError) as caught:
-        base.submit(request_)
+        submit(base, request_)
     assert caught.value.code is code
     assert base.stats().requests_done == before.requests_done
 
@@ -211,23 +210,23 @@ def test_refused_before_any_engine_work(base: Qwen3TTSPipeline, request_: Synthe
     ],
 )
 def test_extreme_settings_speak_and_harm_nobody(base: Qwen3TTSPipeline, settings: dict[str, Any]) -> None:
-    neighbour = base.submit(clone("neighbour"))
-    assert len(base.submit(clone("extreme", **settings)).result(SECONDS).samples)
+    neighbour = submit(base, clone("neighbour"))
+    assert len(submit(base, clone("extreme", **settings)).result(SECONDS).samples)
     assert len(neighbour.result(SECONDS).samples)
 
 
 def test_a_seed_out_of_range_is_refused(base: Qwen3TTSPipeline) -> None:
     for seed in (-1, 1 << 63):
         with pytest.raises(InputError) as caught:
-            base.submit(clone("x", seed=seed))
+            submit(base, clone("x", seed=seed))
         assert caught.value.code is ErrorCode.INPUT_BAD_GENERATION
 
 
 def test_a_stream_that_nobody_reads_costs_nothing(base: Qwen3TTSPipeline) -> None:
     before = base.stats()
-    stream = base.stream(clone("unread", max_seconds=20.0))
-    stream.close()  # type: ignore[attr-defined]
-    base.submit(clone("after")).result(SECONDS)
+    chunks = stream(base, clone("unread", max_seconds=20.0))
+    chunks.close()  # type: ignore[attr-defined]
+    submit(base, clone("after")).result(SECONDS)
     assert base.stats().requests_done == before.requests_done + 1
     assert not base._receivers
 
@@ -240,7 +239,7 @@ def test_named_voices_refuse_clones_and_strangers(custom: Qwen3TTSPipeline) -> N
         (ask("x", ("user", "text", "word " * 950)), ErrorCode.INPUT_TOO_LONG),
     ):
         with pytest.raises(InputError) as caught:
-            custom.submit(request)
+            submit(custom, request)
         assert caught.value.code is code
 
 
@@ -252,10 +251,10 @@ def test_voice_language_and_instruction_change_the_speech(custom: Qwen3TTSPipeli
         ask("b", ("user", "text", "Hello you."), voice="serena", temperature=0.0),
         ask("c", ("user", "text", "Hello you."), voice="ryan", language="german", temperature=0.0),
     ]
-    audio = [custom.submit(request).result(SECONDS).samples for request in variants]
+    audio = [submit(custom, request).result(SECONDS).samples for request in variants]
     assert len({samples.tobytes() for samples in audio}) == len(variants)
     spoken = ask("d", ("user", "text", "Hello you."), voice="ryan", instruct="Whisper.", temperature=0.0)
-    np.testing.assert_array_equal(custom.submit(spoken).result(SECONDS).samples, audio[1])
+    np.testing.assert_array_equal(submit(custom, spoken).result(SECONDS).samples, audio[1])
 
 
 def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
@@ -276,7 +275,7 @@ def test_submit_blocks_while_the_waiting_room_is_full() -> None:
     prepared = clone("r", max_seconds=1.0)
 
     def many() -> None:
-        futures.extend(pipeline.submit(replace(prepared, request_id=str(index))) for index in range(5))
+        futures.extend(submit(pipeline, replace(prepared, request_id=str(index))) for index in range(5))
 
     thread = threading.Thread(target=many)
     thread.start()
@@ -293,7 +292,7 @@ def test_submit_blocks_while_the_waiting_room_is_full() -> None:
 def test_close_aborts_what_runs_and_may_be_repeated() -> None:
     pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES)
     with held(pipeline):
-        future = pipeline.submit(clone("late", max_seconds=60.0))
+        future = submit(pipeline, clone("late", max_seconds=60.0))
         closing = threading.Thread(target=pipeline.close)
         closing.start()
         while not pipeline.engine._closing:
@@ -302,7 +301,7 @@ def test_close_aborts_what_runs_and_may_be_repeated() -> None:
     pipeline.close()
     assert error_of(future).code is ErrorCode.SYNTH_ABORTED
     with pytest.raises(SynthesisError) as caught:
-        pipeline.submit(clone("later"))
+        submit(pipeline, clone("later"))
     assert caught.value.code is ErrorCode.SYNTH_ABORTED
 
 
@@ -356,7 +355,7 @@ def test_the_codec_gets_chunks_as_the_engine_cuts_them_with_their_deadlines(
         decode(codes, done, state, last, deadline)
 
     monkeypatch.setattr(base._stage, "decode_chunk", keep)
-    chunks = list(base.stream(clone("cut", max_seconds=1.6, seed=3)))
+    chunks = list(stream(base, clone("cut", max_seconds=1.6, seed=3)))
     assert sum(size for size, _, _ in asked) == sum(len(chunk.samples) for chunk in chunks) // 1920
     assert [last for _, last, _ in asked] == [False] * (len(asked) - 1) + [True]
     assert {size for size, last, _ in asked if not last} <= {1, 2, 4, 8, 12}

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from pipelines.engine_process.client import EngineProcess
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.qwen3_tts.frontend import open_frontend
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from pipelines.qwen3_tts.prompt import TextTokenizer
-from pipelines.qwen3_tts.text_pieces import TextPieces
-from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
-from pipelines.streams import start_stream, start_text_stream
+from pipelines.qwen3_tts.text_pieces import OpenTokens
+from pipelines.request import AudioChunk, Event, Failed, Generation, Handle, Message, Pipeline, SynthesisRequest, stream, submit
 from tests.support.qwen3_golden import GOLDEN
 from tests.unit.pipelines.test_qwen3_pipeline import SECONDS, SIZES, reference
 
@@ -39,34 +38,36 @@ def pieces(text: str, rng: random.Random) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
-def heard_of(outcomes: queue.SimpleQueue[AudioChunk | NightjarError]) -> np.ndarray:
+def heard_of(events: queue.SimpleQueue[Event]) -> np.ndarray:
     samples: list[np.ndarray] = []
-    while True:
-        outcome = outcomes.get(timeout=SECONDS)
-        if isinstance(outcome, NightjarError):
-            raise outcome
-        samples.append(outcome.samples)
-        if outcome.final:
-            return np.concatenate(samples)
+    while isinstance(event := events.get(timeout=SECONDS), AudioChunk):
+        samples.append(event.samples)
+    if isinstance(event, Failed):
+        raise event.error
+    return np.concatenate(samples)
 
 
-def at_once(pipeline: Any, wanted: SynthesisRequest) -> np.ndarray:
-    outcomes: queue.SimpleQueue[AudioChunk | NightjarError] = queue.SimpleQueue()
-    start_stream(pipeline, wanted, outcomes.put)
-    return heard_of(outcomes)
+def at_once(pipeline: Pipeline, wanted: SynthesisRequest) -> np.ndarray:
+    return np.concatenate([chunk.samples for chunk in stream(pipeline, wanted)])
 
 
-def in_pieces(pipeline: Any, wanted: SynthesisRequest, rng: random.Random) -> np.ndarray:
-    outcomes: queue.SimpleQueue[AudioChunk | NightjarError] = queue.SimpleQueue()
+def started(pipeline: Pipeline, wanted: SynthesisRequest, first: str) -> tuple[Handle, queue.SimpleQueue[Event]]:
+    """A stream of which so much of the text is there."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    opened = replace(wanted, messages=(*wanted.messages[:-1], Message("user", "text", first)), text_open=True)
+    return pipeline.start(opened, events.put, stream=True), events
+
+
+def in_pieces(pipeline: Pipeline, wanted: SynthesisRequest, rng: random.Random) -> np.ndarray:
     text = wanted.messages[-1].content
     assert isinstance(text, str)
     first, *rest = pieces(text, rng)
-    stream = start_text_stream(pipeline, replace(wanted, messages=(*wanted.messages[:-1], Message("user", "text", first))), outcomes.put)
+    handle, events = started(pipeline, wanted, first)
     for piece in rest:
         time.sleep(rng.choice((0, 0, 0.05)))
-        stream.append(piece)
-    stream.finish()
-    return heard_of(outcomes)
+        handle.append(piece, False)
+    handle.append("", True)
+    return heard_of(events)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_ids_of_pieces_are_those_of_the_joined_text() -> None:
     given = total = 0
     for _ in range(6000):
         text = "".join(rng.choice(LETTERS + WORDS) for _ in range(rng.randint(1, 14)))
-        taken, ids = TextPieces(tokenizer, 5000), list[int]()
+        taken, ids = OpenTokens(tokenizer, 5000), list[int]()
         begin = 0
         while begin < len(text):
             size = rng.randint(1, 4)
@@ -96,7 +97,7 @@ def test_ids_of_pieces_are_those_of_the_joined_text() -> None:
 
 def test_a_word_is_known_at_its_end() -> None:
     tokenizer = TextTokenizer.from_folder(BASE)
-    taken = TextPieces(tokenizer, 5000)
+    taken = OpenTokens(tokenizer, 5000)
     assert taken.add("Hel") == []
     assert taken.add("lo ") == tokenizer.target("Hello")[1]
     assert taken.add("wor") == []
@@ -111,7 +112,7 @@ def test_text_in_pieces_gives_the_speech_of_the_whole_text(base: Any, said: str 
     wanted, rng = request(TEXT, said=said), random.Random(5)
     once = at_once(base, wanted)
     assert len(once)
-    batch = [base.submit(request("Batch work beside it.", seed, name=f"b{seed}")) for seed in range(3)]
+    batch = [submit(base, request("Batch work beside it.", seed, name=f"b{seed}")) for seed in range(3)]
     for _ in range(3):
         np.testing.assert_allclose(in_pieces(base, wanted, rng), once, atol=1e-4)
     for one in batch:
@@ -119,28 +120,25 @@ def test_text_in_pieces_gives_the_speech_of_the_whole_text(base: Any, said: str 
 
 
 def test_a_stream_without_text_takes_no_slot_and_one_that_is_ended_gives_it_back(base: Any) -> None:
-    outcomes: queue.SimpleQueue[AudioChunk | NightjarError] = queue.SimpleQueue()
-    stream = start_text_stream(base, request("Hel"), outcomes.put)
+    handle, events = started(base, request(""), "Hel")
     assert base.stats().running == base.stats().waiting == 0
-    stream.append("lo there, my friend, how")
-    assert isinstance(outcomes.get(timeout=SECONDS), AudioChunk)
+    handle.append("lo there, my friend, how", False)
+    assert isinstance(events.get(timeout=SECONDS), AudioChunk)
     assert base.stats().running == 1
-    stream.end()
-    stream.append(" are you?", final=True)
+    handle.cancel()
+    handle.append(" are you?", True)
     deadline = time.monotonic() + SECONDS
     while base.stats().running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert base.engine.core.scheduler.kv.free == base.engine.core.scheduler.kv.pages
-    with pytest.raises(ValueError, match="ended"):
-        stream.append("more")
 
 
 def test_the_whole_text_before_the_first_frame_cannot_come_in_pieces() -> None:
     pipeline: Any = open_pipeline(BASE, text_first=True, **SIZES)
     assert not pipeline.capabilities.text_in
     with pytest.raises(InputError) as caught:
-        start_text_stream(pipeline, request("Hello"), print)
+        pipeline.start(replace(request("Hello"), text_open=True), print, stream=True)
     assert caught.value.code is ErrorCode.INPUT_UNSUPPORTED
     pipeline.close()
 
@@ -162,6 +160,6 @@ def test_text_reaches_an_engine_process_as_ids(base: Any) -> None:
 def test_a_tokenizer_that_is_cut_otherwise_hands_on_at_the_end_only() -> None:
     tokenizer = open_frontend(BASE).tokenizer
     tokenizer._splits_at_words = False
-    taken = TextPieces(tokenizer, 5000)
+    taken = OpenTokens(tokenizer, 5000)
     assert taken.add("Hello there, friend. ") == []
     assert taken.add("", final=True) == tokenizer.target("Hello there, friend.")[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.request import AudioChunk, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Generation, Listener, Message, Speech, SynthesisRequest
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.async_bridge import StreamCall, Unread
+from pipelines.serving.async_bridge import PipelineCall, Unread
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
 from pipelines.serving.model import Progress, ServedModel
@@ -32,17 +31,17 @@ CHUNK = AudioChunk(np.zeros(100, np.float32), 24_000)
 class _AtOnce:
     """Has three chunks ready where a stream begins; `whole`: and that is all."""
 
-    name = "at once"
+    name, info = "at once", EngineInfo()
     starts_at_once = True
 
     def __init__(self, *, whole: bool = False) -> None:
-        self.last = replace(CHUNK, final=whole)
+        self.last = Done(Speech(CHUNK.samples, 24_000)) if whole else CHUNK
 
-    def start_stream(self, _request: object, heard: Any) -> Any:
+    def start(self, _request: object, heard: Any, stream: bool = False) -> Any:
         self.heard = heard
-        for chunk in (CHUNK, CHUNK, self.last):
-            heard(chunk)
-        return lambda: None
+        for event in (CHUNK, CHUNK, self.last):
+            heard(event)
+        return Listener(heard, lambda _done: None)
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -51,8 +50,8 @@ class _AtOnce:
 def test_audio_of_a_client_that_left_counts_as_unread_no_longer() -> None:
     async def leave_early() -> list[int]:
         pipeline, unread = _AtOnce(), Unread()
-        call: Any = StreamCall(pipeline, REQUEST, lambda: None, unread, lambda _seconds: None)  # pyright: ignore[reportArgumentType]
-        async with aclosing(call.chunks(DaemonThreads(1, "starter"))) as chunks:
+        call: Any = PipelineCall(pipeline, REQUEST, lambda: None, unread, lambda _seconds: None, stream=True)  # pyright: ignore[reportArgumentType]
+        async with aclosing(call.events(DaemonThreads(1, "starter"))) as chunks:
             await anext(chunks)
             counts = [unread.bytes]
         counts.append(unread.bytes)
@@ -80,8 +79,8 @@ def test_contexts_that_were_refused_take_no_place(refused: dict[str, Any]) -> No
 def test_a_stream_is_over_once_it_is_made() -> None:
     async def listen() -> int:
         times_over: list[bool] = []
-        call: Any = StreamCall(_AtOnce(whole=True), REQUEST, lambda: times_over.append(True), Unread(), lambda _: None)  # type: ignore[arg-type]
-        async with aclosing(call.chunks(DaemonThreads(1, "starter"))) as chunks:
+        call: Any = PipelineCall(_AtOnce(whole=True), REQUEST, lambda: times_over.append(True), Unread(), lambda _: None, stream=True)  # type: ignore[arg-type]
+        async with aclosing(call.events(DaemonThreads(1, "starter"))) as chunks:
             async for _ in chunks:
                 pass
         return len(times_over)

@@ -15,7 +15,7 @@ import pytest
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.serving.async_bridge import StreamCall, Unread
+from pipelines.serving.async_bridge import PipelineCall, Unread
 
 REQUEST = SynthesisRequest("one", (Message("user", "text", "Hello."),), Generation(), 1)
 
@@ -23,17 +23,20 @@ REQUEST = SynthesisRequest("one", (Message("user", "text", "Hello."),), Generati
 class _Refusing:
     """Takes its time over a request, such as for its recording, and refuses it."""
 
+    starts_at_once = False
+
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.answer = threading.Event()
 
-    def start_stream(self, _request: object, _heard: object) -> Any:
+    def start(self, *_: object) -> Any:
         self.asked.set()
         self.answer.wait()
         raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")
 
 
-def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: bool) -> None:
     async def leave_early() -> int:
         pipeline, threads, times_over = _Refusing(), DaemonThreads(1, "starter"), 0
         over = asyncio.Event()
@@ -43,10 +46,10 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused() -> Non
             times_over += 1
             over.set()
 
-        call: Any = StreamCall(pipeline, REQUEST, count, Unread(), lambda _seconds: None)  # pyright: ignore[reportArgumentType]
+        call: Any = PipelineCall(pipeline, REQUEST, count, Unread(), lambda _seconds: None, stream=stream)  # pyright: ignore[reportArgumentType]
 
         async def listen() -> None:
-            async with aclosing(call.chunks(threads)) as chunks:
+            async with aclosing(call.events(threads)) as chunks:
                 async for _ in chunks:
                     pass
 
@@ -79,11 +82,12 @@ class _LateThread(Executor):
         return future
 
 
-def test_a_slot_is_free_after_a_client_left_before_its_request_was_begun() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slot_is_free_after_a_client_left_before_its_request_was_begun(stream: bool) -> None:
     async def leave_early() -> int:
         thread, outcomes = _LateThread(), list[bool]()
-        call: Any = StreamCall(_Refusing(), REQUEST, lambda: outcomes.append(True), Unread(), lambda _seconds: None)  # pyright: ignore[reportArgumentType]
-        listening = asyncio.create_task(anext(call.chunks(thread)))
+        call: Any = PipelineCall(_Refusing(), REQUEST, lambda: outcomes.append(True), Unread(), lambda _seconds: None, stream=stream)  # pyright: ignore[reportArgumentType]
+        listening = asyncio.create_task(anext(call.events(thread)))
         while not thread.work:
             await asyncio.sleep(0)
         listening.cancel()

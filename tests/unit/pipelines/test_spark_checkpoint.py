@@ -18,9 +18,9 @@ from pipelines.errors import ErrorCode, ModelError
 from pipelines.registry import describe
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import SparkConfig
+from pipelines.spark_tts.language_model import check_weights
 from pipelines.spark_tts.prompt import Vocabulary
 from pipelines.spark_tts.reference import SemanticFeatures
-from pipelines.spark_tts.weights import check_weights
 from tests.support.vllm_kit import checkpoint
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
 from pipelines.spark_tts.streaming_decoder import RIGHT_TOKENS
 from tests.support.vllm_kit import GOLDEN, checkpoint
@@ -45,7 +45,7 @@ CONTINUED = request(
 
 
 def test_it_says_what_it_runs_on(pipeline: SparkPipeline) -> None:
-    meta = pipeline.submit(CREATED).result(SECONDS).meta
+    meta = submit(pipeline, CREATED).result(SECONDS).meta
     assert {key: meta[key] for key in ("engine", "executor", "dtype", "codec_dtype", "finish")} == {
         "engine": "native",
         "executor": "eager",
@@ -67,9 +67,9 @@ def test_a_listener_waits_for_what_stands_before_the_speech_and_behind_it(
 @pytest.mark.parametrize(("asked", "more"), [(CREATED, 1), (CLONED, 0)])
 def test_a_stream_is_heard_once_its_first_chunk_is_there(pipeline: SparkPipeline, asked: SynthesisRequest, more: int) -> None:
     """A created voice of this checkpoint writes one token less before its speech than the usual one."""
-    chunks = [len(chunk.samples) for chunk in pipeline.stream(asked)]
+    chunks = [len(chunk.samples) for chunk in stream(pipeline, asked)]
     assert chunks[0] == (FIRST + more) * TOKEN
-    assert sum(chunks) == len(pipeline.submit(asked).result(SECONDS).samples)
+    assert sum(chunks) == len(submit(pipeline, asked).result(SECONDS).samples)
 
 
 @pytest.mark.parametrize("asked", [CREATED, CLONED, CONTINUED])
@@ -82,17 +82,17 @@ def test_a_limit_of_seconds_is_that_of_the_speech_to_the_token(
         seconds = None if tokens is None else tokens / 50
         return replace(asked, generation=structs.replace(asked.generation, max_seconds=seconds, temperature=0.0))
 
-    whole = pipeline.submit(within(None)).result(SECONDS).samples
+    whole = submit(pipeline, within(None)).result(SECONDS).samples
     count = len(whole) // TOKEN
-    assert np.array_equal(pipeline.submit(within(count)).result(SECONDS).samples, whole)
+    assert np.array_equal(submit(pipeline, within(count)).result(SECONDS).samples, whole)
     fewer = count - 1
     with pytest.raises(SynthesisError, match=f"within {fewer} ") as caught:
-        pipeline.submit(within(fewer)).result(SECONDS)
+        submit(pipeline, within(fewer)).result(SECONDS)
     assert caught.value.code is ErrorCode.SYNTH_NO_EOS
     monkeypatch.setattr(pipeline, "_keep_unfinished", True)
-    speech = pipeline.submit(within(fewer)).result(SECONDS)
+    speech = submit(pipeline, within(fewer)).result(SECONDS)
     assert (len(speech.samples), speech.meta["finish"]) == (fewer * TOKEN, "length")
-    assert sum(len(chunk.samples) for chunk in pipeline.stream(within(fewer))) == fewer * TOKEN
+    assert sum(len(chunk.samples) for chunk in stream(pipeline, within(fewer))) == fewer * TOKEN
 
 
 def test_speech_is_the_same_alone_and_in_any_company(pipeline: SparkPipeline) -> None:
@@ -100,12 +100,12 @@ def test_speech_is_the_same_alone_and_in_any_company(pipeline: SparkPipeline) ->
 
     def outcome(one: SynthesisRequest) -> np.ndarray | ErrorCode:
         try:
-            return pipeline.submit(one).result(SECONDS).samples
+            return submit(pipeline, one).result(SECONDS).samples
         except SynthesisError as error:
             return error.code
 
     alone = [outcome(one) for one in asked]
-    futures = [pipeline.submit(one) for one in asked[::-1] * 2]
+    futures = [submit(pipeline, one) for one in asked[::-1] * 2]
     for future, before in zip(futures, alone[::-1] * 2):
         error = future.exception(SECONDS)
         if isinstance(before, np.ndarray):
@@ -116,11 +116,9 @@ def test_speech_is_the_same_alone_and_in_any_company(pipeline: SparkPipeline) ->
     assert sum(isinstance(one, np.ndarray) for one in alone) >= 2
 
 
-def test_an_abort_ends_a_request_and_frees_its_slot(pipeline: SparkPipeline) -> None:
-    future = pipeline.submit(CLONED)
-    pipeline.abort("one")
-    with pytest.raises(SynthesisError) as caught:
-        future.result(SECONDS)
-    assert caught.value.code is ErrorCode.SYNTH_ABORTED
-    assert pipeline.submit(CREATED).result(SECONDS).sample_rate == 16_000
+def test_a_request_that_is_cancelled_frees_its_slot(pipeline: SparkPipeline) -> None:
+    heard: list[Event] = []
+    pipeline.start(CLONED, heard.append).cancel()
+    assert submit(pipeline, CREATED).result(SECONDS).sample_rate == 16_000
     assert (pipeline.stats().running, pipeline.stats().waiting) == (0, 0)
+    assert not heard

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from kernels.sampler import process_first
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.model import SparkModel
+from pipelines.spark_tts.language_model import ROW_STEP, Drawable, LmWeights, SparkModel, load_weights
 from pipelines.spark_tts.prompt import Vocabulary
-from pipelines.spark_tts.weights import ROW_STEP, Drawable, LmWeights, load_weights
 from tests.support.vllm_kit import checkpoint
 
 CPU = torch.device("cpu")

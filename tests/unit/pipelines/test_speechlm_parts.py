@@ -16,17 +16,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from jobs.cli.models import models
-from pipelines.errors import ErrorCode, InputError, ModelError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.registry import describe
-from pipelines.request import Message
+from pipelines.request import Listener, Message
 from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after, read_output
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
-from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
+from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.library import refuse
@@ -160,24 +160,25 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
     submitted: list[TokenRequest] = []
     cancelled: list[TokenRequest] = []
 
-    def talker() -> SpeechLmFuture:
+    def talker() -> tuple[SpeechLmUtterance, Listener]:
         script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0)
         send = lambda request, receiver: submitted.append(request)  # noqa: E731
         order = SpeechLmRequestInfo("", 16_000, {}, True, config, TextCoder(config), script, lambda: "pair", send, cancelled.append)
-        return SpeechLmFuture(order, None, lambda seconds: None)  # pyright: ignore[reportArgumentType]
+        listener = Listener(print, lambda _done: speaker.hang_up())
+        speaker = SpeechLmUtterance(order, None, listener)  # pyright: ignore[reportArgumentType]
+        return speaker, listener
 
     text = Tokens([config.specials.text, config.text_start, config.specials.eot], "stop")
-    gone = talker()
-    gone.hang_up()
+    gone, listener = talker()
+    listener.cancel()
     gone.finished(text)
     assert not submitted
-    speaking = talker()
+    speaking, listener = talker()
     speaking.finished(text)
     assert len(submitted) == 1
     assert submitted[0].shadow is not None
-    speaking.hang_up()
+    listener.cancel()
     assert cancelled == submitted
-    assert isinstance(speaking.future.exception(0), SynthesisError)
 
 
 def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:

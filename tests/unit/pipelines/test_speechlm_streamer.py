@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, Speech
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.request import AudioChunk, Done, Event, Failed, Speech
 from pipelines.results import SpeechPipeline
-from pipelines.speechlm.results import SpeechLmFuture, SpeechLmStreamer
-from pipelines.streams import End
+from pipelines.speechlm.results import SpeechLmStreamer, SpeechLmUtterance
 
 
 class _Engine:
@@ -35,11 +34,11 @@ class _Started:
     """One stream, and all that is heard of it."""
 
     def __init__(self, stage: CodecStage[Any]) -> None:
-        self.engine, self.heard = _Engine(), list[AudioChunk | NightjarError]()
+        self.engine, self.heard = _Engine(), list[Event]()
         engine, streamer_class = self.engine, SpeechLmStreamer
-        pipeline = SpeechPipeline[Any, Any](engine, stage, SpeechLmFuture, streamer_class)  # pyright: ignore[reportArgumentType]
+        pipeline = SpeechPipeline[Any, Any](engine, stage, SpeechLmUtterance, streamer_class)  # pyright: ignore[reportArgumentType]
         wanted, info = SimpleNamespace(request_id="one"), SimpleNamespace(sample_rate=24_000)
-        self.end: End = pipeline._start(wanted, info, self.heard.append)  # pyright: ignore[reportPrivateUsage]
+        self.handle = pipeline._begin(wanted, info, self.heard.append, stream=True)  # pyright: ignore[reportPrivateUsage]
         (self.streamer,) = engine.receivers
 
 
@@ -52,20 +51,25 @@ def started() -> Iterator[_Started]:
 
 
 def test_a_client_that_hangs_up_ends_the_stream(started: _Started) -> None:
-    started.end()
+    started.handle.cancel()
     assert len(started.engine.cancelled) == 1
-    assert started.streamer.future.exception().code is ErrorCode.SYNTH_ABORTED
     assert started.heard == []
 
 
 def test_a_stream_ends_with_its_speech(started: _Started, caplog: pytest.LogCaptureFixture) -> None:
-    started.streamer.future.set_result(Speech(np.ones(3, np.float32), 24_000, "", "Yes.", {}))
-    assert [chunk.final for chunk in started.heard if isinstance(chunk, AudioChunk)] == [False, False, True]
+    started.streamer.done(Speech(np.ones(3, np.float32), 24_000, "", "Yes.", {}))
+    text, audio, end = started.heard
+    assert isinstance(text, AudioChunk)
+    assert text.text == "Yes."
+    assert isinstance(audio, AudioChunk)
+    assert len(audio.samples) == 3
+    assert isinstance(end, Done)
+    assert (end.speech.text_out, len(end.samples)) == ("Yes.", 0)
     assert not caplog.records
 
 
 def test_a_stream_ends_with_its_error(started: _Started, caplog: pytest.LogCaptureFixture) -> None:
     error = SynthesisError(ErrorCode.SYNTH_NO_EOS, "The speech did not end.")
     started.streamer.failed(error)
-    assert started.heard == [error]
+    assert started.heard == [Failed(error)]
     assert not caplog.records

@@ -5,17 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, SynthesisRequest
-from pipelines.streams import Listener, Playback, start_stream
-from pipelines.tokens import Tokens, TokenUtteranceFuture
-from tests.support.fakes import FakePipeline
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.request import AudioChunk, Capabilities, Done, Event, Failed, Listener, Speech
+from pipelines.serving.async_bridge import Playback
+from pipelines.tokens import Tokens, TokenUtterance
 from tests.unit.pipelines.test_results import REQUEST, Host, Pipeline, Ramp, Streamer, say
 
 
@@ -23,19 +23,23 @@ class Heard:
     """What one listener heard."""
 
     def __init__(self) -> None:
-        self.outcomes: list[AudioChunk | NightjarError] = []
+        self.outcomes: list[Event] = []
         self.over = threading.Event()
         self.threads: set[str] = set()
 
-    def __call__(self, outcome: AudioChunk | NightjarError) -> None:
+    def __call__(self, outcome: Event) -> None:
         self.outcomes.append(outcome)
         self.threads.add(threading.current_thread().name)
-        if isinstance(outcome, NightjarError) or outcome.final:
+        if not isinstance(outcome, AudioChunk):
             self.over.set()
 
     @property
     def samples(self) -> list[float]:
         return np.concatenate([one.samples for one in self.outcomes if isinstance(one, AudioChunk)]).tolist()
+
+    @property
+    def errors(self) -> list[NightjarError]:
+        return [one.error for one in self.outcomes if isinstance(one, Failed)]
 
 
 @pytest.fixture
@@ -45,24 +49,29 @@ def host() -> Host:
 
 @pytest.fixture
 def pipeline(host: Host) -> Iterator[Pipeline]:
-    pipeline = Pipeline(host, CodecStage(Ramp()), TokenUtteranceFuture, Streamer)
+    pipeline = Pipeline(host, CodecStage(Ramp()), TokenUtterance, Streamer)
     yield pipeline
     pipeline.close()
 
 
-def chunk(*values: float, final: bool = False) -> AudioChunk:
-    return AudioChunk(np.array(values, np.float32), 10, final)
+def chunk(*values: float) -> AudioChunk:
+    return AudioChunk(np.array(values, np.float32), 10)
+
+
+DONE = Done(Speech(np.zeros(0, np.float32), 10))
+LATE = Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, "broken"))
 
 
 def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(host: Host, pipeline: Pipeline) -> None:
     host.play = say([1, 2, 3])
     heard = Heard()
-    pipeline.start_stream(REQUEST, heard)
+    pipeline.start(REQUEST, heard, stream=True)
     assert heard.over.wait(240)
     assert heard.samples == [code for code in (1, 2, 3) for _ in range(4)] + [1]
-    assert [isinstance(one, AudioChunk) and one.final for one in heard.outcomes][-2:] == [False, True]
+    end = heard.outcomes[-1]
+    assert isinstance(end, Done)
+    assert (len(end.samples), end.speech.text, end.speech.meta) == (0, "text", {"engine": "none", "frames": 3, "finish": "stop"})
     assert heard.threads == {"codec-chunks"}
-    assert not pipeline._receivers
     assert pipeline.stats().audio_seconds == len(heard.samples) / 100
 
 
@@ -70,11 +79,10 @@ def test_a_stream_that_is_ended_leaves_the_engine(host: Host, pipeline: Pipeline
     receivers: list[Any] = []
     host.play = receivers.append
     heard = Heard()
-    end = pipeline.start_stream(REQUEST, heard)
-    end()
-    end()
+    handle = pipeline.start(REQUEST, heard, stream=True)
+    handle.cancel()
+    handle.cancel()
     assert len(host.cancelled) == 1
-    assert not pipeline._receivers
     wait = threading.Event()
     while not receivers:
         wait.wait(0.01)
@@ -82,18 +90,7 @@ def test_a_stream_that_is_ended_leaves_the_engine(host: Host, pipeline: Pipeline
     assert not heard.outcomes
 
 
-def test_an_abort_is_the_one_error_of_a_stream(host: Host, pipeline: Pipeline) -> None:
-    receivers: list[Any] = []
-    host.play = receivers.append
-    heard = Heard()
-    end = pipeline.start_stream(REQUEST, heard)
-    pipeline.abort("one")
-    end()
-    assert [type(one) for one in heard.outcomes] == [SynthesisError]
-    assert not pipeline._receivers
-
-
-@pytest.mark.parametrize("ending", ["final", "cancelled", "aborted", "failed"])
+@pytest.mark.parametrize("ending", ["final", "cancelled", "failed"])
 def test_however_a_stream_ends_the_codecs_state_goes_back(host: Host, ending: str) -> None:
     class State(list[int]):
         closed = False
@@ -109,13 +106,11 @@ def test_however_a_stream_ends_the_codecs_state_goes_back(host: Host, ending: st
     states = [State()]
     receivers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     host.play = say([1, 2, 3]) if ending == "final" else receivers.put
-    pipeline, heard = Pipeline(host, CodecStage(Ramp()), TokenUtteranceFuture, Ending), Heard()
-    end = pipeline.start_stream(REQUEST, heard)
+    pipeline, heard = Pipeline(host, CodecStage(Ramp()), TokenUtterance, Ending), Heard()
+    handle = pipeline.start(REQUEST, heard, stream=True)
     assert ending == "final" or not states[0].closed
     if ending == "cancelled":
-        end()
-    elif ending == "aborted":
-        pipeline.abort("one")
+        handle.cancel()
     elif ending == "failed":
         receivers.get(timeout=240).failed(SynthesisError(ErrorCode.SYNTH_ENGINE, "broken"))
     assert ending == "cancelled" or heard.over.wait(240)
@@ -128,7 +123,7 @@ def test_nothing_follows_the_end_whichever_thread_it_comes_from() -> None:
     hearing, go_on = threading.Event(), threading.Event()
     heard = Heard()
 
-    def slow(outcome: AudioChunk | NightjarError) -> None:
+    def slow(outcome: Event) -> None:
         hearing.set()
         assert go_on.wait(240)
         heard(outcome)
@@ -138,76 +133,28 @@ def test_nothing_follows_the_end_whichever_thread_it_comes_from() -> None:
     speaking = threading.Thread(target=listener, args=(chunk(1, 2),))
     speaking.start()
     assert hearing.wait(240)
-    failing = threading.Thread(target=listener, args=(SynthesisError(ErrorCode.SYNTH_ENGINE, "broken"),))
+    failing = threading.Thread(target=listener, args=(LATE,))
     failing.start()
     go_on.set()
     speaking.join()
     failing.join()
-    listener(chunk(3, final=True))
-    listener.close()
-    assert [type(one) for one in heard.outcomes] == [AudioChunk, SynthesisError]
+    listener(chunk(3))
+    listener(DONE)
+    listener.cancel()
+    assert [type(one) for one in heard.outcomes] == [AudioChunk, Failed]
     assert ends == [False]
     assert listener.seconds == 0.2
 
 
-def test_an_error_after_the_final_chunk_is_not_heard() -> None:
+def test_an_error_after_the_end_is_not_heard() -> None:
     heard = Heard()
     ends: list[bool] = []
     listener = Listener(heard, ends.append)
-    listener(chunk(1, final=True))
-    listener(SynthesisError(ErrorCode.SYNTH_ENGINE, "late"))
-    assert [type(one) for one in heard.outcomes] == [AudioChunk]
+    listener(chunk(1))
+    listener(DONE)
+    listener(LATE)
+    assert [type(one) for one in heard.outcomes] == [AudioChunk, Done]
     assert ends == [True]
-
-
-def test_a_pipeline_without_calls_streams_on_a_thread() -> None:
-    heard = Heard()
-    start_stream(FakePipeline(), SynthesisRequest("r", REQUEST.messages), heard)
-    assert heard.over.wait(240)
-    assert len(heard.outcomes) == 1
-    assert heard.threads == {"stream"}
-
-
-def test_a_pipeline_that_pauses_is_ended_by_an_abort() -> None:
-    class Slow(FakePipeline):
-        ended = threading.Event()
-        closed = threading.Event()
-
-        def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-            try:
-                yield chunk(1)
-                assert self.ended.wait(240)
-                yield chunk(2)
-            finally:
-                self.closed.set()
-
-        def abort(self, request_id: str) -> None:
-            self.ended.set()
-
-    class First(Heard):
-        first = threading.Event()
-
-        def __call__(self, outcome: AudioChunk | NightjarError) -> None:
-            super().__call__(outcome)
-            self.first.set()
-
-    pipeline, heard = Slow(), First()
-    end = start_stream(pipeline, REQUEST, heard)
-    assert heard.first.wait(240)
-    end()
-    assert pipeline.closed.wait(240)
-    assert len(heard.outcomes) == 1
-
-
-def test_a_pipeline_without_a_final_chunk_gets_one() -> None:
-    class Endless(FakePipeline):
-        def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-            yield chunk(1)
-
-    heard = Heard()
-    start_stream(Endless(), REQUEST, heard)
-    assert heard.over.wait(240)
-    assert [isinstance(one, AudioChunk) and one.final for one in heard.outcomes] == [False, True]
 
 
 def test_a_player_waits_for_chunks_that_are_late() -> None:
@@ -217,17 +164,32 @@ def test_a_player_waits_for_chunks_that_are_late() -> None:
 
 
 def test_a_fault_of_a_stream_is_its_error(host: Host, pipeline: Pipeline) -> None:
-    class Broken(FakePipeline):
-        def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-            raise ZeroDivisionError
-
-    heard = Heard()
-    start_stream(Broken(), REQUEST, heard)
-    assert heard.over.wait(240)
-    assert [one.code for one in heard.outcomes if isinstance(one, NightjarError)] == [ErrorCode.SYNTH_ENGINE]
     host.play = lambda receiver: receiver.finished(Tokens([1], "length"))
     heard = Heard()
-    pipeline.start_stream(REQUEST, heard)
+    pipeline.start(REQUEST, heard, stream=True)
     assert heard.over.wait(240)
-    assert [one.code for one in heard.outcomes if isinstance(one, NightjarError)] == [ErrorCode.SYNTH_NO_EOS]
-    assert not pipeline._receivers
+    assert [one.code for one in heard.errors] == [ErrorCode.SYNTH_NO_EOS]
+
+
+def test_a_whole_utterance_that_is_cancelled_is_not_heard_and_leaves_the_engine(host: Host, pipeline: Pipeline) -> None:
+    receivers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    host.play = receivers.put
+    heard = Heard()
+    handle = pipeline.start(REQUEST, heard)
+    with pytest.raises(ValueError, match="whole"):
+        handle.append("more", final=True)
+    handle.cancel()
+    receivers.get(timeout=240).finished(Tokens([1], "stop"))
+    assert [request.request_id for request in host.cancelled] == ["one"]
+    pipeline.close()
+    assert not heard.outcomes
+    assert pipeline.stats().audio_seconds == 0
+
+
+def test_what_a_model_cannot_do_is_refused_before_the_engine_hears_of_it(host: Host, pipeline: Pipeline) -> None:
+    pipeline.capabilities = Capabilities()
+    for request, stream in ((REQUEST, True), (replace(REQUEST, text_open=True), False)):
+        with pytest.raises(InputError) as caught:
+            pipeline.start(request, Heard(), stream)
+        assert caught.value.code is ErrorCode.INPUT_UNSUPPORTED
+    assert not host.entering.is_set()

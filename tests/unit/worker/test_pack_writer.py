@@ -15,6 +15,7 @@ from jobs.layout import packs_prefix
 from jobs.ledger.records import Artifact, Done, Job, JobState
 from jobs.packs import read_artifact
 from jobs.quality import quality_of
+from jobs.times import Times
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.worker_rig import Build, Recording, Rig, wait_for
@@ -182,8 +183,7 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
     packs = PackWriter(
         held,
         Slow(),
-        pack_bytes=10_000,
-        pack_seconds=3600,
+        times=Times(pack_bytes=10_000, pack_seconds=3600),
         clock=FakeClock(),
         run=lambda work: work(),
         alone=lambda items: False,
@@ -220,8 +220,7 @@ def test_what_the_store_raises_is_each_items(build: Build) -> None:
     packs = PackWriter(
         held,
         store,
-        pack_bytes=10,
-        pack_seconds=1,
+        times=Times(pack_bytes=10, pack_seconds=1),
         clock=FakeClock(),
         run=lambda work: work(),
         alone=lambda _: False,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jobs.job_options import hints
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT
 from jobs.quality import Quality, quality_of
@@ -21,13 +22,26 @@ from pipelines.request import Capabilities, Generation
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.field_tables import changed, fields_of
-from worker.nightly import run_night
+from worker.nightly import ScheduledNight
 
 NIGHT = date(2026, 11, 20)
 #: Of a job, apart from what two jobs of one schedule differ in.
 OWN = {"id", "name", "spec_sha", "created_at", "spec.model_revision", "input_uri", "input_sha256", "store_identity"}
-#: What beat and the exports read, what a refused line does, and the file: other tests have them.
-ELSEWHERE = {"input", "on_error", "exports", "export_to", "splits"}
+#: What the exports read, what a refused line does, the file and what is read of it: other tests have them. The last two are the night's.
+ELSEWHERE = {
+    "input",
+    "on_error",
+    "exports",
+    "export_to",
+    "splits",
+    "options",
+    "columns",
+    "voice_for",
+    "limit",
+    "sample",
+    "name",
+    "idempotency_key",
+}
 
 
 def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -48,6 +62,12 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "pack": (True, {"spec.pack": True}),
         "qa": ("off", {"spec.quality": None}),
         "qa_config": (qa, {"spec.quality": quality_of("basic", qa)}),
+        "qa_set": (["bounds.pause.high=2"], {"spec.quality": quality_of("basic", qa)}),
+        "generation": ({"temperature": "0.5"}, {"spec.generation.temperature": 0.5}),
+        "labels": ({"corpus": "news"}, {"labels": {"corpus": "news"}}),
+        "max_attempts": (4, {"max_attempts": 4}),
+        "max_in_flight": (2, {"max_in_flight": 2}),
+        "error_budget": (0.5, {"error_budget": 0.5}),
         "priority": (3, {"priority": 3}),
         "weight": (5, {"weight": 5}),
         "store_url": (str(folder / "other"), {"store_url": f"file://{folder}/other"}),
@@ -72,7 +92,7 @@ def home(_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     (folder / "in.txt").write_text("good night\n")
     said: dict[str, Any] = {"plain": {}, **{name: {name: value} for name, (value, _) in table(folder).items()}}
     said["input_format"]["input"] = str(folder / "in.txt")
-    schedules = {name: Schedule(**{"input": str(source), "model": "fake", **fields}) for name, fields in said.items()}
+    schedules = {name: Schedule.model_validate({"input": str(source), "model": "fake", **fields}) for name, fields in said.items()}
     settings = Settings(home=folder / "home", schedules=schedules)
     with closing(Ledger.open(settings.ledger_url)) as ledger:
         ledger.migrate()
@@ -81,7 +101,7 @@ def home(_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 def job_of(settings: Settings, ledger: Ledger, name: str) -> dict[str, Any]:
     """The fields of the job of a schedule's night."""
-    night = run_night(settings, ledger, name, NIGHT)
+    night = ScheduledNight(settings, ledger, name, NIGHT).run()
     assert night.job_id, night
     job = ledger.job(night.job_id)
     assert (job.name, job.labels["schedule"], job.labels["night"]) == (f"{name} 2026-11-20", name, "2026-11-20")
@@ -89,7 +109,7 @@ def job_of(settings: Settings, ledger: Ledger, name: str) -> dict[str, Any]:
     return {path: value for path, value in fields_of(replace(job, labels=labels), Quality).items() if path not in OWN}
 
 
-@pytest.mark.parametrize("name", sorted(set(Schedule.model_fields) - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted({*Schedule.model_fields, *hints()} - ELSEWHERE))
 def test_a_field_of_a_schedule_is_that_of_its_nights(home: tuple[Settings, Ledger], name: str) -> None:
     expected = table(home[0].home.parent)[name][1]
     assert changed(job_of(*home, "plain"), job_of(*home, name)) == expected

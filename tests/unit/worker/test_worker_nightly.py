@@ -19,6 +19,7 @@ from pipelines.errors import ConfigError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.night_kit import changed_schedule
 from worker import nightly
 from worker.nightly import NightEnd, input_of, last_night, run_nights
 
@@ -26,7 +27,7 @@ from worker.nightly import NightEnd, input_of, last_night, run_nights
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[Settings]:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
-    schedule = Schedule(input=str(tmp_path / "in-{date}.jsonl"), model="fake", seed=4)
+    schedule = changed_schedule(None, input=str(tmp_path / "in-{date}.jsonl"), model="fake", seed=4)
     settings = Settings(home=tmp_path / "home", schedules={"evening": schedule})
     ledger = Ledger.open(settings.ledger_url)
     ledger.migrate()
@@ -104,7 +105,7 @@ def test_a_crash_before_the_night_was_recorded_makes_no_second_job(tmp_path: Pat
 
 def test_a_bad_file_fails_the_night(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "in-2026-11-20.jsonl").write_text("not json\n")
-    strict = settings.model_copy(update={"schedules": {"evening": settings.schedules["evening"].model_copy(update={"on_error": "abort"})}})
+    strict = settings.model_copy(update={"schedules": {"evening": changed_schedule(settings.schedules["evening"], on_error="abort")}})
     assert ends(strict, "2026-11-20") == [NightEnd.FAILED]
 
 

@@ -1,8 +1,8 @@
-"""The speech LM of a SparkTTS checkpoint as our engine takes it: LLM/ under our names, every tensor accounted for."""
+"""The speech LM of SparkTTS on our engine: LLM/ under our names, every tensor accounted for, and one id a frame."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.frame import DrawRules, Feedback, FrameTensors
+from kernels.layers import rope_table
+from kernels.registry import to_device
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Checkpoint, Shapes, TensorSource, bad_checkpoint
+from pipelines.nn.options import NativeModelOptions
 from pipelines.nn.stack import StackWeights, take_stack
-from pipelines.spark_tts.config import LLM, LmConfig, SparkConfig
+from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 
 #: Kernels take heads of a multiple of so many rows.
@@ -94,3 +102,62 @@ def _rows(table: Tensor, drawable: Drawable) -> Tensor:
     """The rows of a table that can be drawn, filled up with zeros: [rows, hidden]."""
     kept = table[torch.from_numpy(drawable.ids).to(table.device)]
     return functional.pad(kept, (0, 0, 0, drawable.rows - len(kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids of the vocabulary, int64 [length]; no text follows them."""
+
+    ids: NDArray[np.int64]
+    trailing = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class SparkModel(FrameModel):
+    """A Qwen2 whose head has the rows that can be drawn; what was drawn is its next input."""
+
+    def __init__(self, lm: LmConfig, weights: LmWeights, drawable: Drawable, max_context: int) -> None:
+        dtype, device = weights.table.dtype, weights.table.device
+        # Prompts are filled up to whole pages, and a context may end within one.
+        rope = rope_table(max_context + LARGEST_PAGE, lm.head_dim, lm.rope_theta, dtype, device)
+        starts = torch.zeros(1, dtype=torch.int64, device=device)
+        draw = DrawRules(drawable.ends, suppress_from=len(drawable.ids))
+        super().__init__(FrameTensors(weights.stack.tensors(lm, rope), weights.head, draw, Feedback(weights.codes, starts)))
+        self._table = weights.table
+
+    def embed(self, prompt: Prompt) -> Tensor:
+        """Embeddings [length, hidden] of a prompt."""
+        return self._table[to_device(torch.from_numpy(prompt.ids), self.device)]
+
+
+#: Heard tokens of a stream's chunks, 50 a second, and those that the first chunk may have: a window of the codec has 76 tokens more.
+CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
+#: Tokens of a turn on a GPU: a frame of 512 rows takes 2 ms there, a turn of the host 5.
+_TOKENS_PER_TURN = 4
+#: Of BiCodec's decoder in bfloat16: four tensors of its widest part. Computed, not measured.
+_DECODED_TOKEN_BYTES = 4 * 61_440
+
+
+def plan_sizes(config: SparkConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
+    lm, width = config.lm, dtype.itemsize
+    with Checkpoint.open(config.folder / LLM) as model, Checkpoint.open(config.folder / BICODEC) as codec:
+        weights = model.values() * width + codec.values() * torch.float32.itemsize
+    weights += sum(path.stat().st_size for path in (config.folder / WAV2VEC2).iterdir() if path.suffix in (".bin", ".safetensors"))
+    needs = MemoryNeeds(
+        # The head is a copy of rows of the embeddings, and no larger than they.
+        weights=weights + lm.vocab * lm.hidden * width,
+        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
+        slot=3 * 4 * (lm.vocab + 2 * lm.intermediate),
+        page=options.page_size * lm.cached_values * width,
+        decoded_frame=_DECODED_TOKEN_BYTES,
+    )
+    return sized(options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second), device)
+
+
+def sized(sizes: EngineOptions, device: torch.device) -> EngineOptions:
+    """Sizes of an engine whose frames are tokens: chunks of streams, and on a GPU turns that hide the host."""
+    turn = _TOKENS_PER_TURN if device.type == "cuda" else sizes.frames_per_turn
+    return replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS, frames_per_turn=turn)

@@ -1,0 +1,292 @@
+"""What commands share: options, with those of a job, what a shell completes in their place, and the way from a job's id to its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from click.shell_completion import CompletionItem
+
+from jobs.console import FiniteRange, NamedPath, Output
+from jobs.formatting import printable
+from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.recent_jobs import keep_remembered, places_of, settings_for_job
+from jobs.settings import Settings, load_settings, sqlite_path
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError, nearest
+
+if TYPE_CHECKING:
+    from jobs.job_options import Shown
+    from jobs.ledger import Ledger
+    from jobs.ledger.records import Job
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+#: Heading of the options of no job.
+MESSAGES = "Messages"
+
+
+class Option(click.Option):
+    """An option that knows under which heading it stands."""
+
+    def __init__(self, *args: Any, heading: str = MESSAGES, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.heading = heading
+
+
+class JobCommand(click.Command):
+    """A command with the options of a job: its help shows them under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from jobs.job_options import HEADINGS, KEYS, settable
+
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {KEYS: list(settable().items())}
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+                records[getattr(parameter, "heading", MESSAGES)].append(record)
+        for heading, options in records.items():
+            with formatter.section(heading):
+                formatter.write_dl(options)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, cls=Option, help="Print JSON, one object per line.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, cls=Option, help="Print no progress and no notes to stderr.")
+home_option = click.option(
+    *("--out", "--home", "home"),
+    metavar="DIR",
+    type=NamedPath(anywhere=True),
+    cls=Option,
+    heading="Input and output",
+    help="Folder of the job's ledger and audio. [default: out]",
+)
+price_option = click.option(
+    "--price",
+    type=FiniteRange(min=0),
+    metavar="PRICE",
+    help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
+)
+where_option = click.option(
+    "--where",
+    metavar="EXPRESSION",
+    help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
+)
+
+
+def code_option(text: str) -> Callable[[F], F]:
+    """`--code`, which can be given more than once, as `codes`."""
+    names = [code.value for code in ErrorCode]
+    return click.option("--code", "codes", multiple=True, type=click.Choice(names), metavar="CODE", help=text)
+
+
+def output_options(function: F) -> F:
+    """`--json` and `--quiet`, handed over as one `output`."""
+
+    @wraps(function)
+    def call(*args: Any, as_json: bool, quiet: bool, **given: Any) -> Any:
+        return function(*args, output=Output(as_json=as_json, quiet=quiet), **given)
+
+    return json_option(quiet_option(call))  # pyright: ignore[reportReturnType]
+
+
+def common_options(function: F) -> F:
+    """`--out/--home` as `home`, and `--json` and `--quiet` as one `output`."""
+    return home_option(output_options(function))
+
+
+def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
+    """The values of an option KEY=VALUE that can be given more than once. Raises `UsageError`."""
+    found: dict[str, str] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not key or not equals or not (value or shape == "KEY=VALUE"):
+            raise click.UsageError(f"{pair!r} is not {shape}.")
+        if key in found:
+            raise click.UsageError(f"{shape.partition('=')[0].capitalize()} {key!r} is given twice.")
+        found[key] = value
+    return found
+
+
+def job_options(function: F) -> F:
+    """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its `SubmitOptions` as `options`."""
+    from jobs.job_options import JOB, flags, job_of, user_name, usual_options
+
+    usual = usual_options()
+
+    @wraps(function)
+    def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
+        asked = {name: given.pop(name) for name in flags()}
+        spec, options = job_of(_read({name: value for name, value in asked.items() if value not in (None, ())}, assignments), user_name())
+        return function(*args, spec=spec, options=options, **given)
+
+    set_help = "Set one of the keys below. Can be given more than once."
+    dry_help = "Check the file and estimate time, size and cost. Writes nothing."
+    added = [
+        *(_option(name, shown, usual.get(name)) for name, shown in flags().items()),
+        click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help),
+        click.option("--dry-run", is_flag=True, cls=Option, heading=JOB, help=dry_help),
+    ]
+    for add in reversed(added):
+        call = add(call)
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
+    """The option of a row of the table of `jobs.job_options`."""
+    from jobs.job_options import kind_of
+
+    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+    return click.option(
+        shown.flag,
+        name,
+        cls=Option,
+        heading=shown.heading,
+        metavar=shown.metavar or None,
+        help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
+        is_flag=kind_of(name) is bool,
+        default=None,
+        multiple=get_origin(kind_of(name)) in (Mapping, Sequence),
+        type=_click_type(name, shown.metavar),
+        shell_complete={"model": models, "voice": voices}.get(name),
+    )
+
+
+def _click_type(name: str, metavar: str) -> click.ParamType | None:
+    from jobs.job_options import bounds_of, kind_of
+
+    kind = kind_of(name)
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
+    if metavar == "FILE":
+        return NamedPath(path_type=Path)
+    return click.IntRange(*bounds_of(name)) if kind is int else None
+
+
+def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
+    from jobs.job_options import GENERATION, OptionError, checked_generation, kind_of, read_options, settable, shown_of
+    from pipelines.validation import check_generation
+
+    asked = {name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value for name, value in given.items()}
+    generation: dict[str, str] = {}
+    for key, value in pairs(assignments, "KEY=VALUE").items():
+        if key not in settable():
+            raise click.UsageError(f"--set has no key {key!r}. {nearest(key, settable())}The keys are: {', '.join(settable())}.")
+        (generation if key in GENERATION else asked)[key] = value
+    try:
+        check_generation(checked_generation(generation))
+        return read_options(asked | ({"generation": generation} if generation else {}))
+    except OptionError as error:
+        raise click.UsageError(f"The option {error.name} is {error.value!r:.100}: {error.reason}.") from None
+    except NightjarError as error:
+        raise click.UsageError(f"--set: {error.message}") from None
+
+
+def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Files and folders, by the shell's own rules."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of models; where none begins so, folders of checkpoints."""
+    from pipelines.registry import model_names
+
+    return _beginning(incomplete, model_names()) or files(ctx, param, incomplete)
+
+
+def voices(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The voices of the model that is named before, and the stored ones if it can clone."""
+    from pipelines.registry import PUBLISHED, describe
+
+    model = str(ctx.params.get("model") or "hibari")
+    with suppress(NightjarError):
+        can = (PUBLISHED[model][1].card if model in PUBLISHED else describe(model)).capabilities
+        return _beginning(incomplete, [*can.voices, *(_stored(ctx) if can.cloning else ())])
+    return []
+
+
+def stored_voices(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of the stored voices."""
+    with suppress(NightjarError):
+        return _beginning(incomplete, _stored(ctx))
+    return []
+
+
+def export_formats(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of the formats of `nightjar export`."""
+    from jobs.export.formats import format_names
+
+    return _beginning(incomplete, format_names())
+
+
+def _stored(ctx: click.Context) -> list[str]:
+    from jobs.voices import voice_folder
+
+    return voice_folder(load_settings(home=ctx.params.get("home"))).names()
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+class JobId(click.ParamType):
+    """A job's id or a prefix that no other job has."""
+
+    name = "job"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).strip()
+        if not text:
+            self.fail("the job id is empty", param, ctx)
+        return text
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
+        found: list[Job] = []
+        with suppress(NightjarError):
+            for settings in places_of("", ctx.params.get("home")):
+                with suppress(NightjarError):
+                    found += read_ledger(settings, lambda reader: newest_jobs(reader, 200))
+        jobs = {job.id: f"{job.state.value} {printable(job.name)}" for job in found if job.id.startswith(incomplete)}
+        return [CompletionItem(job_id, help=text) for job_id, text in jobs.items()]
+
+
+job_argument = click.argument("job", type=JobId(), metavar="JOB")
+
+
+@contextmanager
+def reading_ledger(settings: Settings) -> Iterator[Ledger]:
+    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and `ledger.schema`."""
+    path = sqlite_path(settings.ledger_url)
+    if path is not None and not path.exists():
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"There is no ledger at {path}.",
+            "Name the folder of the job with --out, or set SPEECH_DATABASE_URL.",
+        )
+    from jobs.ledger import Ledger
+
+    with closing(Ledger.of(settings)) as ledger:
+        ledger.check_schema()
+        yield ledger
+
+
+def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is wrong."""
+    if (found := read_with_driver(settings.ledger_url, work)) is not None:
+        return found
+    with reading_ledger(settings) as ledger:
+        return ledger.read(work)
+
+
+@contextmanager
+def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger, Job]]:
+    """The job of an id or prefix, with its ledger and the settings it was found under. Raises `ledger.not_found`."""
+    settings = settings_for_job(prefix, home)
+    with reading_ledger(settings) as ledger:
+        job = ledger.find_job(prefix)
+        keep_remembered(job.id, settings)
+        yield settings, ledger, job

@@ -1,0 +1,259 @@
+"""`nightjar status`, `list`, `wait` and `watch`: how far jobs are, now or to their end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import click
+
+from jobs.cli.options import common_options, found_job, job_argument, pairs, price_option, read_ledger
+from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
+from jobs.formatting import bytes_text, counted, printable, seconds_text
+from jobs.ledger.location import embedded_broker_url
+from jobs.ledger.records import JobState
+from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
+from jobs.progress import Progress
+from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
+from jobs.settings import Settings, sqlite_path
+from jobs.status import (
+    busy_seconds,
+    cost,
+    cost_at_end,
+    elapsed_seconds,
+    eta_error_seconds,
+    eta_seconds,
+    items_per_second,
+    lacks_workers,
+    rtfx,
+    status_view,
+    utc,
+)
+from pipelines.errors import NightjarError, NotFoundError
+
+#: What `status`, `watch` and `wait` say of a job that waits for a worker.
+NO_WORKER = (
+    "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker` or `nightjar dev`, "
+    "or give its `nightjar run` again"
+)
+STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
+
+
+@click.command()
+@job_argument
+@price_option
+@common_options
+def status(job: str, price: float | None, home: str | None, output: Output) -> None:
+    """Show the progress, speed and cost of JOB (an id, or the first characters of one).
+
+    \b
+    Examples:
+      nightjar status JOB
+      nightjar status JOB --price 2.80 --json
+    """
+    settings = settings_for_job(job, home)
+    price = settings.price_per_gpu_hour if price is None else price
+    state, errors = read_ledger(settings, lambda reader: status_and_errors(reader, job))
+    keep_remembered(state.job.id, settings)
+    if output.as_json:
+        output.data(status_view(state, price, errors))
+        return
+    for line in status_lines(state, price, no_worker(settings)):
+        output.line(line)
+    for code, count in errors.items():
+        output.line(f"  {count} x {code.value}")
+    if errors:
+        output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
+
+
+def no_worker(settings: Settings) -> str:
+    """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger alone."""
+    own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
+    return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
+
+
+def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER) -> list[str]:
+    """A job's status in a few lines for a person; `waits`: what is said where no worker lives."""
+    job, items = state.job, state.items
+    reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
+    named = f"  {printable(job.name)}" if job.name else ""
+    lines = [f"{job.id}  {click.style(job.state.value, bold=True)}{reason}{named}"]
+    if job.labels:
+        lines.append(f"labels  {printable(_labels_text(job.labels))}")
+    counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
+    lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
+    if state.quarantined_workers:
+        lines.append(f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)")
+    if state.outage is not None:
+        lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
+    if lacks_workers(state):
+        lines.append(f"waits   {waits}")
+    if job.rejected_lines:
+        lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
+    speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
+    lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
+    elapsed, busy = elapsed_seconds(state), busy_seconds(state)
+    idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
+    pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
+    if not job.state.final and (eta := eta_seconds(state)) is not None:
+        error = eta_error_seconds(state)
+        pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
+    lines.append(pace)
+    lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
+    price = cost(state, price_per_gpu_hour)
+    if price is not None:
+        at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
+        ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
+        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} an engine hour")
+    return lines
+
+
+def _hours(seconds: float) -> str:
+    """`41 s`, and with the hours from ten minutes on: `20 min 5 s (0.33 h)`."""
+    return seconds_text(seconds) + (f" ({seconds / 3600:.2f} h)" if seconds >= 600 else "")
+
+
+@click.command("list")
+@click.option("--state", "states", multiple=True, type=click.Choice([state.value for state in JobState]), help="Only jobs in this state.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Only jobs with this label. If given more than once, only jobs with all of them.",
+)
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), metavar="N", help="Maximum number of jobs.")
+@common_options
+def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output) -> None:
+    """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status` finds.
+
+    \b
+    Examples:
+      nightjar list --state running
+      nightjar list --label corpus=evening --json
+      nightjar list --out out
+    """
+    places, wanted = places_of("", home), pairs(labels, "KEY=VALUE")
+    in_states = [JobState(state) for state in states] or None
+    found: dict[str, tuple[JobStatus, Settings]] = {}
+    for settings in places:
+        try:
+            of_place = read_ledger(settings, lambda reader: newest_statuses(reader, limit, in_states, wanted))
+        except NotFoundError as error:
+            output.note(f"No jobs: {error}")
+            return
+        except NightjarError as error:
+            if len(places) == 1:
+                raise
+            output.note(f"The jobs of {settings.home} cannot be listed: {error}")
+            continue
+        for state in of_place:
+            # A copy of a folder has the same jobs.
+            if state.job.id not in found or settings.home in homes_of(state.job.id):
+                found[state.job.id] = (state, settings)
+    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)[:limit]
+    if output.as_json:
+        for state, settings in newest:
+            output.data(status_view(state, settings.price_per_gpu_hour))
+        return
+    if not newest:
+        output.note("No jobs.")
+        return
+    rows = [
+        (
+            *(s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at)),
+            *(s.job.name, _labels_text(s.job.labels)),
+            *([str(settings.home)] if len(places) > 1 else []),
+        )
+        for s, settings in newest
+    ]
+    header = ("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS")
+    output.table((*header, "FOLDER") if len(places) > 1 else header, rows)
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    """`corpus=evening, owner=night`, in the order of the keys."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+POLL_SECONDS = 0.5
+
+EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
+
+
+def until_end(read: Callable[[], JobStatus], progress: Progress, settings: Settings, timeout_seconds: float | None = None) -> JobStatus:
+    """Reads a job's status until it is final or the time is over; the last status. Says when no live worker takes the job."""
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    said = ""
+    while True:
+        status = read()
+        progress.update(status)
+        waits = no_worker(settings) if lacks_workers(status) else ""
+        if waits and waits != said:
+            progress.say(waits[0].upper() + waits[1:] + ".")
+        said = waits
+        if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
+            return status
+        time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+
+
+def exit_code_of(state: JobState) -> int:
+    """The exit code of `nightjar wait`: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--timeout", "timeout_seconds", type=FiniteRange(min=0), metavar="SECONDS", help="Maximum seconds to wait. [default: no limit]"
+)
+@common_options
+def wait(job: str, timeout_seconds: float | None, home: str | None, output: Output) -> int:
+    """Wait until JOB ends.
+
+    Exit codes: 0 completed; 1 completed with errors, or failed; 6 cancelled; 7 timeout.
+
+    \b
+    Examples:
+      nightjar wait JOB --timeout 3600
+    """
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet) as progress:
+        status = until_end(lambda: ledger.status(found.id), progress, settings, timeout_seconds)
+    if output.as_json:
+        output.data(status_view(status, settings.price_per_gpu_hour))
+    else:
+        output.note(f"{found.id} is {status.job.state.value}.")
+    return exit_code_of(status.job.state)
+
+
+@click.command()
+@job_argument
+@common_options
+def watch(job: str, home: str | None, output: Output) -> int:
+    """Show the progress of JOB until it ends, then its status.
+
+    With --json, print one status per line at each change. Exit codes are those of `nightjar wait`.
+
+    \b
+    Examples:
+      nightjar watch JOB
+    """
+    last = None
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet or output.as_json) as progress:
+
+        def read() -> JobStatus:
+            nonlocal last
+            status = ledger.status(found.id)
+            counts = (status.job.state, status.items, status.workers)
+            if output.as_json and counts != last:
+                output.data(status_view(status, settings.price_per_gpu_hour))
+                sys.stdout.flush()
+            last = counts
+            return status
+
+        status = until_end(read, progress, settings)
+    if not output.as_json:
+        for line in status_lines(status, settings.price_per_gpu_hour):
+            output.line(line)
+    return exit_code_of(status.job.state)

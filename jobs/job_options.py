@@ -1,0 +1,342 @@
+"""Every option of a job: the one table that the command line, Python, schedules and `nightjar show` read."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_type_hints
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from jobs.input_format import AskedFormat
+from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
+from jobs.quality import DEFAULT, quality_of
+from pipelines.audio_format import AudioFormat
+from pipelines.errors import ConfigError, ErrorCode, nearest
+from pipelines.request import Generation, SpokenRole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jobs.ledger.records import Job
+
+DEFAULT_MODEL = "hibari"
+#: Headings of `nightjar run --help`, in their order.
+HEADINGS = INPUT, MODEL, CHECKS, JOB, KEYS, MESSAGES = (
+    "Input and output",
+    "Model and voice",
+    "Checks",
+    "Job",
+    "Keys of --set",
+    "Messages",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How the command line shows an option."""
+
+    #: Under which heading it stands; empty: it is said with `--set`.
+    heading: str
+    help: str
+    #: What stands for its value, where that is not a choice.
+    metavar: str = ""
+    #: Its name there, where it has another one than in Python.
+    flag: str = ""
+
+
+class JobOptions(TypedDict, total=False):
+    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their defaults."""
+
+    model: Annotated[str | Path, Shown(MODEL, "Name of a model, or path of a checkpoint folder. See `nightjar models`.", "MODEL")]
+    voice: Annotated[str, Shown(MODEL, "Voice for lines without a voice.", "NAME")]
+    language: Annotated[str, Shown(MODEL, "Language for lines without a language.", "NAME")]
+    instruct: Annotated[str, Shown(MODEL, "Style instruction for lines without one.", "TEXT")]
+    voice_of: Annotated[
+        Mapping[SpokenRole, str],
+        Shown(MODEL, "Voice for one role, for example assistant=heart. Can be given more than once.", "ROLE=NAME"),
+    ]
+    voice_for: Annotated[
+        Mapping[str, str],
+        Shown(
+            MODEL,
+            "Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given more than once.",
+            "SPEAKER=NAME",
+        ),
+    ]
+    #: Other keys of `generation`, such as `temperature` or `max_seconds`.
+    generation: Mapping[str, Any]
+    speak: Annotated[
+        Literal["auto", "user", "assistant", "all"],
+        Shown(
+            MODEL,
+            "Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has none, the user's texts.",
+        ),
+    ]
+    seed: Annotated[
+        int,
+        Field(ge=0, le=2**63 - 1),
+        Shown(MODEL, "Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.", "N"),
+    ]
+    format: Annotated[AudioFormat, Shown(INPUT, "Audio format: wav, flac, mp3 or opus.")]
+    sample_rate: Annotated[
+        int,
+        Field(ge=8_000, le=48_000),
+        Shown(JOB, "Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]", "HZ"),
+    ]
+    input_format: Annotated[AskedFormat, Shown(INPUT, "How INPUT is written. `auto`: as its first lines or its name say.")]
+    columns: Annotated[
+        Mapping[str, str],
+        Shown(
+            INPUT,
+            "Column of a table that holds a field, for example text=sentence. Can be given more than once.",
+            "FIELD=NAME",
+            "--column",
+        ),
+    ]
+    limit: Annotated[int, Field(ge=1), Shown(INPUT, "Use the first N lines of INPUT only.", "N")]
+    sample: Annotated[int, Field(ge=1), Shown(INPUT, "Use N lines of INPUT only, chosen by --seed.", "N")]
+    pack: Annotated[
+        bool,
+        Shown(JOB, "Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object."),
+    ]
+    qa: Annotated[Literal["off", "basic", "strict"], Shown(CHECKS, "Quality checks: off, basic or strict.")]
+    qa_config: Annotated[str | Path, Shown(CHECKS, "TOML file with changes to the checks.", "FILE")]
+    qa_set: Annotated[
+        Sequence[str],
+        Shown(
+            CHECKS,
+            "Change one value of the checks, for example bounds.pause.high=2. Can be given more than once.",
+            "KEY=VALUE",
+        ),
+    ]
+    on_error: Annotated[
+        Literal["skip", "abort"],
+        Shown(INPUT, "`skip`: leave bad lines out and list them. `abort`: refuse the whole file."),
+    ]
+    name: Annotated[str, Shown(JOB, "Display name of the job.", "NAME")]
+    labels: Annotated[
+        Mapping[str, str],
+        Shown(JOB, "Label of the job; `nightjar list --label` finds it. Can be given more than once.", "KEY=VALUE", "--label"),
+    ]
+    priority: Annotated[int, Field(ge=-100, le=100), Shown(JOB, "Jobs with a higher priority run first.", "N")]
+    weight: Annotated[int, Field(ge=1, le=1000), Shown("", "Share of the workers among jobs of the same priority.")]
+    max_attempts: Annotated[int, Field(ge=1, le=100), Shown("", "Maximum attempts per item.")]
+    max_in_flight: Annotated[int, Field(ge=1), Shown("", "Maximum shards of this job that run at the same time.")]
+    error_budget: Annotated[float, Field(ge=0, le=1), Shown("", "Pause the job when more than this share of its items fails.")]
+    idempotency_key: Annotated[
+        str,
+        Field(pattern=r"\S"),
+        Shown(
+            JOB,
+            "Key that identifies the job. Submitting the same key again creates no second job. [default: hash of the file and the spec]",
+            "KEY",
+        ),
+    ]
+
+
+#: Of `Generation`: what has an option of its own, and what `--set` takes.
+OWN_OPTION = ("voice", "language", "instruct")
+GENERATION = {
+    "reference_text": "What is said in the recordings that lines bring along.",
+    "temperature": "Sampling temperature.",
+    "top_k": "Sample from the N most likely codes.",
+    "top_p": "Sample from the smallest set of codes with this total probability.",
+    "repetition_penalty": "Penalty for repeated codes; 1 is none.",
+    "cfg": "Scale of classifier-free guidance; 1 or less is none.",
+    "max_seconds": "Maximum audio seconds of an item.",
+    "mode": "Output of models that write text and audio: text_only or text_audio.",
+    "text_temperature": "Their temperature for text; overrides temperature.",
+    "audio_temperature": "Their temperature for audio; overrides temperature.",
+    "audio_top_k": "Their top_k for audio; overrides top_k.",
+    "max_tokens": "Maximum steps of their answer: text tokens and audio frames together.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """What a person may say about a job beside its input and its spec."""
+
+    name: str = ""
+    owner: str = ""
+    priority: int = 0
+    weight: int = 1
+    max_attempts: int = 3
+    max_in_flight: int | None = None
+    error_budget: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
+    on_error: Literal["skip", "abort"] = "skip"
+    #: How the input writes its lines, for a spec that is not resolved.
+    input_format: AskedFormat = "dialogues"
+    #: The same key is the same job; None: made from input, spec and store.
+    idempotency_key: str | None = None
+
+
+class OptionError(ValueError):
+    """An option that does not exist or cannot be used, and why."""
+
+    def __init__(self, name: str, reason: str, value: object = None, *, unknown: bool = False) -> None:
+        super().__init__(reason)
+        self.name, self.reason, self.value, self.unknown = name, reason, value, unknown
+
+
+@cache
+def hints() -> dict[str, Any]:
+    """Option -> its annotated type, in the order of the table."""
+    return get_type_hints(JobOptions, include_extras=True)
+
+
+@cache
+def _model() -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (hint, None) for name, hint in hints().items()}
+    return create_model("JobOptions", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as their types, texts for numbers too; None counts as not given. Raises `OptionError`."""
+    given = plain_numbers({name: value for name, value in options.items() if value is not None})
+    try:
+        found = _model().model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        # What follows the option is a key, or a type that was tried.
+        inside = isinstance(given.get(str(first["loc"][0])), Mapping)
+        name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
+        said = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
+        raise OptionError(name, said, first["input"], unknown=first["type"] == "extra_forbidden") from None
+    values = {name: getattr(found, name) for name in given}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As `read_options`. Raises `config.invalid`."""
+    try:
+        return read_options(options)
+    except OptionError as fault:
+        if fault.unknown:
+            raise unknown_name("option", fault.name, hints()) from None
+        message = f"The option {fault.name} is {fault.value!r:.100}: {fault.reason}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are.") from None
+
+
+def checked_generation(asked: Mapping[str, Any]) -> Generation:
+    """The settings of a `generation`, of which numbers may be texts.
+
+    Raises `config.invalid` for a key that does not exist, and for a value of a wrong type.
+    """
+    try:
+        return msgspec.convert(plain_numbers(asked), Generation, strict=False)
+    except msgspec.ValidationError as error:
+        if unknown := sorted(asked.keys() - set(Generation.__struct_fields__)):
+            raise unknown_name("key of `generation`", unknown[0], Generation.__struct_fields__) from None
+        known = ", ".join(Generation.__struct_fields__)
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with NumPy's numbers as Python's: those of an array are as good as typed ones."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error of a name that there is not, with the nearest and all that there are."""
+    names = list(known)
+    advice = f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}."
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"There is no {what} {name!r:.100}.", advice)
+
+
+def kind_of(name: str) -> Any:
+    """The type of an option, without what else its row says."""
+    return hints()[name].__origin__ if _marks(name) else hints()[name]
+
+
+def bounds_of(name: str) -> tuple[int | None, int | None]:
+    """The least and the largest value of an option that is a number."""
+    bounds = [bound for mark in _marks(name) if isinstance(mark, FieldInfo) for bound in mark.metadata]
+    least, most = (next((getattr(bound, side) for bound in bounds if hasattr(bound, side)), None) for side in ("ge", "le"))
+    return least, most
+
+
+def shown_of(name: str) -> Shown:
+    """How the command line shows an option."""
+    return next(mark for mark in _marks(name) if isinstance(mark, Shown))
+
+
+def flags() -> dict[str, Shown]:
+    """The options that have a flag of their own on the command line."""
+    rows = {name: shown_of(name) for name in hints() if _marks(name)}
+    return {name: replace(row, flag=row.flag or f"--{name.replace('_', '-')}") for name, row in rows.items() if row.heading}
+
+
+def settable() -> dict[str, str]:
+    """What `--set` takes, with its help: options without a flag, and settings of a generation."""
+    return {name: shown_of(name).help for name in hints() if _marks(name) and not shown_of(name).heading} | GENERATION
+
+
+def _marks(name: str) -> tuple[object, ...]:
+    return getattr(hints()[name], "__metadata__", ())
+
+
+def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:
+    """What of the options, as `read_options` gives them, is the job's spec, and what is not. Raises `config.invalid`."""
+    given = {"input_format": "auto", **options}
+    asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in OWN_OPTION if key in given}}
+    generation = checked_generation(asked)
+    if voices := given.pop("voice_of", None):
+        roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in voices.items()}
+        generation = msgspec.structs.replace(generation, roles=roles)
+    config = given.pop("qa_config", None)
+    quality = quality_of(given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ())))
+    reading = Reading(
+        **{name: given.pop(name) for name in ("limit", "sample", "columns") if name in given}, voices=given.pop("voice_for", None)
+    )
+    own = {name: given.pop(name) for name in ("seed", "format", "speak", "sample_rate") if name in given}
+    spec = JobSpec(
+        str(given.pop("model", DEFAULT_MODEL)),
+        generation=generation,
+        quality=quality,
+        reading=reading,
+        pack=given.pop("pack", False) or msgspec.UNSET,
+        **own,
+    )
+    return spec, SubmitOptions(owner=owner, **given)
+
+
+def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
+    """The options that a job was made with, apart from those of its checks, its `on_error` and its key; None for what was not said."""
+    reading = Reading() if spec.reading is msgspec.UNSET else spec.reading
+    found = {
+        name: next((getattr(owner, name) for owner in (spec, reading, spec.generation, job) if hasattr(owner, name)), None)
+        for name in hints()
+        if name not in ("qa", "qa_config", "qa_set", "on_error", "idempotency_key")
+    }
+    found = {name: None if value is msgspec.UNSET else value for name, value in found.items()}
+    generation = {name: value for name, value in msgspec.to_builtins(spec.generation).items() if name in GENERATION}
+    labels = dict(job.labels)
+    return found | {
+        "voice_of": {role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None},
+        "voice_for": reading.voices,
+        "generation": generation,
+        "speak": "auto" if spec.speak == "answer" else spec.speak,
+        "input_format": labels.pop(INPUT_FORMAT, "auto"),
+        "labels": labels,
+    }
+
+
+def usual_options() -> dict[str, Any]:
+    """The defaults, of the options of checks and of bad lines too."""
+    return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {"qa": DEFAULT, "on_error": SubmitOptions().on_error}
+
+
+def user_name() -> str:
+    """The name of who submits; empty: nobody knows it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""

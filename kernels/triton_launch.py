@@ -1,0 +1,72 @@
+"""How Triton kernels are launched: one by one, early behind the kernel before, or only compiled, many of them side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+#: Whether kernels run on a CPU, in Triton's interpreter.
+INTERPRETED = triton.knobs.runtime.interpret
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+
+
+def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """The launch of a kernel on a grid, as `kernel[grid]`; within `compiled_together` it is compiled only."""
+    return partial(kernel.run, grid=grid, warmup=compiling())
+
+
+def compiling() -> bool:
+    """Whether this thread's launches run nothing, since it is within `compiled_together`."""
+    return _compiling.get()
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """In the block this thread's launches through `on_grid` run nothing; their kernels are compiled, or read from Triton's cache, on all
+    cores by its end. What such launches would have written stays as it was.
+
+    A first start on a machine needs dozens of kernels, and one compiler uses one core.
+    """
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler") as pool, triton.AsyncCompileMode(pool):
+        token = _compiling.set(True)
+        try:
+            yield
+        finally:
+            _compiling.reset(token)
+
+
+def early(pdl: bool) -> dict[str, bool]:
+    """Launch options of a kernel that may start while the one before it still runs, and waits for that by itself."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def pieces(count: int, size: int) -> int:
+    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else that is worked out for a launch."""
+    return -(-count // size)
+
+
+def power_from(count: int) -> int:
+    """The least power of two that is at least `count`, which is at least 1."""
+    return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def _write_one(out):
+    tl.store(out, 1)
+
+
+def check() -> None:
+    """Compiles and runs the smallest kernel on the current CUDA device. Raises what Triton, its C compiler or the driver raises."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    _write_one[(1,)](out)
+    if out.item() != 1:
+        raise RuntimeError("a kernel ran and did nothing")
