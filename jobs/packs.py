@@ -15,12 +15,18 @@ import tarfile
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ledger.records import Artifact, ArtifactFacts
+    from jobs.verify import Expected
+
+    StoredArtifact = Artifact | ArtifactFacts | Expected
 
 CONTENT_TYPE = "application/x-tar"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -79,19 +85,6 @@ class PackBuilder:
         offset = self.bytes + len(header)
         self.bytes = offset + len(data) + len(padding)
         return offset
-
-
-class StoredArtifact(Protocol):
-    """What `read_artifact` has to know; see `jobs.ledger.records.Artifact`."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def bytes(self) -> int | None: ...
-    @property
-    def pack(self) -> str | None: ...
-    @property
-    def pack_offset(self) -> int | None: ...
 
 
 def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
 import zstandard
 
@@ -33,10 +33,6 @@ _CHUNK_BYTES = 1 << 20
 _ZSTD_PIECE_BYTES = 1 << 10
 _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
-
-
-class Readable(Protocol):
-    def read(self, size: int = -1, /) -> bytes: ...
 
 
 #: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line may be. Blank: no record.
@@ -126,7 +122,7 @@ class Source:
             yield from split_lines(decompressed(self.file))
 
 
-def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:
+def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
     """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
@@ -149,14 +145,14 @@ def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:
         yield [None if skipping else tail], len(tail)
 
 
-def decompressed(file: BinaryIO) -> Readable:
+def decompressed(file: BinaryIO) -> BinaryIO:
     """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded whatever it swells to."""
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=file, mode="rb")
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
     if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
-        return _ZstdReader(file)
+        return cast(BinaryIO, _ZstdReader(file))
     return file
 
 
@@ -244,7 +240,7 @@ def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
 
 
 @contextmanager
-def _spooled(stream: Readable, uri: str) -> Generator[BinaryIO, None, None]:
+def _spooled(stream: BinaryIO, uri: str) -> Generator[BinaryIO, None, None]:
     with tempfile.TemporaryFile(prefix="nightjar-input-") as file:
         with reading(uri):
             while chunk := stream.read(_CHUNK_BYTES):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from jobs.checks import Quality, checked
 from jobs.dialogue import OpenAiBatchForm, clean
 from jobs.input_format import AskedFormat, check_format, recognized
 from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
 from jobs.line_check import LineChecker
-from jobs.quality import Quality, checked
 from jobs.source import Source
 from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
