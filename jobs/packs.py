@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import tarfile
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     StoredArtifact = Artifact | ArtifactFacts | Expected
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
 CONTENT_TYPE = "application/x-tar"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _encode = msgspec.json.Encoder().encode
@@ -156,3 +158,25 @@ class ArtifactReader:
                 piece.set_exception(error)
                 raise
         return piece.result()
+
+
+def ahead(
+    threads: Executor,
+    get: Callable[[Item], Result],
+    items: Iterable[Item],
+    most: int,
+    size: Callable[[Item], int] = lambda _: 0,
+    most_bytes: int = 0,
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with what `get` has of it, in their order; up to `most` items, of `most_bytes` by their sizes, are got ahead."""
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    under_way = 0
+    for item in items:
+        while waiting and (len(waiting) >= most or under_way + size(item) > most_bytes):
+            first, future = waiting.popleft()
+            under_way -= size(first)
+            yield first, future.result()
+        waiting.append((item, threads.submit(get, item)))
+        under_way += size(item)
+    for first, future in waiting:
+        yield first, future.result()

@@ -131,14 +131,18 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineI
     )
 
 
-@lru_cache(maxsize=8)
 def model_provenance(model: str) -> ModelProvenance:
     """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises `ModelError`."""
     card = describe(model)
-    folder = Path(card.name)
+    return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
+
+
+@lru_cache(maxsize=8)
+def _model_files(model: str) -> tuple[ModelFile, ...]:
+    """The files of a checkpoint folder that a model is read from."""
+    folder = Path(model)
     paths = sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ()
-    files = tuple(_model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file())
-    return ModelProvenance(card.name, card.family, card.engine, card.revision, files)
+    return tuple(_model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file())
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:

@@ -116,14 +116,6 @@ class ShardLine(msgspec.Struct, frozen=True):
 Line = TypeVar("Line", "ShardLine", "RawLine")
 
 
-class _StoredLine(msgspec.Struct, frozen=True):
-    index: int
-    line: int
-    dialogue: Dialogue
-    message: int | None = None
-    references: dict[int, str] = {}
-
-
 class RawLine(msgspec.Struct, frozen=True):
     """One item with its dialogue as it was submitted, for exports."""
 
@@ -138,7 +130,7 @@ class RawLine(msgspec.Struct, frozen=True):
 
 #: Of every line without settings of its own.
 NO_GENERATION = Generation()
-_decode = msgspec.json.Decoder(_StoredLine).decode
+_decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
@@ -167,12 +159,15 @@ def compress(lines: Iterable[bytes]) -> bytes:
 
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
     """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not those that were staged."""
-    return [_shard_line(_decode(line)) for line in _read_lines(store, key, sha256)]
+    return [_shard_line(line) for line in read_raw_shard(store, key, sha256)]
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     """As `read_shard`, with each dialogue as the undecoded JSON that was submitted."""
-    return [_decode_raw(line) for line in _read_lines(store, key, sha256)]
+    data = store.get(key)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
+    return [_decode_raw(line) for line in zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]]
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
@@ -180,15 +175,8 @@ def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     return {reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()}
 
 
-def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
-    data = store.get(key)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
-    return zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]
-
-
-def _shard_line(stored: _StoredLine) -> ShardLine:
-    dialogue, references, turn = stored.dialogue, stored.references, stored.message
+def _shard_line(stored: RawLine) -> ShardLine:
+    dialogue, references, turn = _decode_dialogue(stored.dialogue), stored.references, stored.message_index
     generation = dialogue.generation or NO_GENERATION
     if turn is not None:
         messages = turn_messages(dialogue.messages, turn, references)

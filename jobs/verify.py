@@ -7,12 +7,11 @@ import hashlib
 import heapq
 import math
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -21,7 +20,7 @@ import numpy as np
 from jobs.encoded_audio import encoded_audio
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger.records import QUARANTINE, Artifact, ItemRow, ItemState, Job
-from jobs.packs import ArtifactReader, read_artifact
+from jobs.packs import ArtifactReader, ahead, read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
 from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
@@ -148,15 +147,9 @@ class ObjectCheck:
         """Raises `StoreError` when the store cannot be asked."""
         objects = expected_objects(self._ledger, self._job.id, self._kinds)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            waiting: deque[tuple[Expected, Future[Fault | None]]] = deque()
-            while True:
-                for expected in islice(objects, _AHEAD - len(waiting)):
-                    waiting.append((expected, threads.submit(self._look, expected)))
-                if not waiting:
-                    return
-                expected, future = waiting.popleft()
+            for expected, fault in ahead(threads, self._look, objects, _AHEAD):
                 self.objects += 1
-                if (fault := future.result()) is not None:
+                if fault is not None:
                     yield expected, fault
 
     def _look(self, expected: Expected) -> Fault | None:

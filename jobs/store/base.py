@@ -140,7 +140,7 @@ class ObjectStore:
             content, part, info = self.get(key), self.get_range(key, 2, 5), self.head(key)
         finally:
             self.delete(key)
-        wrong = ""
+        wrong = advice = ""
         if again.created or content != first:
             wrong = "replaced an object that was there"
             advice = "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."

@@ -73,11 +73,11 @@ class FolderStore(ObjectStore):
     remote: ClassVar[bool] = False
 
     def __init__(self, root: Path) -> None:
-        self.root: Path = Path(os.path.abspath(root))
-        self.url = self.root.as_uri()
+        self.root = self._root = Path(os.path.abspath(root))
+        self.url = self._root.as_uri()
         self._identity: str | None = None
         self._top: Handle | None = None
-        self._handles = FolderHandles(self.root)
+        self._handles = FolderHandles(self._root)
         #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
         self._tmpfile = hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")
@@ -96,7 +96,7 @@ class FolderStore(ObjectStore):
     def establish(self, identity: str | None = None) -> str:
         """As of every store; a missing folder is made."""
         with self._errors(""), suppress(FileExistsError):
-            self.root.mkdir(parents=True)
+            self._root.mkdir(parents=True)
         return super().establish(identity)
 
     def confirm(self, identity: str | None) -> None:
@@ -182,7 +182,7 @@ class FolderStore(ObjectStore):
 
     def uri(self, key: str) -> str:
         """The absolute path of the object's file."""
-        return str(self.root.joinpath(*split_key(key)))
+        return str(self._root.joinpath(*split_key(key)))
 
     def _opened_top(self) -> Handle:
         """The root, open: everything is done below the folder whose identity was compared, whatever is mounted or renamed meanwhile."""
@@ -194,15 +194,15 @@ class FolderStore(ObjectStore):
     def _compared(self, identity: str | None) -> Handle:
         """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or has another identity."""
         try:
-            top = Handle(os.open(self.root, FOLDER_FLAGS), os.path.join(self.root, "."))
+            top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
             found = None if identity is None else _identity_in(top.fd)
         except (FileNotFoundError, NotADirectoryError) as error:
-            message = f"The store {self.root} is away: there is no such folder."
+            message = f"The store {self._root} is away: there is no such folder."
             raise StoreError(ErrorCode.STORE_UNREACHABLE, message, "Mount it, or move it back; the work continues.") from error
         except OSError as error:
             raise self._explained(error, "", putting=False) from error
         if identity is not None and found != identity:
-            raise store_away(str(self.root), found, identity)
+            raise store_away(str(self._root), found, identity)
         return top
 
     def _opened(self, segments: list[str]) -> Handle:
@@ -293,7 +293,7 @@ class FolderStore(ObjectStore):
             # The folder was removed while it was written to; the next try makes it again.
             code = ErrorCode.STORE_UNREACHABLE
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
-        return StoreError(code, f"{reason}: {key[:200]!a} in the store {self.root}.", _ADVICE[code])
+        return StoreError(code, f"{reason}: {key[:200]!a} in the store {self._root}.", _ADVICE[code])
 
 
 def _identity_in(folder: int) -> str | None:
