@@ -13,7 +13,7 @@ from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, codec_values
 from benchmarks.random_models.weights import DummyWeights
 from kernels import codec_launch, codec_ops
 from kernels.codec_launch import Shape, Tile
-from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
+from pipelines.qwen3_tts.config import CodecDecoderConfig
 
 #: Multiply-adds of one frame of the published decoder, from its weight shapes.
 FRAME_MACS = 2.48e9

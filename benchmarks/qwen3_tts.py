@@ -33,6 +33,7 @@ from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
 from pipelines.errors import NightjarError
+from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.execution import engine_options, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -102,8 +103,9 @@ class Throughput:
         gc.collect()
         self.bench.clean()
         device = self.bench.device
-        each, chosen = -(-self.load.positions // PAGE_SIZE), {"page_size": PAGE_SIZE, "max_context": MAX_CONTEXT, "wide": not reproducible}
-        options = engine_options(self.model.config, self.model.device, self.model.dtype, slots=slots, pages=slots * each, **chosen)
+        each = -(-self.load.positions // PAGE_SIZE)
+        asked = NativeModelOptions(slots=slots, pages=slots * each, page_size=PAGE_SIZE, max_context=MAX_CONTEXT)
+        options = engine_options(self.model.config, self.model.device, self.model.dtype, asked, wide=not reproducible)
         options = replace(options, **self.overrides, **sizes)
         options = replace(options, pages=(slots + options.spare_slots) * each)
         began = time.perf_counter()

@@ -24,6 +24,7 @@ from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
+from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts.execution import engine_options
 
 MIB = 2**20
@@ -96,10 +97,9 @@ def soak(bench: Bench, size: str, slots: int, count: int, reproducible: bool, mo
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
     decoder = dummy_decoder(TINY_CODEC if tiny else PUBLISHED_CODEC, device, dtype, reproducible=reproducible)
     model = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
-    options = engine_options(
-        model.config, model.device, model.dtype, slots=slots, pages=slots * -(-load.positions // PAGE_SIZE), page_size=PAGE_SIZE,
-        max_context=MAX_CONTEXT,
-    )  # fmt: skip
+    each = -(-load.positions // PAGE_SIZE)
+    asked = NativeModelOptions(slots=slots, pages=slots * each, page_size=PAGE_SIZE, max_context=MAX_CONTEXT)
+    options = engine_options(model.config, model.device, model.dtype, asked)
     executor = Watched(open_executor(model, options, reproducible=reproducible and bench.on_gpu))
     pool = requests(model, load, 4 * slots, min(256, options.pages * PAGE_SIZE - 64))
     loop = ClosedLoop(executor, options, pool, decoder, probe_every=10 if tiny else 100)

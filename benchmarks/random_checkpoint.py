@@ -25,10 +25,9 @@ from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, code
 from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_config import CodecConfig
 from pipelines.qwen3_tts.codec_encoder import CodecEncoder
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.weights import take_weights
+from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig
+from pipelines.qwen3_tts.model import take_weights
 
 #: Ids of the published tokenizer.
 _START, _END, _ASSISTANT = 151644, 151645, 77091

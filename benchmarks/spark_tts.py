@@ -48,11 +48,10 @@ from benchmarks.watched_executor import Watched
 from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.request import SynthesisRequest
-from pipelines.spark_tts.bicodec import BiCodec
+from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice
 from pipelines.spark_tts.config import LLM, SparkConfig
 from pipelines.spark_tts.pipeline import SparkPipeline
 from pipelines.spark_tts.reference import ReferenceEncoder
-from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from pipelines.tokens import TokenHost, TokenSampling
 
 SAMPLE_RATE = 16_000

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from worker.leases import Clock, SystemClock
@@ -46,6 +47,7 @@ class ItemCounts(NamedTuple):
     writing: int
 
 
+@dataclass(eq=False)
 class Demand:
     """Whether the worker takes another message, and how many shards it can use. Thread-safe.
 
@@ -53,18 +55,14 @@ class Demand:
     if these are more. A `fixed` number of shards is the user's.
     """
 
-    def __init__(
-        self,
-        fixed: int | None = None,
-        slots: Callable[[], int] = lambda: 0,
-        suspended: Callable[[], bool] = lambda: False,
-        clock: Clock | None = None,
-    ) -> None:
-        """`slots`: those of the open engine, 0 while none is open. `suspended`: whether no more shards may begin for now."""
-        self.fixed = fixed
-        self._slots = slots
-        self._suspended = suspended
-        self._clock = clock or SystemClock()
+    fixed: int | None = None
+    #: Those of the open engine, 0 while none is open.
+    slots: Callable[[], int] = lambda: 0
+    #: Whether no more shards may begin for now.
+    suspended: Callable[[], bool] = lambda: False
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         #: Messages that were taken and whose shards have not ended.
         self._taken = 0
@@ -75,7 +73,7 @@ class Demand:
         self._answered_before = 0
         self._answered_then = 0
         self._items_per_second = 0.0
-        self._measured_at = self._clock.monotonic()
+        self._measured_at = self.clock.monotonic()
 
     @property
     def hungry(self) -> bool:
@@ -83,9 +81,9 @@ class Demand:
         if self.fixed is not None:
             return True
         unclaimed, held = self._messages()
-        if held >= MAX_SHARDS or unclaimed >= MAX_UNCLAIMED or self._suspended():
+        if held >= MAX_SHARDS or unclaimed >= MAX_UNCLAIMED or self.suspended():
             return False
-        slots = self._slots()
+        slots = self.slots()
         return self._missing(slots, unclaimed) > 0 if slots else held < SHARDS_AT_START
 
     @property
@@ -94,7 +92,7 @@ class Demand:
         if self.fixed is not None:
             return self.fixed
         unclaimed, held = self._messages()
-        slots = self._slots()
+        slots = self.slots()
         if slots == 0:
             return max(held, SHARDS_AT_START)
         more = math.ceil(max(0, self._missing(slots, unclaimed)) / self._typical(slots))
@@ -150,7 +148,7 @@ class Demand:
 
     def _speed(self, answered: int) -> float:
         """Items a second that the engine answers."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         with self._lock:
             seconds = now - self._measured_at
             if seconds >= MEASURE_SECONDS:

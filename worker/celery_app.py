@@ -9,11 +9,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from celery import Celery, Task, signals
+from celery import Celery, signals
 from celery.concurrency.thread import TaskPool
 from celery.exceptions import CPendingDeprecationWarning, Reject
 from celery.platforms import SecurityWarning
@@ -100,7 +101,7 @@ def create_app(settings: Settings) -> Celery:
     signals.setup_logging.connect(_keep_logging)
     app = make_celery(settings)
     app.conf.worker_consumer = SteadyConsumer
-    app.task(name=RUN_SHARD, base=ShardTask)(run_shard)
+    app.task(name=RUN_SHARD, Request=ShardRequest)(run_shard)
     app.finalize()
     return app
 
@@ -138,7 +139,7 @@ class EnginePool(TaskPool):
         # SIGTERM and SIGINT drain, a second one hurries; SIGQUIT hurries. All end with status 0. Celery's handlers are replaced: its cold
         # shutdown cancels tasks of pools that cannot, and waits out its whole time (celery#9505).
         for number, end in ((signal.SIGTERM, runtime.drain), (signal.SIGINT, runtime.drain), (signal.SIGQUIT, runtime.hurry)):
-            signal.signal(number, _ending(end))
+            signal.signal(number, partial(_end, end))
         try:
             runtime.start()
             collect_seldom()
@@ -174,12 +175,9 @@ class EnginePool(TaskPool):
         self.runtime.hurry()
 
 
-def _ending(end: Callable[[], None]) -> Callable[..., None]:
-    def handle(*_: object) -> None:
-        celery_state.should_stop = 0
-        end()
-
-    return handle
+def _end(end: Callable[[], None], *_: object) -> None:
+    celery_state.should_stop = 0
+    end()
 
 
 class _AckLog:
@@ -211,12 +209,6 @@ class ShardRequest(Request):
     def _errors(self) -> tuple[type[BaseException], ...]:
         errors: Any = self._connection_errors
         return (*errors, AttributeError)
-
-
-class ShardTask(Task):
-    """The base of tasks that are acknowledged late."""
-
-    Request = ShardRequest
 
 
 class SteadyConsumer(Consumer):

@@ -209,42 +209,42 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
             log.warning("end of the job not reported yet", job=one.job_id, **details)
 
 
+@dataclass(eq=False)
 class Manifests:
     """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be written is logged, and tried
     again with each pass of the reconciler until it is there: after growing pauses where the failure is not of the store or the ledger.
     """
 
-    def __init__(self, ledger: Ledger, store_for: Callable[[str], ObjectStore], clock: Clock) -> None:
-        self._ledger = ledger
-        self._store_for = store_for
-        self._clock = clock
-        #: Job -> when its manifest is tried again, and the pause before that.
-        self._pauses: dict[str, tuple[float, float]] = {}
+    ledger: Ledger
+    store_for: Callable[[str], ObjectStore]
+    clock: Clock
+    #: Job -> when its manifest is tried again, and the pause before that.
+    pauses: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]], init=False)
 
     def put_if_over(self, job_id: str) -> None:
         """Writes the manifest of a job with audio, if the job has ended."""
-        due_at, pause_seconds = self._pauses.get(job_id, (0.0, FIRST_PAUSE_SECONDS / 2))
-        if self._clock.monotonic() < due_at:
+        due_at, pause_seconds = self.pauses.get(job_id, (0.0, FIRST_PAUSE_SECONDS / 2))
+        if self.clock.monotonic() < due_at:
             return
         try:
             self._put_if_over(job_id)
-            self._pauses.pop(job_id, None)
+            self.pauses.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:
                 pause_seconds = min(pause_seconds * 2, LONGEST_PAUSE_SECONDS)
-                self._pauses[job_id] = self._clock.monotonic() + pause_seconds, pause_seconds
+                self.pauses[job_id] = self.clock.monotonic() + pause_seconds, pause_seconds
             log.warning("manifest of the job not written", job=job_id, code=error.code.value, error=str(error))
 
     def _put_if_over(self, job_id: str) -> None:
         from jobs.export.manifest import put_manifest
 
-        job = self._ledger.job(job_id)
+        job = self.ledger.job(job_id)
         if not job.state.final:
             return
-        if not self._ledger.status(job_id).items.done:
-            self._ledger.note_manifest(job)
+        if not self.ledger.status(job_id).items.done:
+            self.ledger.note_manifest(job)
             return
-        store = self._store_for(job.store_url)
+        store = self.store_for(job.store_url)
         store.confirm(job.store_identity)
-        info = put_manifest(self._ledger, store, job_id)
+        info = put_manifest(self.ledger, store, job_id)
         log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)

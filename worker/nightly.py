@@ -66,16 +66,17 @@ class Dataset:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Night:
-    """A schedule's night and what became of it."""
+    """A night of a schedule, and what became of it."""
 
-    schedule: str
+    settings: Settings
+    ledger: Ledger
+    name: str
     night: date
-    end: NightEnd
-    job_id: str = ""
-    #: State of its job.
-    state: JobState | None = None
+    end: NightEnd = NightEnd.RAN
+    #: Its newest job.
+    job: Job | None = None
     #: Why it failed, or why its datasets are not there yet.
     reason: str = ""
     code: ErrorCode | None = None
@@ -86,9 +87,21 @@ class Night:
     #: What was exported of it, where its job has ended.
     datasets: tuple[Dataset, ...] = ()
 
+    @property
+    def schedule(self) -> Schedule:
+        return self.settings.schedules[self.name]
+
+    @property
+    def job_id(self) -> str:
+        return "" if self.job is None else self.job.id
+
+    @property
+    def state(self) -> JobState | None:
+        return None if self.job is None else self.job.state
+
     def __str__(self) -> str:
         tail = "".join(f" {part}" for part in (self.job_id, self.code or "", self.reason) if part)
-        lines = [f"{clean(self.schedule, 100)} {self.night.isoformat()} {self.end}{tail}"]
+        lines = [f"{clean(self.name, 100)} {self.night.isoformat()} {self.end}{tail}"]
         if self.failed_items or self.rejected_lines:
             counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
             lines.append(f"  {counts}; see why with: nightjar errors {self.job_id}")
@@ -108,7 +121,7 @@ class Night:
         """`nightjar.night/1`."""
         return {
             "schema": "nightjar.night/1",
-            "schedule": self.schedule,
+            "schedule": self.name,
             "night": self.night.isoformat(),
             "end": self.end.value,
             "job": self.job_id or None,
@@ -120,6 +133,153 @@ class Night:
             "rejected_lines": self.rejected_lines,
             "datasets": [{"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None} for one in self.datasets],
         }
+
+    def run(self, *, again: bool = False) -> None:
+        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is submitted once more where
+        that can end otherwise, or with `again`.
+
+        The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
+        idempotency key. Raises `ServiceError`.
+        """
+        jobs, day = self.jobs(), self.night.isoformat()
+        number = max(jobs, default=1)
+        self.job = jobs.get(number)
+        if day in self.ledger.schedule_history(self.name) and self.state not in {*ENDED_BADLY, JobState.INGESTING}:
+            return
+        try:
+            if self.job is not None and self.state in ENDED_BADLY:
+                if not again and not self._is_mended(self.job):
+                    self._fail(_bad_end(self.job))
+                    return
+                self.job = self._submit(number + 1)
+            elif self.state in {None, JobState.INGESTING}:
+                self.job = self._submit(number)
+        except NightjarError as error:
+            missing = isinstance(error, InputError) and error.code in _MISSING
+            self._fail(_explained(error, self.job), NightEnd.MISSING if missing else NightEnd.FAILED)
+            return
+        if self.job is not None and self.state in ENDED_BADLY:
+            self._fail(_bad_end(self.job))
+            return
+        self.ledger.schedule_ran(self.name, day)
+        log.info("night submitted", schedule=self.name, night=day, job=self.job_id)
+        self.end = NightEnd.SUBMITTED
+
+    def jobs(self) -> dict[int, Job]:
+        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
+        first = self._key(1)
+        ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
+        return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
+
+    def conclude(self) -> bool:
+        """Writes the datasets of a night whose job has ended well. Returns whether there is nothing to wait for."""
+        if self.job is None or self.end in {NightEnd.MISSING, NightEnd.FAILED}:
+            return True
+        status = self.ledger.status(self.job.id)
+        self.job = job = status.job
+        if not job.state.final:
+            return False
+        if job.state in ENDED_BADLY:
+            self._fail(_bad_end(job))
+            return True
+        # One that stands is left as it is, one that was stopped goes on, and one that a job of this night left before it went on is written
+        # anew; one that fails keeps no other from being written, and no file that is another's is touched.
+        jobs = list(self.jobs().values())
+        self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
+        self.done_items, self.failed_items, self.rejected_lines = status.items.done, status.items.failed, job.rejected_lines
+        return True
+
+    def explain(self) -> None:
+        """Says what a person does about a job that goes on."""
+        self.job = job = self.ledger.job(self.job_id)
+        datasets = " for its datasets" if self.schedule.exports else ""
+        if job.state is JobState.PAUSED:
+            why = f" ({job.state_reason})" if job.state_reason else ""
+            self.reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
+        else:
+            self.reason = f"its job is {job.state.value}" + (f"; run this again{datasets}" if datasets else "")
+
+    def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
+        """A night that has not run stays due."""
+        self.end, self.reason, self.code = end, str(error), error.code
+        day, job = self.night.isoformat(), self.job_id or None
+        log.error("night failed", schedule=self.name, night=day, job=job, code=error.code.value, error=self.reason)
+        if self.state in ENDED_BADLY:
+            self.ledger.schedule_forget(self.name, day)
+
+    def _key(self, number: int) -> str:
+        """The idempotency key of the night's job of this number: two processes that run the same night make one job."""
+        first = f"nightly/{self.name}/{self.night.isoformat()}"
+        return first if number == 1 else f"{first}/{number}"
+
+    def _submit(self, number: int) -> Job:
+        """Submits the job of this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
+        from jobs.ingest import submit
+
+        spec, options = _job(self.schedule)
+        day = self.night.isoformat()
+        labels = {**options.labels, "schedule": self.name, "night": day}
+        options = replace(options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number))
+        job = submit(self.settings, self.ledger, self._store(), input_of(self.schedule, self.night), spec, options=options).job
+        remember_if_embedded(job.id, self.settings)
+        return job
+
+    def _is_mended(self, job: Job) -> bool:
+        """Whether a night whose job ended badly can be another job now: its file or what is made of it has changed, or lines of the
+        same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
+        back for a change only. Raises `NightjarError`.
+        """
+        from jobs.ingest import dry_run
+        from jobs.source import open_source
+        from jobs.spec import resolve, spec_sha
+        from jobs.voices import voice_folder
+
+        settings, (spec, options) = self.settings, _job(self.schedule)
+        store, source = self._store(), input_of(self.schedule, self.night)
+        with open_source(source, settings.s3) as opened:
+            place = (opened.sha256, store.url, options.input_format)
+            if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
+                return True
+            resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
+        if job.spec_sha != spec_sha(resolved.spec):
+            return True
+        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
+
+    def _store(self) -> ObjectStore:
+        from jobs.store import open_store
+
+        return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
+
+    def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
+        to = place_of(self.settings, self.name, format, self.night)
+        about = {"job": jobs[-1].id, "format": format, "to": to}
+        try:
+            items = self._write(jobs, format, to)
+        except NightjarError as error:
+            log.error("dataset not written", **about, code=error.code.value, error=str(error))
+            return Dataset(format, to, reason=str(error))
+        except Exception as error:
+            # One dataset keeps no other back, whatever is wrong with it.
+            log.exception("dataset not written", **about)
+            return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
+        log.info("dataset complete", **about, items=items)
+        return Dataset(format, to, items)
+
+    def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
+        """Writes one export; how many items it has."""
+        from jobs.export import export, find_format, own_output, parse_splits
+        from jobs.store import store_of
+
+        job, own, settings = jobs[-1], {one.id for one in jobs}, self.settings
+        store = store_of(job, settings.s3)
+        if format == REPORT:
+            from jobs.report import ReportOptions, write_report
+
+            options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
+            return write_report(self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
+        wanted = self.schedule.splits
+        splits = parse_splits(wanted) if wanted and find_format(format).splittable else None
+        return export(self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,193 +339,33 @@ def run_nights(
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
         chosen = [name for name in settings.schedules if not names or name in names]
-        nights = [ScheduledNight(settings, ledger, name, one) for name in chosen for one in dates]
-        return NightlyReport(_to_their_ends([(one, one.run(again=again)) for one in nights], time.monotonic() + wait_seconds))
+        nights = [Night(settings, ledger, name, one) for name in chosen for one in dates]
+        for one in nights:
+            one.run(again=again)
+        _conclude(nights, time.monotonic() + wait_seconds)
+        return NightlyReport(nights)
     finally:
         ledger.close()
 
 
-def _to_their_ends(nights: Sequence[tuple[ScheduledNight, Night]], deadline: float) -> list[Night]:
-    """The nights with the ends of their jobs and their datasets, in the order in which they come; as they are where the time is
-    over before. A ledger that is away for a while does not end hours of waiting."""
-    ended: dict[int, Night] = {}
+def _conclude(nights: Sequence[Night], deadline: float) -> None:
+    """Waits for the ends of the nights' jobs, and writes their datasets in the order in which they come. A ledger that is away for a
+    while does not end hours of waiting."""
+    left = list(nights)
     while True:
-        for place, (scheduled, night) in enumerate(nights):
+        for night in list(left):
             try:
-                if place not in ended and (end := scheduled.at_its_end(night)) is not None:
-                    ended[place] = end
+                if night.conclude():
+                    left.remove(night)
             except ServiceError as error:
                 if not error.code.retryable or time.monotonic() >= deadline:
                     raise
-                log.warning("still waiting", schedule=night.schedule, job=night.job_id, code=error.code.value, error=str(error))
-        if len(ended) == len(nights) or time.monotonic() >= deadline:
-            return [ended[place] if place in ended else one.unfinished(night) for place, (one, night) in enumerate(nights)]
+                log.warning("still waiting", schedule=night.name, job=night.job_id, code=error.code.value, error=str(error))
+        if not left or time.monotonic() >= deadline:
+            break
         time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledNight:
-    """One night of one schedule."""
-
-    settings: Settings
-    ledger: Ledger
-    name: str
-    night: date
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.settings.schedules[self.name]
-
-    def run(self, *, again: bool = False) -> Night:
-        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is submitted once more where
-        that can end otherwise, or with `again`.
-
-        The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
-        idempotency key. Raises `ServiceError`.
-        """
-        jobs = self.jobs()
-        number = max(jobs, default=1)
-        last = jobs.get(number)
-        recorded = self.night.isoformat() in self.ledger.schedule_history(self.name)
-        if recorded and (last is None or not (last.state in ENDED_BADLY or last.state is JobState.INGESTING)):
-            return self._result(NightEnd.RAN, last)
-        try:
-            if last is not None and last.state in ENDED_BADLY:
-                if not again and not self._is_mended(last):
-                    return self._failed(self._result(NightEnd.FAILED, last), _bad_end(last))
-                last = self._submit(number + 1)
-            elif last is None or last.state is JobState.INGESTING:
-                last = self._submit(number)
-        except NightjarError as error:
-            end = NightEnd.MISSING if isinstance(error, InputError) and error.code in _MISSING else NightEnd.FAILED
-            return self._failed(self._result(end, last), _explained(error, last))
-        if last.state in ENDED_BADLY:
-            return self._failed(self._result(NightEnd.FAILED, last), _bad_end(last))
-        self.ledger.schedule_ran(self.name, self.night.isoformat())
-        log.info("night submitted", schedule=self.name, night=self.night.isoformat(), job=last.id)
-        return self._result(NightEnd.SUBMITTED, last)
-
-    def jobs(self) -> dict[int, Job]:
-        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
-        first = self._key(1)
-        ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
-        return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
-
-    def at_its_end(self, night: Night) -> Night | None:
-        """The night once its job has ended; None before."""
-        if not night.job_id or night.end not in {NightEnd.SUBMITTED, NightEnd.RAN}:
-            return night
-        status = self.ledger.status(night.job_id)
-        job, items = status.job, status.items
-        if not job.state.final:
-            return None
-        night = replace(night, state=job.state)
-        if job.state in ENDED_BADLY:
-            return self._failed(replace(night, end=NightEnd.FAILED), _bad_end(job))
-        datasets = self._write_datasets(list(self.jobs().values()))
-        return replace(night, done_items=items.done, failed_items=items.failed, rejected_lines=job.rejected_lines, datasets=datasets)
-
-    def unfinished(self, night: Night) -> Night:
-        """The night while its job goes on, with what a person does about it."""
-        job = self.ledger.job(night.job_id)
-        datasets = " for its datasets" if self.schedule.exports else ""
-        if job.state is JobState.PAUSED:
-            why = f" ({job.state_reason})" if job.state_reason else ""
-            reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
-        else:
-            reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
-        return replace(night, state=job.state, reason=reason)
-
-    def _result(self, end: NightEnd, job: Job | None) -> Night:
-        return Night(self.name, self.night, end) if job is None else Night(self.name, self.night, end, job.id, job.state)
-
-    def _failed(self, night: Night, error: NightjarError) -> Night:
-        """The night as one that has not run: it stays due."""
-        day, job = night.night.isoformat(), night.job_id or None
-        log.error("night failed", schedule=night.schedule, night=day, job=job, code=error.code.value, error=str(error))
-        if night.state in ENDED_BADLY:
-            self.ledger.schedule_forget(night.schedule, day)
-        return replace(night, reason=str(error), code=error.code)
-
-    def _key(self, number: int) -> str:
-        """The idempotency key of the night's job of this number: two processes that run the same night make one job."""
-        first = f"nightly/{self.name}/{self.night.isoformat()}"
-        return first if number == 1 else f"{first}/{number}"
-
-    def _submit(self, number: int) -> Job:
-        """Submits the job of this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
-        from jobs.ingest import submit
-
-        spec, options = _job(self.schedule)
-        day = self.night.isoformat()
-        labels = {**options.labels, "schedule": self.name, "night": day}
-        options = replace(options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number))
-        job = submit(self.settings, self.ledger, self._store(), input_of(self.schedule, self.night), spec, options=options).job
-        remember_if_embedded(job.id, self.settings)
-        return job
-
-    def _is_mended(self, job: Job) -> bool:
-        """Whether a night whose job ended badly can be another job now: its file or what is made of it has changed, or lines of the
-        same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
-        back for a change only. Raises `NightjarError`.
-        """
-        from jobs.ingest import dry_run
-        from jobs.source import open_source
-        from jobs.spec import resolve, spec_sha
-        from jobs.voices import voice_folder
-
-        settings, (spec, options) = self.settings, _job(self.schedule)
-        store, source = self._store(), input_of(self.schedule, self.night)
-        with open_source(source, settings.s3) as opened:
-            place = (opened.sha256, store.url, options.input_format)
-            if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
-                return True
-            resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
-        if job.spec_sha != spec_sha(resolved.spec):
-            return True
-        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
-
-    def _store(self) -> ObjectStore:
-        from jobs.store import open_store
-
-        return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
-
-    def _write_datasets(self, jobs: Sequence[Job]) -> tuple[Dataset, ...]:
-        """Writes the exports of the night whose last job has ended well. One that stands is left as it is, one that was stopped goes
-        on, and one that a job of this night left before it went on is written anew; one that fails keeps no other from being
-        written, and no file that is another's is touched."""
-        return tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
-
-    def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
-        to = place_of(self.settings, self.name, format, self.night)
-        about = {"job": jobs[-1].id, "format": format, "to": to}
-        try:
-            items = self._write(jobs, format, to)
-        except NightjarError as error:
-            log.error("dataset not written", **about, code=error.code.value, error=str(error))
-            return Dataset(format, to, reason=str(error))
-        except Exception as error:
-            # One dataset keeps no other back, whatever is wrong with it.
-            log.exception("dataset not written", **about)
-            return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
-        log.info("dataset complete", **about, items=items)
-        return Dataset(format, to, items)
-
-    def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
-        """Writes one export; how many items it has."""
-        from jobs.export import export, find_format, own_output, parse_splits
-        from jobs.store import store_of
-
-        job, own, settings = jobs[-1], {one.id for one in jobs}, self.settings
-        store = store_of(job, settings.s3)
-        if format == REPORT:
-            from jobs.report import ReportOptions, write_report
-
-            options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
-            return write_report(self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
-        wanted = self.schedule.splits
-        splits = parse_splits(wanted) if wanted and find_format(format).splittable else None
-        return export(self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items
+    for night in left:
+        night.explain()
 
 
 def input_of(schedule: Schedule, night: date) -> str:

@@ -40,6 +40,7 @@ class _OpenPack:
     items: list[tuple[Done, Future[Done]]] = field(default_factory=list[tuple[Done, Future[Done]]])
 
 
+@dataclass(eq=False)
 class PackWriter:
     """The packs of one shard while its lease lives; safe to use from several threads.
 
@@ -48,24 +49,16 @@ class PackWriter:
     committed is of no use to anyone: its items are made again, and the sweep removes it.
     """
 
-    def __init__(
-        self,
-        held: HeldLease,
-        store: ObjectStore,
-        *,
-        times: Times,
-        clock: Clock,
-        run: Callable[[Callable[[], None]], None],
-        alone: Callable[[int], bool],
-    ) -> None:
-        """`run` calls a function on a thread that may wait for the store. `alone(n)` says whether the n items in the open pack are all
-        that is on its way."""
-        self._held = held
-        self._store = store
-        self._times = times
-        self._clock = clock
-        self._run = run
-        self._alone = alone
+    held: HeldLease
+    store: ObjectStore
+    times: Times
+    clock: Clock
+    #: Calls a function on a thread that may wait for the store.
+    run: Callable[[Callable[[], None]], None]
+    #: Whether so many items in the open pack are all that is on its way.
+    alone: Callable[[int], bool]
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._open: _OpenPack | None = None
         self._putting = False
@@ -80,10 +73,10 @@ class PackWriter:
         hashes = [hashlib.sha256(one.data).hexdigest() for one in artifacts]
         with self._changed:
             # The thread that puts the pack before this one takes the full one next.
-            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self._times.pack_bytes)
+            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self.times.pack_bytes)
             pack = self._open
             if pack is None:
-                pack = self._open = _OpenPack(self._packs, self._clock.monotonic())
+                pack = self._open = _OpenPack(self._packs, self.clock.monotonic())
                 self._packs += 1
             placed: list[Artifact] = []
             for (made, data), sha256 in zip(artifacts, hashes, strict=True):
@@ -98,7 +91,7 @@ class PackWriter:
         with self._changed:
             due = not self._putting and self._due()
         if due:
-            self._run(self._put_due)
+            self.run(self._put_due)
 
     def _put_due(self) -> None:
         """Puts the open pack if it is time, and those that are full by then; returns at once while another thread does."""
@@ -119,8 +112,8 @@ class PackWriter:
         pack = self._open
         if pack is None:
             return False
-        full = pack.builder.bytes >= self._times.pack_bytes
-        return full or self._clock.monotonic() - pack.begun_at >= self._times.pack_seconds or self._alone(len(pack.items))
+        full = pack.builder.bytes >= self.times.pack_bytes
+        return full or self.clock.monotonic() - pack.begun_at >= self.times.pack_seconds or self.alone(len(pack.items))
 
     def _put(self, pack: _OpenPack) -> None:
         """Puts a pack and answers its items, each with the key of the pack in its artifacts."""
@@ -134,7 +127,7 @@ class PackWriter:
             stored.set_result(replace(done, artifacts=tuple([replace(artifact, pack=key) for artifact in done.artifacts])))
 
     def _put_bytes(self, pack: _OpenPack) -> str:
-        lease = self._held.lease
+        lease = self.held.lease
         written_by = (lease.job.id, lease.shard_no, lease.epoch, pack.number)
         data = pack.builder.finish(pack_index_name(*written_by))
         sha256 = hashlib.sha256(data).hexdigest()
@@ -142,12 +135,12 @@ class PackWriter:
         metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
 
         def put() -> None:
-            result = self._store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+            result = self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
             if not result.created and result.info.sha256 != sha256:
                 # Only this lease writes this key, and no item of the pack is committed: what is there was damaged on its way.
-                self._store.delete(key)
-                self._store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+                self.store.delete(key)
+                self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
 
-        self._held.retrying(put)
+        self.held.retrying(put)
         log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
         return key

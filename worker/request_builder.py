@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -42,22 +43,22 @@ class ReferenceCache:
         return data
 
 
+@dataclass(eq=False)
 class RequestBuilder:
     """Builds the requests of one lease."""
 
-    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache) -> None:
-        self._held = held
-        self._store = store
-        self._references = references
-        #: The settings of lines that have none of their own, by role.
-        self._defaults: dict[SpokenRole | None, Generation] = {}
+    held: HeldLease
+    store: ObjectStore
+    references: ReferenceCache
+    #: The settings of lines that have none of their own, by role.
+    defaults: dict[SpokenRole | None, Generation] = field(default_factory=dict[SpokenRole | None, Generation], init=False)
 
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
 
         Raises `InputError` when a reference is gone, and `StoreError` for an error that a retry does not solve.
         """
-        lease = self._held.lease
+        lease = self.held.lease
         spec = lease.job.spec
         messages, generation = line_in_stored_voice(line, self._generation(line, spec.generation), spec, lease.job.id)
         return SynthesisRequest(
@@ -70,15 +71,15 @@ class RequestBuilder:
     def _generation(self, line: ShardLine, defaults: Generation) -> Generation:
         if line.generation is not NO_GENERATION:
             return line.generation_over(defaults)
-        if line.role not in self._defaults:
-            self._defaults[line.role] = line.generation_over(defaults)
-        return self._defaults[line.role]
+        if line.role not in self.defaults:
+            self.defaults[line.role] = line.generation_over(defaults)
+        return self.defaults[line.role]
 
     def _loaded(self, message: Message) -> Message:
         """A user's audio message with the encoded file in place of its key; audio of other roles is not used."""
         key = message.content
         if message.role != "user" or not isinstance(key, str):
             return message
-        job_id = self._held.lease.job.id
-        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), DOUBTS)
+        job_id = self.held.lease.job.id
+        audio = self.held.retrying(lambda: self.references.get(self.store, job_id, key), DOUBTS)
         return msgspec.structs.replace(message, content=audio)

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
-from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.weights import take_weights
+from pipelines.qwen3_tts.config import CodecDecoderConfig, Qwen3TTSConfig
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 
 _STACK = {
     "num_attention_heads": 16,

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.random_models.weights import fill
-from pipelines.spark_tts.bicodec import BiCodec, SemanticQuantizer, Tokenizer
-from pipelines.spark_tts.blocks import Encoder, Prenet
+from pipelines.spark_tts.bicodec import BiCodec, Encoder, Prenet, SemanticQuantizer, Tokenizer
 from pipelines.spark_tts.config import BiCodecConfig, LmConfig, MelConfig, SparkConfig, SpeakerConfig, VocosConfig, WaveConfig
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared

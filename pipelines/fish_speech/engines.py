@@ -21,7 +21,7 @@ from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import NativeModelOptions
-from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec, head_overrides
+from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
 #: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
@@ -81,10 +81,10 @@ def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
 
 
 def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine: Any) -> ModelSpec:
-    """What vLLM is told, with further arguments of its engine. Call it after `load_vllm`."""
+    """What vLLM is told, with further arguments of its engine."""
     return ModelSpec(
         config.folder,
-        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_theta)},
+        qwen3_config(config),
         "FishForCausalLM",
         codes_per_step=1 + config.codebooks,
         share_prefixes=share_prefixes,

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import embedding_bag
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kernels.frame import FrameTensors, Layer, StackTensors
 from kernels.registry import to_device
 from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.engines import PROMPT_CODES
-from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, rotary_table, take_fast, take_layers
+from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.nn.checkpoint import Checkpoint, Loader
 from pipelines.vllm_engine.frames import Admitted, EngineFrameState, FrameModel
-from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
 
 
 class FishState(EngineFrameState):
@@ -56,7 +56,7 @@ class FishState(EngineFrameState):
         return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
 
 
-class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
+class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
     """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR lies beside them."""
 
     state_class = FishState
@@ -72,7 +72,8 @@ class FishForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
         self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
         for layer in self.model.layers:
             rope: Any = layer.self_attn.rotary_emb
-            rope.cos_sin_cache = published_table(rope.cos_sin_cache, self.fish.slow)
+            # As in `rotary_table`.
+            rope.cos_sin_cache = rope.cos_sin_cache.bfloat16().to(rope.cos_sin_cache.dtype)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """The frame's kernels make the logits themselves, of these states."""
@@ -119,13 +120,6 @@ def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor | None]:
         "input_layernorm": layer.input_norm,
         "post_attention_layernorm": layer.post_norm,
     }
-
-
-def published_table(table: Tensor, stack: DualArStack) -> Tensor:
-    """Cosines and sines [positions, padded width] of vLLM's rotary embedding with the published rounding; padded pairs are not turned."""
-    cosine, sine = rotary_table(len(table), stack.head_dim, stack.rope_theta)
-    beyond = (0, table.shape[1] // 2 - cosine.shape[1])
-    return torch.cat((pad(cosine, beyond, value=1.0), pad(sine, beyond)), dim=1).to(table)
 
 
 def _tensors(held: Any) -> list[Tensor]:

@@ -11,11 +11,21 @@ import numpy as np
 
 from pipelines.audio import normalize_loudness
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
-from pipelines.hibari.schedule import Schedule
+from pipelines.hibari.config import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
-from pipelines.hibari.utterance import SAMPLES_PER_FRAME, StreamedUtterance, Utterance, WholeUtterance, aborted
-from pipelines.request import EngineInfo, EngineStats, Handle, Listener, OnEvent, PreparedRequest, SynthesisRequest, check_start
+from pipelines.hibari.utterance import SAMPLES_PER_FRAME, Schedule, StreamedUtterance, Utterance, WholeUtterance
+from pipelines.request import (
+    Done,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    SynthesisRequest,
+    check_start,
+)
 from pipelines.validation import speech_task
 
 _WAITING_PER_THREAD = 16
@@ -73,19 +83,19 @@ class HibariPipeline:
             utterance.pieces = iter(self._reader.read(text, lambda: self._closed))
         with self._changed:
             if not stream:
-                self._changed.wait_for(lambda: self._closed or self._schedule.waiting() < self._room)
+                self._changed.wait_for(lambda: self._closed or self._waiting() < self._room)
             if self._closed:
-                raise aborted()
+                raise _aborted()
             self._schedule.add(utterance)
             self._changed.notify_all()
         return listener
 
     def stats(self) -> EngineStats:
         with self._changed:
-            begun = sum(utterance.begun for utterance in self._schedule)
+            begun = sum(utterance.begun for utterance in self._schedule.utterances)
             return EngineStats(
                 running=len(self._running) + begun,
-                waiting=len(self._schedule) - begun,
+                waiting=len(self._schedule.utterances) - begun,
                 requests_done=self._requests_done,
                 frames=self._samples_made // SAMPLES_PER_FRAME,
                 audio_seconds=self._samples_made / SAMPLE_RATE,
@@ -95,14 +105,17 @@ class HibariPipeline:
         """Ends the threads; what waits or runs fails with `synth.aborted`. May be called more than once."""
         with self._changed:
             self._closed = True
-            ended = list(self._schedule)
-            for utterance in ended:
-                self._schedule.remove(utterance)
+            ended, self._schedule.utterances = self._schedule.utterances, []
             self._changed.notify_all()
-        _fail(ended)
+        for utterance in ended:
+            utterance.tell(Failed(_aborted()))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _waiting(self) -> int:
+        """Whole utterances that were not begun."""
+        return sum(isinstance(one, WholeUtterance) and not one.begun for one in self._schedule.utterances)
 
     def _is_over(self, utterance: Utterance) -> bool:
         """Whether nobody waits for it any more."""
@@ -111,7 +124,8 @@ class HibariPipeline:
     def _ended(self, utterance: Utterance) -> None:
         """It was cancelled, or has failed."""
         with self._changed:
-            self._schedule.remove(utterance)
+            if utterance in self._schedule.utterances:
+                self._schedule.utterances.remove(utterance)
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -123,11 +137,11 @@ class HibariPipeline:
                 if goes_on and not ended:
                     self._schedule.add(utterance)
             if ended:
-                utterance.fail(aborted())
+                utterance.tell(Failed(_aborted()))
 
     def _next(self) -> Utterance | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._schedule))
+            self._changed.wait_for(lambda: self._closed or self._schedule.utterances)
             utterance = None if self._closed else self._schedule.take()
             if utterance is not None:
                 self._running.add(utterance)
@@ -140,26 +154,30 @@ class HibariPipeline:
             if utterance.advance(self._reader.voice):
                 return True
             if self._is_over(utterance):
-                raise aborted()
-            utterance.complete()
-        except NightjarError as error:
-            utterance.fail(error)
-        except MemoryError as error:
-            failure = SynthesisError(ErrorCode.SYNTH_OOM, "There was not enough memory for this speech.", "Use fewer threads.")
-            failure.__cause__ = error
-            utterance.fail(failure)
+                raise _aborted()
+            speech = utterance.finish()
         except Exception as error:  # noqa: BLE001  # whatever the runtime raises ends this request, not the thread
-            failure = SynthesisError(ErrorCode.SYNTH_ENGINE, f"hibari failed: {type(error).__name__}: {error}.", "Try again.")
-            failure.__cause__ = error
-            utterance.fail(failure)
-        else:
-            with self._changed:
-                self._requests_done += 1
-                self._samples_made += utterance.samples
-            utterance.deliver()
+            utterance.tell(Failed(_failure(error)))
+            return False
+        with self._changed:
+            self._requests_done += 1
+            self._samples_made += utterance.samples
+        utterance.tell(Done(speech))
         return False
 
 
-def _fail(utterances: list[Utterance]) -> None:
-    for utterance in utterances:
-        utterance.fail(aborted())
+def _aborted() -> SynthesisError:
+    """The error of a request that was ended."""
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.", "Submit it again.")
+
+
+def _failure(error: Exception) -> NightjarError:
+    """Any error of a piece in our words."""
+    if isinstance(error, NightjarError):
+        return error
+    if isinstance(error, MemoryError):
+        failure = SynthesisError(ErrorCode.SYNTH_OOM, "There was not enough memory for this speech.", "Use fewer threads.")
+    else:
+        failure = SynthesisError(ErrorCode.SYNTH_ENGINE, f"hibari failed: {type(error).__name__}: {error}.", "Try again.")
+    failure.__cause__ = error
+    return failure

@@ -18,7 +18,7 @@ from pipelines.codec.fused import prepared_stack
 from pipelines.codec.fused_front import FusedFront, prepared_front
 from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
-from pipelines.qwen3_tts.codec_config import CodecConfig, CodecDecoderConfig
+from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.codec_encoder import CodecEncoder

@@ -9,7 +9,7 @@ from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiEncoder, Mimi
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import TensorSource, fill_module
-from pipelines.qwen3_tts.codec_config import CodecConfig
+from pipelines.qwen3_tts.config import CodecConfig
 
 #: The reference (transformers 4.57) attends to the whole past: it does not apply the config's sliding_window.
 _WHOLE_PAST = 1 << 30

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Literal
 
+import msgspec
 import torch
-from torch import Tensor
 
 from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, plan_engine
+from pipelines.engine.opening import context_of, may_be_persistent
+from pipelines.errors import ConfigError, SynthesisError
+from pipelines.nn.checkpoint import Checkpoint, Shapes
+from pipelines.nn.options import CONTEXT, NativeModelOptions
+from pipelines.options import Count
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
-from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
+from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig, StackConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,36 +39,67 @@ _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 LATE_STATES = 128
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineOptions(NativeModelOptions):
+    """How a checkpoint is opened; None means the best for the device."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    codec_dtype: Literal["float32", "bfloat16"] | None = None
+    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths.
+    codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: Whether the whole text stands before the first frame; None: the published default of the mode.
+    text_first: bool | None = None
+    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
+    voice_cache: str | None = None
+    voice_cache_mib: Count = 256
+
+
+_DEFAULTS = NativeModelOptions()
+
+
+def plan_sizes(
+    config: Qwen3TTSConfig, options: PipelineOptions, device: torch.device, dtype: torch.dtype, codec_dtype: torch.dtype
+) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
+    with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
+        taken = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
+    state, packed, streams = 0, 0, bool(options.streams)
+    if device.type == "cuda":
+        decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
+        graphs, state = stream_needs(decoder, codec_dtype) if streams else (0, 0)
+        taken += graphs + utterance_needs(decoder, codec_dtype, options.codec_rows)
+        packed = packed_needs(config, dtype)
+        if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
+            packed = 0
+    wide = not (streams or options.reproducible)
+    whole = partial(engine_options, config, device, dtype, options, taken + packed, state, wide)
+    if options.executor == "megakernel" or not packed:
+        return whole()
+    # What nobody asked for takes no slot away, and no engine that would fit without it.
+    plain = engine_options(config, device, dtype, options, taken, state, wide)
+    with suppress(ConfigError, SynthesisError):
+        if (found := whole()).slots == plain.slots:
+            return found
+    return replace(plain, persistent=False)
+
+
 def engine_options(
     config: Qwen3TTSConfig,
     device: torch.device,
     dtype: torch.dtype,
-    *,
-    slots: int | None = None,
-    streams: int = 0,
-    pages: int | None = None,
-    page_size: int = 64,
-    max_context: int = 8192,
-    memory_share: float | None = None,
-    weight_bytes: int = 0,
-    stream_bytes: int = 0,
-    state_bytes: int = 0,
-    prefill: Prefill = "auto",
+    options: NativeModelOptions = _DEFAULTS,
+    taken: int = 0,
+    state: int = 0,
     wide: bool = False,
 ) -> EngineOptions:
-    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
+    """Sizes of the engine of a model that is not loaded yet.
 
-    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot;
-    `wide`: as `plan_engine`.
-    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
+    `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's state in each slot; `wide`, and
+    what it raises: as `plan_engine`.
     """
-    context = context_of(max_context, config.talker.max_positions)
-    needs = memory_needs(config, dtype, page_size, context, weight_bytes + stream_bytes)
-    needs = replace(needs, slot=needs.slot + state_bytes)
-    return plan_engine(
-        needs, device, context, slots=slots, streams=streams, pages=pages, page_size=page_size, memory_share=memory_share,
-        prefill=prefill, wide=wide,
-    )  # fmt: skip
+    positions = context_of(options.context(CONTEXT), config.talker.max_positions)
+    needs = memory_needs(config, dtype, options.page_size, positions, taken)
+    return options.plan(replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide)
 
 
 def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max_context: int, weight_bytes: int) -> MemoryNeeds:
@@ -75,35 +111,25 @@ def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max
         derived += (talker.vocab + (config.codebooks - 1) * predictor.vocab + 1) * predictor.hidden * width
     # A row's keys and values of a frame in the predictor, whose positions are filled up to a power of two; other buffers take less again.
     span = 1 << (config.codebooks - 1).bit_length()
-    row = 2 * 2 * predictor.layers * span * predictor.kv_width * width
+    row = 2 * span * predictor.cached_values * width
     return MemoryNeeds(
         weights=weight_bytes + derived,
         # The text that follows a prompt, as int64; and rows in the graphs of all buckets, which have up to three rows for a slot.
         slot=8 * max_context + 3 * row,
-        page=2 * talker.layers * talker.kv_width * page_size * width,
+        page=page_size * talker.cached_values * width,
         decoded_frame=_DECODED_FRAME_BYTES,
     )
 
 
-class _Shapes:
-    """Takes the place of a checkpoint: tensors without values."""
-
-    def __contains__(self, name: str) -> bool:
-        return False
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
 def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of a GPU that a codec which is not loaded yet takes for streams: its graphs, and the state of one stream."""
-    decoder = CodecDecoder(config, _Shapes(), "meta", dtype, fused=False)
+    decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
     return decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
 
 
 def utterance_needs(config: CodecDecoderConfig, dtype: torch.dtype, rows: int) -> int:
     """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of whole utterances."""
-    return CodecDecoder(config, _Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
+    return CodecDecoder(config, Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
 
 
 def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:

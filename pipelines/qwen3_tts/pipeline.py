@@ -5,47 +5,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.core import EngineOptions, Finish
-from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, may_be_persistent, memory_told, open_executor
+from pipelines.engine.core import Finish
+from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
-from pipelines.nn.options import NativeModelOptions
-from pipelines.options import Count, read_options
+from pipelines.options import read_options
 from pipelines.qwen3_tts.codec import Codec, fuses_front, load_codec
-from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
-from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import (
-    LATE_STATES,
-    engine_options,
-    open_stage,
-    packed_needs,
-    start_warming,
-    stream_needs,
-    utterance_needs,
-)
-from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
-from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, SpeakerEncoderConfig, capabilities
+from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
+from pipelines.qwen3_tts.frontend import Frontend, OpenText, TokenizedTask, read
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
-from pipelines.qwen3_tts.text_in import OpenText
-from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
 from pipelines.request import (
     AudioChunk,
@@ -129,25 +114,8 @@ log = logging.getLogger(__name__)
 
 #: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
-#: Positions of an utterance where nobody chose.
-_CONTEXT = 8192
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MAX_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions(NativeModelOptions):
-    """How a checkpoint is opened; None means the best for the device."""
-
-    dtype: Literal["float32", "bfloat16"] | None = None
-    codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths.
-    codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Whether the whole text stands before the first frame; None: the published default of the mode.
-    text_first: bool | None = None
-    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
-    voice_cache: str | None = None
-    voice_cache_mib: Count = 256
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
@@ -170,7 +138,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
         stacks = (self.config.talker, self.config.predictor)
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
-        sizes = _sizes(self.config, options, device, dtype, codec_dtype)
+        sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
         _check_codec(self.config, self.codec)
@@ -185,14 +153,13 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._options = options
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
         self._meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
-        self.engine = Engine(executor, sizes, options.room(sizes.slots, device), stage)
+        self.engine = options.open_engine(model, sizes, stage)
         super().__init__(self.engine, stage, FrameUtterance, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
@@ -323,44 +290,6 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
         residual_top_k=defaults.predictor_top_k,
         residual_top_p=defaults.predictor_top_p,
     )
-
-
-def _sizes(
-    config: Qwen3TTSConfig, options: PipelineOptions, device: torch.device, dtype: torch.dtype, codec_dtype: torch.dtype
-) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
-    with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
-        weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    graphs, state, steps, packed = 0, 0, 0, 0
-    if device.type == "cuda":
-        decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
-        graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
-        steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        streams = bool(options.streams)
-        if (needed := packed_needs(config, dtype)) and may_be_persistent(options.executor, options.reproducible, streams, device):
-            packed = needed
-
-    def planned(more: int) -> EngineOptions:
-        return engine_options(
-            config,
-            device,
-            dtype,
-            **options.sizes,
-            max_context=options.context(_CONTEXT),
-            weight_bytes=weight_bytes,
-            stream_bytes=graphs + steps + more,
-            state_bytes=state,
-            wide=not (options.streams or options.reproducible),
-        )
-
-    if options.executor == "megakernel" or not packed:
-        return planned(packed)
-    # What nobody asked for takes no slot away, and no engine that would fit without it.
-    plain = planned(0)
-    with suppress(ConfigError, SynthesisError):
-        if (whole := planned(packed)).slots == plain.slots:
-            return whole
-    return replace(plain, persistent=False)
 
 
 def _load(

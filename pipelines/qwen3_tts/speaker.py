@@ -18,8 +18,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.qwen3_tts.codec import Codec
-from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import RecordingCache, decode_recording, read_recording
 from pipelines.recording_files import RecordingFiles
 

@@ -3,17 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.registry import to_device
+from pipelines.codec.batches import longest_first
+from pipelines.codec.stage import Decoder
 from pipelines.nn.checkpoint import Checkpoint, fill_module
-from pipelines.spark_tts.blocks import Encoder, Prenet
-from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig
+from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig, VocosConfig
 from pipelines.spark_tts.speaker import PUBLISHED, MelMagnitudes, SpeakerEncoder
-from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, prepared
+from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, masked, prepared
+
+_LAYER_NORM_EPS = 1e-6
+
+
+class AdaLayerNorm(nn.Module):
+    """A layer norm whose scale and shift are linear in a condition."""
+
+    def __init__(self, condition: int, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Linear(condition, dim)
+        self.shift = nn.Linear(condition, dim)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """x: [batch, steps, dim]; condition: [batch, condition]."""
+        normed = functional.layer_norm(x, x.shape[-1:], eps=_LAYER_NORM_EPS)
+        return normed * self.scale(condition)[:, None] + self.shift(condition)[:, None]
+
+
+class ConvNeXt(nn.Module):
+    """A ConvNeXt block of Vocos (Siuzdak, 2023): depthwise convolution over time, then a gated feed-forward by step."""
+
+    def __init__(self, dim: int, intermediate: int, condition: int | None) -> None:
+        super().__init__()
+        self.dwconv = nn.Conv1d(dim, dim, 7, padding=3, groups=dim)
+        self.norm = _norm(dim, condition)
+        self.pwconv1 = nn.Linear(dim, intermediate)
+        self.pwconv2 = nn.Linear(intermediate, dim)
+        self.gamma = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor, mask: Tensor | None, condition: Tensor | None) -> Tensor:
+        """x: [batch, dim, steps]; condition: [batch, condition]."""
+        inner = _normed(self.norm, self.dwconv(masked(x, mask)).transpose(1, 2), condition)
+        inner = self.pwconv2(functional.gelu(self.pwconv1(inner)))
+        return x + (self.gamma * inner).transpose(1, 2)
+
+
+class Vocos(nn.Module):
+    """A stack of ConvNeXt blocks: [batch, input, steps] -> [batch, steps, dim]. Not causal."""
+
+    def __init__(self, input: int, dim: int, intermediate: int, layers: int, condition: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Conv1d(input, dim, 7, padding=3)
+        self.norm = _norm(dim, condition)
+        self.convnext = nn.ModuleList([ConvNeXt(dim, intermediate, condition) for _ in range(layers)])
+        self.final_layer_norm = nn.LayerNorm(dim, eps=_LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, condition: Tensor | None = None) -> Tensor:
+        x = _normed(self.norm, self.embed(masked(x, mask)).transpose(1, 2), condition).transpose(1, 2)
+        for block in self.convnext:
+            x = block(x, mask, condition)
+        return self.final_layer_norm(x.transpose(1, 2))
+
+
+class Encoder(nn.Module):
+    """Features of wav2vec2 to what the semantic tokens are chosen by: [batch, steps, input] -> [batch, steps, output]."""
+
+    def __init__(self, config: VocosConfig) -> None:
+        super().__init__()
+        self.encoder = Vocos(config.input, config.dim, config.intermediate, config.layers)
+        self.downsample = _samplings(config)
+        self.project = nn.Linear(config.dim, config.output)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = self.encoder(features.transpose(1, 2))
+        for block in self.downsample:
+            x = block(x, None)
+        return self.project(x)
+
+
+class Prenet(nn.Module):
+    """Semantic vectors under a voice to what the wave is made of: [batch, input, steps] -> [batch, output, steps]."""
+
+    def __init__(self, config: VocosConfig, condition: int) -> None:
+        super().__init__()
+        self.linear_pre = nn.Linear(config.input, config.dim)
+        self.downsample = _samplings(config)
+        self.vocos_backbone = Vocos(config.dim, config.dim, config.intermediate, config.layers, condition)
+        self.linear = nn.Linear(config.dim, config.output)
+
+    def forward(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
+        """condition: [batch, condition], the voice."""
+        y = self.linear_pre(x.transpose(1, 2))
+        for block in self.downsample:
+            y = block(y, mask)
+        return self.linear(self.vocos_backbone(y.transpose(1, 2), mask, condition)).transpose(1, 2)
+
+
+class Sampling(nn.Sequential):
+    """The published sampling block at ratio 1, which returns three times its input, and the Vocos behind it."""
+
+    def __init__(self, config: VocosConfig) -> None:
+        super().__init__(nn.Identity(), Vocos(config.dim, config.dim, config.intermediate, 2))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """x: [batch, steps, dim]."""
+        return self[1](3 * x.transpose(1, 2), mask)
+
+
+def _samplings(config: VocosConfig) -> nn.ModuleList:
+    return nn.ModuleList([Sampling(config) for _ in config.ratios])
+
+
+def _norm(dim: int, condition: int | None) -> nn.Module:
+    return nn.LayerNorm(dim, eps=_LAYER_NORM_EPS) if condition is None else AdaLayerNorm(condition, dim)
+
+
+def _normed(norm: nn.Module, x: Tensor, condition: Tensor | None) -> Tensor:
+    return norm(x, condition) if isinstance(norm, AdaLayerNorm) else norm(x)
+
 
 #: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel filters.
 _UNUSED = (
@@ -137,3 +248,85 @@ def load_bicodec(
         checkpoint.finish()
     tokenizer = Tokenizer(encoder, quantizer, speaker, MelMagnitudes(sizes.mel, config.sample_rate, device))
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
+
+
+#: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.
+BATCH_TOKENS = 8192
+#: Lengths are rounded up to multiples of this, so that convolutions meet few shapes.
+LENGTH_STEP = 32
+#: A stream's window: tokens before what is new, and tokens behind it that must be there before it is heard.
+LEFT_TOKENS, RIGHT_TOKENS = 64, 12
+#: Samples over which a window fades into the next; they lie in the tokens behind.
+FADE_SAMPLES = 320
+
+
+@dataclass(slots=True, eq=False)
+class Voice:
+    """Where an utterance starts: its global tokens, int64 [tokens]; and for a stream what was sent so far."""
+
+    tokens: Tensor
+    #: All semantic tokens that came.
+    semantic: list[int] = field(default_factory=list[int])
+    #: Tokens whose audio was handed out.
+    heard: int = 0
+    #: The last window's samples behind what was handed out, to fade from.
+    tail: Tensor | None = None
+
+
+class BiCodecDecoder(Decoder[Voice]):
+    """Its states are voices. Codes are semantic tokens, int64 [steps, 1].
+
+    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the rounding of a batch differs, and on a
+    CPU it is no faster.
+    """
+
+    def __init__(self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS, alone: bool = False) -> None:
+        self.codec = codec
+        self._alone = alone or codec.device.type == "cpu"
+        self._left = left
+        self._right = right
+        self._samples = codec.config.samples_per_token
+
+    def new_state(self) -> Voice:
+        """The place of a voice for codes that come without one; no request of ours does."""
+        return Voice(torch.zeros(self.codec.config.speaker.tokens, dtype=torch.long))
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[Voice] | None = None) -> list[Tensor]:
+        """Whole utterances in the voices of `states` -> float32 samples each."""
+        assert states is not None
+        return self._decode([one[:, 0] for one in codes], [state.tokens for state in states])
+
+    def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
+        """The next tokens of streams -> the samples that are settled with them."""
+        for state, new in zip(states, codes):
+            state.semantic += new[:, 0].tolist()
+        ends = [len(state.semantic) - (self._right if len(new) else 0) for state, new in zip(states, codes)]
+        ready = [(state, end) for state, end in zip(states, ends) if end > state.heard]
+        starts = [max(0, state.heard - self._left) for state, _ in ready]
+        windows = [torch.tensor(state.semantic[start:]) for (state, _), start in zip(ready, starts)]
+        waves = self._decode(windows, [state.tokens for state, _ in ready]) if ready else []
+        settled = {id(state): self._settle(state, end, start, wave) for (state, end), start, wave in zip(ready, starts, waves)}
+        return [settled.get(id(state), torch.zeros(0)) for state in states]
+
+    def _settle(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
+        """Cuts what is new out of a window that starts at token `start`, and fades into it from the window before."""
+        first, last = (state.heard - start) * self._samples, (end - start) * self._samples
+        new = wave[first:last].clone()
+        if state.tail is not None:
+            size = min(len(state.tail), len(new))
+            rise = torch.linspace(0, 1, size, device=new.device)
+            new[:size] = new[:size] * rise + state.tail[:size] * (1 - rise)
+        tail = wave[last : last + FADE_SAMPLES]
+        state.tail = tail.clone() if len(tail) else None
+        state.heard = end
+        return new
+
+    def _decode(self, semantic: list[Tensor], voices: list[Tensor]) -> list[Tensor]:
+        if self._alone:
+            return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
+        waves: dict[int, Tensor] = {}
+        for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):
+            longest = -(-max(len(semantic[index]) for index in batch) // LENGTH_STEP) * LENGTH_STEP
+            made = self.codec.decode([semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest)
+            waves.update(zip(batch, made))
+        return [waves[index] for index in range(len(semantic))]

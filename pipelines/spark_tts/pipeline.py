@@ -19,12 +19,11 @@ from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModel
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
+from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
-from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
 from pipelines.tokens import (
     Finish,
     TokenHost,
@@ -37,7 +36,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm, qwen2_overrides
+from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 
 def model_spec(config: SparkConfig) -> ModelSpec:
-    """What vLLM is told. Call it after `load_vllm`."""
-    return ModelSpec(config.folder / LLM, qwen2_overrides(config.lm.head_dim, config.lm.rope_theta))
+    """What vLLM is told."""
+    return ModelSpec(config.folder / LLM)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks

@@ -17,10 +17,27 @@ from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
 from pipelines.codec.fused import FusedUnit, codec_kernels, tap_major
-from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, masked
 from pipelines.spark_tts.config import WaveConfig
 
+SNAKE_EPS = 1e-9
 _DILATIONS = (1, 3, 9)
+
+
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x: [batch, channels, steps] with zeros behind the end of each row."""
+    return x if mask is None else x * mask
+
+
+class Snake(nn.Module):
+    """x + sin^2(alpha x) / alpha, by channel (Ziyin, Hartwig and Ueda, 2020)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, channels, steps]."""
+        return torch.addcmul(x, (self.alpha + SNAKE_EPS).reciprocal(), torch.sin(self.alpha * x).square_())
 
 
 class ResidualUnit(nn.Module):

@@ -14,7 +14,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import ADAPTOR, TOWER
 
@@ -125,15 +125,9 @@ def load_tower(
             raise ValueError("n_window_infer is less than one chunk of 2 * n_window frames")
     except (TypeError, ValueError) as error:
         raise bad_checkpoint(f"{config.folder / 'config.json'}: audio_config is not a tower's: {error}.") from error
-    tower.load_state_dict(
-        {name: checkpoint.take(TOWER + name, held.shape, dtype, device) for name, held in tower.state_dict().items()}, assign=True
-    )
-    adaptor.load_state_dict(
-        {name: checkpoint.take(ADAPTOR + name, held.shape, dtype, device) for name, held in adaptor.state_dict().items()}, assign=True
-    )
+    fill_module(tower, checkpoint, TOWER, device, dtype)
+    fill_module(adaptor, checkpoint, ADAPTOR, device, dtype)
     # A table that is computed, not stored.
     fresh = type(tower.positional_embedding)(sizes.max_source_positions, sizes.d_model)
     tower.positional_embedding = fresh.to(device)
-    for module in (tower, adaptor):
-        module.eval().requires_grad_(False)
     return AudioEncoder(tower, adaptor, sizes.n_window, sizes.n_window_infer, normalise)

@@ -14,7 +14,7 @@ from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
 from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import Decoder
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.nn.config_keys import read_table
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.weights import CODEC
@@ -28,7 +28,7 @@ class Xcodec(nn.Module):
 
     def __init__(self, config: Any, streams: int) -> None:
         super().__init__()
-        self.codebooks = nn.Parameter(torch.zeros(streams, config.codebook_size, config.codebook_dim))
+        self.codebooks = nn.ParameterList(torch.zeros(config.codebook_size, config.codebook_dim) for _ in range(streams))
         self.fc2 = nn.Linear(config.hidden_size, config.acoustic_model_config.hidden_size)
         self.acoustic_decoder = DacDecoder(config.acoustic_model_config)
         XcodecModel._adjust_dac_decoder(self.acoustic_decoder)
@@ -40,11 +40,11 @@ class Xcodec(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.codebooks.device
+        return self.fc2.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.codebooks.dtype
+        return self.fc2.weight.dtype
 
     @torch.inference_mode()
     def forward(self, codes: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -52,8 +52,8 @@ class Xcodec(nn.Module):
 
         With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros behind them.
         """
-        streams = torch.arange(self.codebooks.shape[0], device=codes.device)
-        frames = self.fc2(self.codebooks[streams, codes].sum(-2)).transpose(1, 2)
+        streams = torch.arange(len(self.codebooks), device=codes.device)
+        frames = self.fc2(torch.stack(tuple(self.codebooks))[streams, codes].sum(-2)).transpose(1, 2)
         self._lengths = None if lengths is None else lengths / codes.shape[1]
         return self.acoustic_decoder(self._silence(None, (), frames)).squeeze(1)
 
@@ -75,16 +75,9 @@ def load_codec(checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.dev
         raise bad_checkpoint(f"The codec has {sizes.codebook_size} codes, but config.json speaks of {config.codes}.")
     with torch.device("meta"):
         codec = Xcodec(sizes, config.streams)
-    state: dict[str, Tensor] = {}
-    for name, held in codec.state_dict().items():
-        if name == "codebooks":
-            shape = held.shape[1:]
-            names = [f"{CODEC}quantizer.quantizers.{stream}.codebook.embed" for stream in range(config.streams)]
-            state[name] = torch.stack([checkpoint.take(one, shape, dtype, device) for one in names])
-        else:
-            state[name] = checkpoint.take(CODEC + name, held.shape, dtype, device)
-    codec.load_state_dict(state, assign=True)
-    return codec.eval().requires_grad_(False)
+    published = {r"^codebooks\.(\d+)$": r"quantizer.quantizers.\1.codebook.embed"}
+    fill_module(codec, checkpoint, CODEC, device, dtype, published)
+    return codec
 
 
 def _sizes(folder: Path, tag: str) -> Any:

@@ -14,8 +14,7 @@ from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisEr
 from pipelines.request import AudioChunk, Listener, Speech
 from pipelines.results import FinishedCodes, RequestInfo, Utterance
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Script
-from pipelines.speechlm.output import ModelOutput, deinterleave, read_output
+from pipelines.speechlm.lm import ModelOutput, Script, deinterleave, read_output
 from pipelines.speechlm.prompt import TextCoder
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 

@@ -12,36 +12,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags, frame_noise, sample
 from pipelines.engine.state import DrawSettings
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
+from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
-from pipelines.vllm_engine.padded_heads import PaddedQwen3ForCausalLM
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
-#: What a request without any `extra` is: vLLM warms its kernels up with requests of its own.
-_PLAIN: dict[str, Any] = {"phase": Phase.TEXT, "min_rows": 0, "max_rows": 1, "text": (1.0, 1, 1.0), "audio": (1.0, 1, 1.0)}
 #: Text ids that a row with a top_k up to this looks at.
 _CANDIDATES = 64
 
 
-@dataclass(slots=True)
-class _RunningRequest:
-    """What the host knows of a running request."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """How a running request is drawn: temperature, top_k, top_p. vLLM warms its kernels up with requests of its own, which say nothing."""
 
-    text: tuple[float, int, float]
-    audio: tuple[float, int, float]
-    half: Half | None
-    #: (first position, rows [n, hidden]) of the recordings in the prompt.
-    features: list[tuple[int, Tensor]]
+    text: tuple[float, int, float] = (1.0, 1, 1.0)
+    audio: tuple[float, int, float] = (1.0, 1, 1.0)
+    half: Half | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Whether its text is drawn among more than the likeliest."""
+        temperature, top_k, _ = self.text
+        return temperature > 0 and not 0 < top_k <= _CANDIDATES
 
 
 class SpeechLmState(FrameState):
@@ -49,45 +52,38 @@ class SpeechLmState(FrameState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        slots = self.max_num_reqs
-        self._config: SpeechLmConfig = model.speechlm
-        #: int64 [slots]: key of the request's noise, and the position that its noise counts from.
-        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.origins = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.phases = torch.zeros(slots, dtype=torch.int64, device=device)
-        #: Where the first row of audio stands, rows before which audio may not end, and after which it must.
-        self.audio_starts = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.min_rows = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.max_rows = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.text = DrawSettings(slots, device)
-        #: Whether a row's text is drawn among more than the likeliest.
+        slots, self._config = self.max_num_reqs, model.speechlm
+        self._numbers = torch.zeros(6, slots, dtype=torch.int64, device=device)
+        #: By slot: key of the request's noise, and the position that its noise counts from; its phase; where the first row of audio stands,
+        #: rows before which audio may not end, and after which it must.
+        self.seeds, self.origins, self.phases, self.audio_starts, self.min_rows, self.max_rows = self._numbers
+        self.text, self.audio = DrawSettings(slots, device), DrawSettings(slots, device)
         self.wide = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.audio = DrawSettings(slots, device)
         special = self._config.specials
         #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the start: a copy would wait.
         self._forced = torch.tensor((special.text, 0, special.assistant, special.audio, 0), device=device)
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
         self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
-        self._held: list[_RunningRequest | None] = [None] * slots
-        self._hearing: set[int] = set()
+        self._asked = [_Asked()] * slots
+        #: By slot: (first position, rows [n, hidden]) of the recordings in a prompt that is not computed as far.
+        self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
     def admit(self, request: Admitted) -> None:
-        extra, slot = {**_PLAIN, **request.extra}, request.slot
-        self.seeds[slot] = request.sampling.seed or 0
-        self.origins[slot] = extra.get("noise_origin", len(request.prompt_ids))
-        phase, before = phase_after(Phase(extra["phase"]), request.written_ids, self._config.specials)
-        self.phases[slot] = int(phase)
-        self.audio_starts[slot] = len(request.prompt_ids) + before
-        self.min_rows[slot] = extra["min_rows"]
-        self.max_rows[slot] = extra["max_rows"]
-        held = _RunningRequest(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
-        self._held[slot] = held
-        self.wide[slot] = _wide(held.text)
-        self._hearing.discard(slot)
-        if held.features:
-            self._hearing.add(slot)
-        for settings, (temperature, top_k, top_p) in ((self.text, held.text), (self.audio, held.audio)):
+        slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
+        phase, before = phase_after(Phase(extra.get("phase", Phase.TEXT)), request.written_ids, self._config.specials)
+        origin, rows = extra.get("noise_origin", length), (extra.get("min_rows", 0), extra.get("max_rows", 1))
+        self._numbers[:, slot] = torch.tensor((request.sampling.seed or 0, origin, phase, length + before, *rows), device=self.device)
+        given = {name: tuple(extra[name]) for name in ("text", "audio") if name in extra}
+        self._asked[slot] = asked = _Asked(**given, half=half_of(extra))
+        self.wide[slot] = asked.wide
+        for settings, (temperature, top_k, top_p) in ((self.text, asked.text), (self.audio, asked.audio)):
             settings.write(*(torch.tensor([value], device=self.device) for value in (slot, float(temperature), int(top_k), float(top_p))))
+        self._features.pop(slot, None)
+        if "features" in extra:
+            self._features[slot] = [(position, self._rows_of(data)) for position, data in extra["features"]]
+
+    def _rows_of(self, data: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, self.inputs_embeds_size).to(self.device, self.dtype)
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self.model.embed_frames(ids, codes.long())
@@ -95,20 +91,16 @@ class SpeechLmState(FrameState):
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """See vLLM's `ModelState`: features of recordings go over the embeddings of their markers."""
         inputs = super().prepare_inputs(input_batch, req_states)
-        if not self._hearing:
-            return inputs
-        for row, slot in enumerate(input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()):
-            held = self._held[slot]
-            if slot not in self._hearing or held is None:
-                continue
-            begin, end = input_batch.query_start_loc_np[row : row + 2].tolist()
-            first = int(input_batch.seq_lens_cpu_upper_bound[row]) - (end - begin)
-            for position, rows in held.features:
-                low, high = max(position, first), min(position + len(rows), first + end - begin)
-                if low < high:
-                    inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[low - position : high - position]
-            if all(position + len(rows) <= first for position, rows in held.features):
-                self._hearing.discard(slot)
+        for slot, features in list(self._features.items()):
+            for row in np.flatnonzero(input_batch.idx_mapping_np[: input_batch.num_reqs] == slot):
+                begin, end = input_batch.query_start_loc_np[row : row + 2].tolist()
+                first = int(input_batch.seq_lens_cpu_upper_bound[row]) - (end - begin)
+                for position, rows in features:
+                    low, high = max(position, first), min(position + len(rows), first + end - begin)
+                    if low < high:
+                        inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[low - position : high - position]
+                if all(position + len(rows) <= first for position, rows in features):
+                    del self._features[slot]
         return inputs
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
@@ -116,12 +108,12 @@ class SpeechLmState(FrameState):
         # Random words of the request's seed, its place in its own output, and the stream alone.
         noise = frame_noise(self.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams)
         phase = self.phases[step.slots]
-        held = [self._held[slot] for slot in step.slots_host.tolist()]
+        asked = [self._asked[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
-        pairs = match([None if one is None else one.half for one in held], step.positions_host, step.whole_host)
+        pairs = match([one.half for one in asked], step.positions_host, step.whole_host)
         both = self._merge(rows, pairs)
-        audio = self._draw_audio(rows, step, noise, held)
-        text = self._draw_text(logits, step, noise[:, 0], held)
+        audio = self._draw_audio(rows, step, noise, asked)
+        text = self._draw_text(logits, step, noise[:, 0], asked)
         full = step.positions - self.audio_starts[step.slots] >= self.max_rows[step.slots]
         token, codes = self._assemble(phase, text, audio, full)
         if both is not None:
@@ -140,7 +132,7 @@ class SpeechLmState(FrameState):
         rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         return mains, nulls
 
-    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
+    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, asked: list[_Asked]) -> Tensor:
         """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
         count, streams, layer = len(rows), self._config.streams, self._config.layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
@@ -148,7 +140,7 @@ class SpeechLmState(FrameState):
         early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
         temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.tensors().rows(step.slots))
-        flags = DrawFlags.of([one.audio for one in held if one is not None])
+        flags = DrawFlags.of([one.audio for one in asked])
         flat = logits.view(count * streams, layer + 2)
         most = min(flags.max_top_k, layer + 2)
         drawn = sample(flat, noise.reshape(-1), temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
@@ -156,15 +148,15 @@ class SpeechLmState(FrameState):
         drawn = drawn.view(count, streams)
         return torch.cat((drawn[:, :1], drawn[:, 1:].clamp(max=layer - 1)), 1)
 
-    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
+    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, asked: list[_Asked]) -> Tensor:
         """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""
         start, end = self._config.text_start, self._config.text_end
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
-        flags = DrawFlags.of([one.text for one in held if one is not None])
+        flags = DrawFlags.of([one.text for one in asked])
         # Always as many, whatever the other rows ask for: the order and the width of the candidates are part of a draw.
         likeliest, places = span.topk(min(_CANDIDATES, span.shape[1]), dim=-1)
         token = self._drawn(likeliest, places + start, ends, step, noise, flags)
-        if any(one is not None and _wide(one.text) for one in held):
+        if any(one.wide for one in asked):
             whole = self._drawn(span, self._text_ids.expand_as(span), ends, step, noise, flags)
             token = torch.where(self.wide[step.slots], whole, token)
         return token
@@ -194,25 +186,8 @@ class SpeechLmState(FrameState):
         begins = step.whole & (phase == Phase.AUDIO_MARK)
         self.audio_starts[step.slots] = torch.where(begins, step.positions + 1, self.audio_starts[step.slots])
 
-    def _features(self, extra: Any) -> list[tuple[int, Tensor]]:
-        hidden = self.inputs_embeds_size
-        return [
-            (
-                position,
-                torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if short else torch.float32)
-                .view(-1, hidden)
-                .to(self.device, self.dtype),
-            )
-            for position, data, short in extra.get("features", ())
-        ]
 
-
-def _wide(text: tuple[float, int, float]) -> bool:
-    temperature, top_k, _ = text
-    return temperature > 0 and not 0 < top_k <= _CANDIDATES
-
-
-class SpeechLmForCausalLM(FrameModel, PaddedQwen3ForCausalLM):
+class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
     """The decoder. Codes beside the token are those of streams 1 and on, each 1 + its place in the stream's ids; 0 is none.
 
     The codec's rows of embedding and head are copied out, so that a step gathers and multiplies 8,202 rows instead of eight times

@@ -84,10 +84,9 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     arguments |= spec.engine
-    if "architectures" in arguments["hf_overrides"]:
-        check_plugin()
     register()
     if frames:
+        check_plugin()
         _check_runner(arguments)
     return arguments
 

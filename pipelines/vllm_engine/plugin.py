@@ -17,7 +17,7 @@ from vllm.transformers_utils.config import register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from pipelines.registry import FAMILIES
-from pipelines.vllm_engine.library import PADDED_QWEN2, architecture
+from pipelines.vllm_engine.library import architecture
 
 #: The format of configs that come whole with `ModelSpec.config`, and not from the folder.
 CONFIG_FORMAT = "nightjar"
@@ -36,12 +36,10 @@ class _GivenConfig(ConfigParserBase):
 def register() -> None:
     """Makes our models known to vLLM, and its processes end with ours. May be called more than once."""
     _die_with_parent()
-    if architecture(PADDED_QWEN2) in ModelRegistry.get_supported_archs():
-        return
     register_config_parser(CONFIG_FORMAT)(_GivenConfig)
-    ModelRegistry.register_model(architecture(PADDED_QWEN2), f"pipelines.vllm_engine.padded_heads:{PADDED_QWEN2}")
+    known = ModelRegistry.get_supported_archs()
     for family in FAMILIES:
-        if family.vllm_model:
+        if family.vllm_model and architecture(family.vllm_model) not in known:
             ModelRegistry.register_model(architecture(family.vllm_model), f"pipelines.{family.name}.vllm_model:{family.vllm_model}")
 
 

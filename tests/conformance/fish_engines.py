@@ -23,6 +23,7 @@ from tests.conformance import fish_native
 from tests.conformance.token_engines import SECONDS, staggered
 from tests.support.golden_arrays import Array, flat
 from tests.support.vllm_kit import Waiter
+from tests.support.wide_heads import widened
 
 if TYPE_CHECKING:
     from tests.conformance.fish import Case, Golden, Item
@@ -47,7 +48,8 @@ class Opened:
 
             self._stack.enter_context(v2_runner())
         options: dict[str, Any] = {"device": device, "dtype": "float32", "codec_dtype": "float32", "slots": SLOTS}
-        pipeline = open_pipeline(self.golden.checkpoint, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
+        folder = widened(self.golden.checkpoint) if self.engine == "vllm" else self.golden.checkpoint
+        pipeline = open_pipeline(folder, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
         self._stack.callback(pipeline.close)
         return pipeline
 

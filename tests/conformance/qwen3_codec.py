@@ -18,7 +18,7 @@ from torch import Tensor
 from pipelines import audio
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import Codec, load_codec
-from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder, log_mel
 from tests.conformance.listing import Case, listed
 from tests.support.golden_arrays import Array, largest_difference, read_arrays

@@ -18,9 +18,8 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import Prompt, PromptParts, Reference, TextTokenizer, build_prompt, split_reference, split_target
-from pipelines.qwen3_tts.weights import take_weights
 from tests.support.golden_arrays import Array, Thinned, largest_difference, read_arrays
 from tests.support.golden_checkpoint import whole
 

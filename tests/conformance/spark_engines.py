@@ -18,6 +18,7 @@ from pipelines.tokens import TokenRequest, Tokens, TokenSampling, token_sampling
 from tests.conformance.token_engines import SECONDS, check_share, staggered
 from tests.support.golden_arrays import flat
 from tests.support.vllm_kit import Waiter
+from tests.support.wide_heads import widened
 
 if TYPE_CHECKING:
     from tests.conformance.spark import Case, Golden, Item
@@ -38,7 +39,8 @@ class Opened:
     @cached_property
     def pipeline(self) -> SparkPipeline:
         options: dict[str, Any] = {"device": self.golden.device.type, "dtype": "float32", "codec_dtype": "float32"}
-        return open_pipeline(self.golden.checkpoint, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
+        folder = widened(self.golden.checkpoint) if self.engine == "vllm" else self.golden.checkpoint
+        return open_pipeline(folder, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
 
     @property
     def ends(self) -> tuple[int, int]:

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.request import Event, Failed, Listener
-from pipelines.speechlm.config import MODEL_TYPES
-from pipelines.speechlm.lm import Script, model_spec
-from pipelines.speechlm.output import read_output
+from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
+from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
+from tests.support.wide_heads import widened
 
 if TYPE_CHECKING:
     from tests.conformance.listing import Case
@@ -74,7 +74,7 @@ class Opened:
         load_vllm()
         if on_cpu():
             self._stack.enter_context(v2_runner())
-        spec = model_spec(self.golden.config, share_prefixes=False)
+        spec = model_spec(SpeechLmConfig.from_folder(widened(self.golden.checkpoint)), share_prefixes=False)
         spec = replace(spec, engine={**spec.engine, **self._engine})
         return VllmHost(spec, replace(self._options, dtype="float32"))
 

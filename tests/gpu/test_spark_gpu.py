@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.random_models.spark_tts import dummy_codecs, published_config
 from pipelines.codec.stage import CodecStage
-from pipelines.spark_tts.bicodec import BiCodec
-from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
+from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice
 from pipelines.spark_tts.wave_generator import FusedWave
 from tests.conformance.__main__ import main
 from tests.support.vllm_kit import GOLDEN

@@ -17,8 +17,7 @@ from pipelines.engine.eager import CPU_ROWS
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.weights import take_weights
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from tests.support.qwen3_golden import GOLDEN, MAX_CONTEXT, Recorder, make_core, random_request
 
 

@@ -18,9 +18,8 @@ from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
-from pipelines.qwen3_tts.weights import take_weights
 from tests.support.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"

@@ -12,7 +12,7 @@ import torch
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import model_spec
 from pipelines.vllm_engine.library import VllmOptions, load_vllm
-from tests.support.vllm_kit import checkpoint
+from tests.support.vllm_kit import wide_checkpoint
 
 load_vllm()
 
@@ -37,7 +37,7 @@ def scheduler(
     kind: type[Any], sequences: int, blocks: int, step_tokens: int, caching: bool = False, groups: int = 1, window: int | None = None
 ) -> Any:
     """A scheduler of this kind with so much of everything; blocks of KV hold `BLOCK` tokens."""
-    spec = model_spec(SparkConfig.from_folder(checkpoint()))
+    spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     arguments = {**engine_arguments(spec, VllmOptions(max_sequences=sequences, max_context=512)), "enable_prefix_caching": caching}
     chunked = {"max_num_batched_tokens": step_tokens, "enable_chunked_prefill": True}
     config = AsyncEngineArgs(**{**arguments, **chunked}).create_engine_config()

@@ -21,6 +21,7 @@ from pipelines.errors import NightjarError
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.forked_cores import forked_pids, template_pids
 from tests.support.golden_checkpoint import whole
+from tests.support.wide_heads import widened
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "spark"
 #: How long a test waits for the engine: a core takes 10 s to start on quiet cores, and minutes on busy ones.
@@ -33,6 +34,11 @@ CORE = "EngineCore"
 def checkpoint() -> Path:
     """The golden checkpoint, whole."""
     return whole(GOLDEN / "checkpoint")
+
+
+def wide_checkpoint() -> Path:
+    """The same with heads that vLLM's kernels know."""
+    return widened(checkpoint())
 
 
 def require_vllm(*, whole_module: bool = True) -> None:

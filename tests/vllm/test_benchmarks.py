@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.vllm_kit import checkpoint, require_vllm
+from tests.support.vllm_kit import require_vllm, wide_checkpoint
 
 require_vllm()
 
@@ -16,7 +16,7 @@ from pipelines.vllm_engine.library import EngineMoment  # noqa: E402
 
 def test_spark_on_both_engines_in_one_run(tmp_path: Path) -> None:
     path = tmp_path / "spark.json"
-    asked = ["--device", "cpu", "--checkpoint", str(checkpoint()), "--part", "frame,speech,streams", "--requests", "2"]
+    asked = ["--device", "cpu", "--checkpoint", str(wide_checkpoint()), "--part", "frame,speech,streams", "--requests", "2"]
     asked += ["--streams", "1", "--seconds", "0.1", "--turns", "2", "--json", str(path)]
     assert spark_tts.main(asked) == 0
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -6,17 +6,15 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
 from tests.support.fish_checkpoint import GOLDEN, whole
 from tests.support.vllm_kit import Waiter, paused_core
 from tests.support.vllm_v2 import require_v2, v2_runner
+from tests.support.wide_heads import widened
 
 require_v2()
 
@@ -54,7 +52,7 @@ def pipeline() -> Iterator[FishPipeline]:
 @contextmanager
 def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     load_vllm(1)
-    config = FishConfig.from_folder(whole())
+    config = FishConfig.from_folder(widened(whole()))
     spec = model_spec(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
         host = VllmHost(spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
@@ -220,35 +218,6 @@ def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: FishPip
         submit(pipeline, asked)
     assert caught.value.code is code
     assert pipeline.stats().requests_done == done
-
-
-def test_padded_heads_attend_as_they_are_stored() -> None:
-    """Heads that no kernel of the CPU knows, and the same through the published arithmetic."""
-    from pipelines.fish_speech.model import rotary_table
-    from pipelines.fish_speech.vllm_model import published_table
-    from pipelines.vllm_engine.padded_heads import pad_normed
-
-    width, padded, steps, eps = 16, 32, 5, 1e-2
-    x, at = torch.randn(steps, 24), "model.layers.0.self_attn."
-    weights = {f"{letter}_proj": torch.randn(width, 24) for letter in "qkv"} | {f"{letter}_norm": torch.rand(width) for letter in "qk"}
-
-    def attend(held: dict[str, torch.Tensor], size: int, cosine: torch.Tensor, sine: torch.Tensor, eps: float) -> torch.Tensor:
-        heads = {letter: x @ held[f"{letter}_proj"].T for letter in "qkv"}
-        for letter in "qk":
-            normed = heads[letter] * torch.rsqrt(heads[letter].square().mean(-1, keepdim=True) + eps) * held[f"{letter}_norm"]
-            left, right = normed.chunk(2, dim=-1)
-            heads[letter] = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
-        return (heads["q"] @ heads["k"].T / size**0.5).softmax(-1) @ heads["v"]
-
-    stack: Any = SimpleNamespace(head_dim=width, rope_theta=1e6)
-    table = published_table(torch.zeros(steps, padded), stack).chunk(2, dim=1)
-    wide = {name: pad_normed(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
-    stored = attend(weights, width, *rotary_table(steps, width, 1e6), eps)
-    made = attend(wide, padded, *table, eps * width / padded)
-    assert torch.allclose(made[:, :width], stored, atol=1e-5)
-    assert not made[:, width:].any()
-    same_width = published_table(torch.zeros(steps, width), stack)
-    assert torch.equal(same_width, torch.cat(rotary_table(steps, width, 1e6), dim=1))
 
 
 def test_a_server_speaks_with_it(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:

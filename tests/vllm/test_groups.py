@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_kit import checkpoint, require_vllm
+from tests.support.vllm_kit import require_vllm, wide_checkpoint
 
 require_vllm()
 
@@ -103,7 +103,7 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
 )
 def test_engines_run_on_it(monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
-    spec = replace(model_spec(SparkConfig.from_folder(checkpoint())), engine=chosen)
+    spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
     arguments = engine_arguments(spec, VllmOptions())
     assert SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
     assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, checkpoint, held_start, kill_core, require_vllm, sequence, wait_for_core
+from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, held_start, kill_core, require_vllm, sequence, wait_for_core, wide_checkpoint
 
 require_vllm()
 
@@ -42,7 +42,7 @@ ENDLESS = 30_000
 def host() -> Iterator[VllmHost]:
     """One engine core for the module. It hands on three codes a step: the sampled token and the two likeliest."""
     load_vllm()
-    spec = model_spec(SparkConfig.from_folder(checkpoint()))
+    spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
     host = VllmHost(spec, VllmOptions(max_context=32_768, max_sequences=16, waiting_room=ROOM - 16))
     yield host
@@ -134,7 +134,7 @@ def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cp
 
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
     with pytest.raises(ConfigError) as caught:
-        adapter.engine_arguments(ModelSpec(checkpoint()), options)
+        adapter.engine_arguments(ModelSpec(wide_checkpoint()), options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

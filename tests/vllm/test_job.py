@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, checkpoint, core_pids, is_running, paused_core, require_vllm, wait_for_core
+from tests.support.vllm_kit import (
+    GOLDEN,
+    PATIENCE_SECONDS,
+    core_pids,
+    is_running,
+    paused_core,
+    require_vllm,
+    wait_for_core,
+    wide_checkpoint,
+)
 
 require_vllm()
 
@@ -54,7 +63,7 @@ def submit_items(site: Site, count: int = ITEMS) -> Job:
                 messages.insert(0, ["user", "audio", WAVS[n % 2]])
                 generation = {"reference_text": "You can read this text aloud."} if n % 2 else {}
             file.write(json.dumps({"example_id": f"line-{n}", "messages": messages, "generation": generation}) + "\n")
-    spec = JobSpec(model=str(checkpoint()), seed=7)
+    spec = JobSpec(model=str(wide_checkpoint()), seed=7)
     return submit(site.settings, site.ledger, site.store, str(path), spec, options=SubmitOptions(idempotency_key=uuid.uuid4().hex)).job
 
 
@@ -126,7 +135,7 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "jobs", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
 
-    model = str(checkpoint())
+    model = str(wide_checkpoint())
     messages = [["user", "text", "Good morning, how are you today?"]]
     (tmp_path / "input.jsonl").write_text(json.dumps({"example_id": "a", "messages": messages}) + "\n")
     shown = jobs("models", model)

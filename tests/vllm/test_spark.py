@@ -11,7 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, checkpoint, held_start, paused_core, require_vllm
+from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, held_start, paused_core, require_vllm, wide_checkpoint
 
 require_vllm()
 
@@ -26,7 +26,7 @@ TEXT = "Good morning, how are you today?"
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    pipeline = open_pipeline(str(checkpoint()), engine="vllm", max_context=1024, slots=16)
+    pipeline = open_pipeline(str(wide_checkpoint()), engine="vllm", max_context=1024, slots=16)
     yield pipeline
     pipeline.close()
 

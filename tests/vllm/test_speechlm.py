@@ -25,8 +25,9 @@ from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
 from tests.support.speechlm_clients import check_every_mode  # noqa: E402
+from tests.support.wide_heads import widened  # noqa: E402
 
-CHECKPOINT = str(GOLDEN / "checkpoint")
+CHECKPOINT = str(widened(GOLDEN / "checkpoint"))
 SECONDS = 300
 CASES = {case["id"]: case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
 DIALOGUES = {line["example_id"]: line["messages"] for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())}
@@ -36,7 +37,7 @@ DIALOGUES = {line["example_id"]: line["messages"] for line in map(json.loads, (G
 def pipeline() -> Iterator[Pipeline]:
     """Of the checkpoint under the name that published ones have; the tests below open it under the other one."""
     with v2_runner():
-        pipeline = open_pipeline(str(named("bagpiper")), max_context=256, slots=24, keep_unfinished=True, share_prefixes=True)
+        pipeline = open_pipeline(str(widened(named("bagpiper"))), max_context=256, slots=24, keep_unfinished=True, share_prefixes=True)
         yield pipeline
         pipeline.close()
 

@@ -25,7 +25,7 @@ from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.night_kit import EXPORTS, NIGHT, House, line
 from worker import __main__ as command
-from worker.nightly import NightEnd, ScheduledNight
+from worker.nightly import Night, NightEnd
 
 
 @pytest.mark.parametrize("bad", [("no json", "nor this"), ()])
@@ -80,7 +80,7 @@ def test_audio_that_is_there_now_mends_the_same_file(house: House) -> None:
 
 
 def test_a_night_goes_on_without_its_deleted_first_job(house: House) -> None:
-    numbers = lambda: list(ScheduledNight(house.settings, house.ledger, "news", NIGHT).jobs())  # noqa: E731
+    numbers = lambda: list(Night(house.settings, house.ledger, "news", NIGHT).jobs())  # noqa: E731
     house.write("no json")
     first = house.run()
     house.write("nor this")

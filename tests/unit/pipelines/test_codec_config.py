@@ -10,7 +10,7 @@ import pytest
 from transformers.models.mimi.configuration_mimi import MimiConfig
 
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import CodecConfig, SpeakerEncoderConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
 

@@ -17,7 +17,7 @@ from pipelines.codec.blocks import Past
 from pipelines.codec.fused import FusedStack
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_config import CodecConfig
+from pipelines.qwen3_tts.config import CodecConfig
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
 CLOSE = 3e-5

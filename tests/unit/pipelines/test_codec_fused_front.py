@@ -16,7 +16,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
-from pipelines.qwen3_tts.codec_config import CodecConfig
+from pipelines.qwen3_tts.config import CodecConfig
 from tests.support.codec_stage_kit import Heard
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"

@@ -21,6 +21,7 @@ from pipelines.engine.opening import check_executor, plan_engine
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
+from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
@@ -166,12 +167,12 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, streams = (
-        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, streams=count, stream_bytes=graphs, state_bytes=state)
+        engine_options(config, device, torch.bfloat16, NativeModelOptions(streams=count), weight_bytes + graphs, state)
         for count, (graphs, state) in ((0, (0, 0)), (16, stream_needs(PUBLISHED_CODEC, torch.bfloat16)))
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
-    assert engine_options(config, device, torch.bfloat16, slots=8, streams=16).stream_slots == 4
+    assert engine_options(config, device, torch.bfloat16, NativeModelOptions(slots=8, streams=16)).stream_slots == 4
 
 
 def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     config, options = Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"), qwen3.PipelineOptions(executor="graph", **chosen)
-    sizes = qwen3._sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
+    sizes = execution.plan_sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
     assert (sizes.slots, sizes.spare_slots) == (slots, spare)
 
 
@@ -248,7 +249,7 @@ def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float]
     assert 4 << 30 < needs < 9 << 30
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, batch = (
-        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, stream_bytes=taken)
+        engine_options(config, device, torch.bfloat16, taken=weight_bytes + taken)
         for taken in (0, utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 64))
     )
     assert (batch.slots, batch.pages) < (plain.slots, plain.pages)
@@ -258,15 +259,15 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
-    whole = engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes)
+    whole = engine_options(config, device, torch.bfloat16, taken=weight_bytes)
     assert (whole.slots, two_gpus) == (64, {})
-    half = engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, memory_share=0.5)
+    half = engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=0.5), weight_bytes)
     assert half.slots < whole.slots
     assert half.pages < whole.pages
     assert two_gpus == {"cuda:1": 0.5 - 1 / 16}
     # Another program has taken more than the share leaves to others.
     all_of_it, what_is_free = (
-        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, memory_share=share) for share in (1.0, 15 / 16)
+        engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=share), weight_bytes) for share in (1.0, 15 / 16)
     )
     assert all_of_it == what_is_free
 
@@ -315,7 +316,7 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_weights")])
+@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_weights"), (fish, "load_weights")])
 def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
     family: ModuleType, loads: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:

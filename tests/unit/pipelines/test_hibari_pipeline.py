@@ -97,7 +97,7 @@ def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
     while dash.advance(voice._reader.voice):
         continue
     with pytest.raises(SynthesisError) as caught:
-        dash.complete()
+        dash.finish()
     assert caught.value.code is ErrorCode.SYNTH_SILENT
 
 

@@ -24,7 +24,7 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, SynthesisError
-from pipelines.qwen3_tts import pipeline
+from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
 from pipelines.qwen3_tts.execution import packed_needs, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -234,15 +234,15 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
     free_gib: float, total_gib: int, refused: type[NightjarError] | None, model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "packed_needs", lambda *_: 4 << 30)
+    monkeypatch.setattr(execution, "packed_needs", lambda *_: 4 << 30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gib * 2**30), total_gib << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
     def sizes(executor: opening.ExecutorKind) -> EngineOptions:
-        options = pipeline.PipelineOptions(executor=executor)
-        return pipeline._sizes(model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+        options = execution.PipelineOptions(executor=executor)
+        return execution.plan_sizes(model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
 
     plain, chosen, roomy = sizes("graph"), sizes("auto"), free_gib == 140
     assert (chosen.slots, chosen.persistent) == (plain.slots, roomy)

@@ -14,10 +14,9 @@ import pytest
 
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, InputError
-from pipelines.qwen3_tts.frontend import open_frontend
+from pipelines.qwen3_tts.frontend import OpenTokens, open_frontend
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from pipelines.qwen3_tts.prompt import TextTokenizer
-from pipelines.qwen3_tts.text_pieces import OpenTokens
 from pipelines.request import AudioChunk, Event, Failed, Generation, Handle, Message, Pipeline, SynthesisRequest, stream, submit
 from tests.support.qwen3_golden import GOLDEN
 from tests.unit.pipelines.test_qwen3_pipeline import SECONDS, SIZES, reference

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import CodecStage
-from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
+from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
-from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from tests.support.vllm_kit import checkpoint
 
 WAVE_LIMIT = 2e-5

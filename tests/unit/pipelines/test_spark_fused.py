@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.codec_ops import snake_beta
-from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
+from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import SparkConfig, WaveConfig
-from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, prepared
 from tests.support.vllm_kit import checkpoint
 

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
+from pipelines.spark_tts.bicodec import RIGHT_TOKENS
 from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
-from pipelines.spark_tts.streaming_decoder import RIGHT_TOKENS
 from tests.support.vllm_kit import GOLDEN, checkpoint
 
 SECONDS = 240

@@ -10,7 +10,7 @@ import torch
 
 from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base"

@@ -23,8 +23,7 @@ from pipelines.request import Listener, Message
 from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Script, StreamSampling
-from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after, read_output
+from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, Script, StreamSampling, next_phase, phase_after, read_output
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle

@@ -22,7 +22,7 @@ from pipelines.request import Capabilities, Generation
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.field_tables import changed, fields_of
-from worker.nightly import ScheduledNight
+from worker.nightly import Night
 
 NIGHT = date(2026, 11, 20)
 #: Of a job, apart from what two jobs of one schedule differ in.
@@ -101,7 +101,8 @@ def home(_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 def job_of(settings: Settings, ledger: Ledger, name: str) -> dict[str, Any]:
     """The fields of the job of a schedule's night."""
-    night = ScheduledNight(settings, ledger, name, NIGHT).run()
+    night = Night(settings, ledger, name, NIGHT)
+    night.run()
     assert night.job_id, night
     job = ledger.job(night.job_id)
     assert (job.name, job.labels["schedule"], job.labels["night"]) == (f"{name} 2026-11-20", name, "2026-11-20")
