@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     StoredArtifact = Artifact | ArtifactFacts | Expected
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 CONTENT_TYPE = "application/x-tar"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _encode = msgspec.json.Encoder().encode

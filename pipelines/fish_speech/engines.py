@@ -13,7 +13,7 @@ import torch
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.opening import MemoryNeeds
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
@@ -60,7 +60,7 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
 
 def open_host(
     config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
-) -> NativeHost[Prompt]:
+) -> NativeHost:
     """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
     ids = np.array([*config.semantic, config.end], np.int64)
     engine = options.open_engine(model, sizes, stage)

@@ -124,7 +124,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     dtype = precision(chosen.dtype, device)
     config = FishConfig.from_folder(folder)
     stacks = [config.slow, config.fast]
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks, chosen.prefill)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks)
     sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)

@@ -13,8 +13,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, plan_engine
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
@@ -82,15 +81,12 @@ class NativeModelOptions(ModelOptions):
     #: KV pages of `page_size` positions.
     pages: Count | None = None
     page_size: Count = 64
-    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which is faster and not reproducible; "auto": packed
-    #: where it can be.
-    prefill: Literal["auto", "padded", "packed"] = "auto"
 
     def plan(self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any) -> EngineOptions:
         """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`: positions where nobody chose."""
         return plan_engine(
             needs, device, context_of(self.context(context), max_positions), slots=self.slots, streams=self.streams, pages=self.pages,
-            page_size=self.page_size, memory_share=self.memory_share, prefill=self.prefill, **more,
+            page_size=self.page_size, memory_share=self.memory_share, **more,
         )  # fmt: skip
 
     def open_engine(self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any]) -> Engine:

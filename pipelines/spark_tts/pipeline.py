@@ -165,7 +165,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
     drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
