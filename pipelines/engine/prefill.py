@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import PackedPrompts
 from kernels.registry import send, to_device
-from kernels.varlen_attention import PackedPrompts
 from pipelines.engine.buckets import BUCKETS, Buckets
 from pipelines.engine.frame_model import PrefillRun
 from pipelines.engine.state import PagedKV, SlotState

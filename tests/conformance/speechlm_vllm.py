@@ -67,7 +67,6 @@ class Opened:
         self._options = options or VllmOptions(max_context=512, max_sequences=48)
         self._engine = engine
         self._stack = ExitStack()
-        self._pairs = 0
 
     @cached_property
     def host(self) -> VllmHost:
@@ -86,12 +85,8 @@ class Opened:
     def ask(self, script: Script) -> Heard:
         """Sends a request as the pipeline does, guided audio and all."""
 
-        def pair_name() -> str:
-            self._pairs += 1
-            return f"pair-{self._pairs}"
-
         golden, host = self.golden, self.host
-        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, pair_name, host.submit, host.cancel)
+        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, host)
         heard = Heard(order)
         host.submit(script.first_request(golden.config), heard)
         return heard

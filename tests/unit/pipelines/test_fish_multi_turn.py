@@ -190,8 +190,8 @@ def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
 
 def test_an_abort_between_two_turns_starts_no_further_one() -> None:
     heard = Heard()
-    host, engine, _ = start(["One.", "Two."], heard)
-    engine.abort("item")
+    host, engine, plan = start(["One.", "Two."], heard)
+    engine.cancel(plan)
     host.answer([1, 2])
     assert len(host.sent) == 1
     assert isinstance(heard.end, SynthesisError)
@@ -207,11 +207,11 @@ def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> Non
 
     def submit(request: TokenRequest, receiver: Any) -> None:
         if before:
-            engine.abort("item")
+            engine.cancel(plan)
             host.cancelled.clear()
         send(request, receiver)
         if not before:
-            engine.abort("item")
+            engine.cancel(plan)
 
     host.submit = submit
     host.answer([1, 2])
