@@ -36,7 +36,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
+from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 def model_spec(config: SparkConfig) -> ModelSpec:
     """What vLLM is told."""
-    return ModelSpec(config.folder / LLM)
+    return ModelSpec(config.folder / LLM, memory_share=_MEMORY_SHARE, context=CONTEXT, max_positions=config.lm.max_positions)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
@@ -154,7 +154,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     check_weights(config)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config), vllm_options(chosen, config))
+    host = VllmHost(model_spec(config), chosen)
     meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
     return SparkPipeline(config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished)
 
@@ -261,8 +261,3 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         limit = self.config.sampling.max_new_tokens
         before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
         return limit if longest is None else min(limit, before + longest + 1)
-
-
-def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:
-    """What vLLM is told of a person's choice, with the defaults of this model."""
-    return options.vllm(_MEMORY_SHARE, CONTEXT, config.lm.max_positions)

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
-from pipelines.vllm_engine.library import EngineMoment, ModelSpec, VllmOptions, load_vllm, on_cpu
+from pipelines.vllm_engine.library import EngineMoment, ModelSpec, load_vllm, on_cpu
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ class VllmHost:
     as soon as the old one is gone; meanwhile `submit` waits.
     """
 
-    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
+    def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
         """Starts the engine core.
 
         Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
         cannot run with.
         """
-        options = options or VllmOptions()
+        options = options or TokenModelOptions()
         load_vllm(options.cpu_kv_gib)
         from pipelines.vllm_engine import adapter
 

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
+from pipelines.vllm_engine.library import load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
 from tests.support.wide_heads import widened
@@ -54,7 +55,7 @@ def cases(golden: Golden) -> Iterator[Case]:
 
 def _check_named(golden: Golden, model_type: str, case: str) -> None:
     """A case on the same checkpoint, whose config.json has another `model_type`."""
-    opened = Opened(golden.under(named(model_type, golden.checkpoint)), VllmOptions(max_context=512, max_sequences=4))
+    opened = Opened(golden.under(named(model_type, golden.checkpoint)), TokenModelOptions(max_context=512, slots=4))
     try:
         opened.check([case])
     finally:
@@ -64,9 +65,9 @@ def _check_named(golden: Golden, model_type: str, case: str) -> None:
 class Opened:
     """An engine on a golden folder's checkpoint, started at the first case."""
 
-    def __init__(self, golden: Golden, options: VllmOptions | None = None, **engine: Any) -> None:
+    def __init__(self, golden: Golden, options: TokenModelOptions | None = None, **engine: Any) -> None:
         self.golden = golden
-        self._options = options or VllmOptions(max_context=512, max_sequences=48)
+        self._options = options or TokenModelOptions(max_context=512, slots=48)
         self._engine = engine
         self._stack = ExitStack()
 

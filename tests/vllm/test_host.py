@@ -22,13 +22,13 @@ from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, held_start, kill_co
 require_vllm()
 
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
+from pipelines.nn.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import (  # noqa: E402
     ModelSpec,
-    VllmOptions,
     load_vllm,
 )
 
@@ -44,7 +44,7 @@ def host() -> Iterator[VllmHost]:
     load_vllm()
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
-    host = VllmHost(spec, VllmOptions(max_context=32_768, max_sequences=16, waiting_room=ROOM - 16))
+    host = VllmHost(spec, TokenModelOptions(max_context=32_768, slots=16, waiting_room=ROOM - 16))
     yield host
     host.close()
     host.close()
@@ -128,8 +128,8 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     assert merged.tolist() == steps.tolist()
 
 
-@pytest.mark.parametrize(("cpu", "options"), [(True, VllmOptions(step_tokens=1000)), (False, VllmOptions(step_tokens=100))])
-def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: VllmOptions) -> None:
+@pytest.mark.parametrize(("cpu", "options"), [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))])
+def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions) -> None:
     from pipelines.vllm_engine import adapter
 
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)

@@ -16,9 +16,9 @@ from tests.support.vllm_v2 import require_v2
 require_v2()
 
 from pipelines.errors import ErrorCode, NightjarError  # noqa: E402
+from pipelines.nn.options import TokenModelOptions  # noqa: E402
 from pipelines.speechlm.lm import Script, StreamSampling  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
-from pipelines.vllm_engine.library import VllmOptions  # noqa: E402
 from tests.conformance.speechlm import Golden  # noqa: E402
 from tests.conformance.speechlm_vllm import Heard, Opened  # noqa: E402
 from tests.support.vllm_kit import kill_core  # noqa: E402
@@ -52,7 +52,7 @@ def golden() -> Golden:
 @pytest.fixture(scope="module")
 def opened(golden: Golden) -> Iterator[Opened]:
     """Prompts of a pair have up to 240 positions: few fit a step of 64 tokens whole, and KV has room for two to six requests."""
-    options = VllmOptions(max_context=256, max_sequences=24, step_tokens=64)
+    options = TokenModelOptions(max_context=256, slots=24, step_tokens=64)
     opened = Opened(golden, options, block_size=32, num_gpu_blocks_override=26)
     yield opened
     opened.close()
