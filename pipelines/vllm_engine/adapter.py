@@ -62,7 +62,6 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
         "trust_remote_code": False,
         "async_scheduling": not cpu,
         "max_num_batched_tokens": _step_tokens(frames, options, cpu, sequences, context),
-        "scheduler_cls": _scheduler(spec.pairs, asynchronous=not cpu),
     }
     if cpu:
         arguments["disable_custom_all_reduce"] = True
@@ -83,6 +82,7 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     arguments |= spec.engine
+    arguments.setdefault("scheduler_cls", _scheduler(spec.pairs, arguments["async_scheduling"]))
     register()
     if frames:
         check_plugin()
