@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -34,9 +32,7 @@ from pipelines.vllm_engine.library import load_vllm
 
 @dataclass(frozen=True, slots=True)
 class FishRequestInfo(TokenRequestInfo[CodecState]):
-    """What results need to know of a request, and the codec that its streams start in."""
-
-    decoder: CodecDecoder
+    """What results need to know of a request."""
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
         """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn has none."""
@@ -45,23 +41,6 @@ class FishRequestInfo(TokenRequestInfo[CodecState]):
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
         return FinishedCodes(tokens.codes, tokens.finish)
-
-    def reader(self) -> FishReader:
-        return FishReader(self.decoder)
-
-
-class FishReader:
-    """A `pipelines.tokens.TokenReader` of frames that are whole as they come."""
-
-    def __init__(self, decoder: CodecDecoder) -> None:
-        self._decoder = decoder
-
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        assert codes is not None
-        return codes
-
-    def start(self) -> CodecState:
-        return self._decoder.new_state()
 
 
 class FishStreamer(TokenStreamer[CodecState]):
@@ -180,7 +159,7 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished)
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
-        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
+        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished)
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""

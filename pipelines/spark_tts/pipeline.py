@@ -17,7 +17,7 @@ from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
 from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
-from pipelines.request import Generation, SynthesisRequest
+from pipelines.request import Generation, Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
@@ -75,37 +75,31 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
         codes, finish = self._codes(tokens)
         return FinishedCodes(column(codes.semantic), finish, Voice(torch.tensor(codes.voice)))
 
-    def reader(self) -> SparkReader:
-        return SparkReader(self)
 
+class SparkStreamer(TokenStreamer[Voice]):
+    """A stream of semantic tokens, 50 a second, and the voice before them."""
 
-class SparkReader:
-    """A `pipelines.tokens.TokenReader` of semantic tokens and the voice before them."""
+    chunk_frames = (20, 25, 50, 100)
+    looks_ahead = True
 
-    def __init__(self, info: SparkRequestInfo) -> None:
-        self._info = info
+    def __init__(self, info: SparkRequestInfo, stage: CodecStage[Voice], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
+        self._request = info
         self._ids: list[int] = []
         self._left = info.most
 
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
-        semantic = self._info.vocabulary.parse(ids).semantic[: self._left]
+        semantic = self._request.vocabulary.parse(ids).semantic[: self._left]
         if self._left is not None:
             self._left -= len(semantic)
         return column(semantic)
 
-    def start(self) -> Voice | None:
+    def first_state(self) -> Voice | None:
         """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
-        info = self._info
+        info = self._request
         voice = info.vocabulary.parse(self._ids).voice if info.voice is None else info.voice
         return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
-
-
-class SparkStreamer(TokenStreamer[Voice]):
-    """A stream of semantic tokens, 50 a second."""
-
-    chunk_frames = (20, 25, 50, 100)
-    looks_ahead = True
 
 
 class NativeSparkStreamer(SparkStreamer):

@@ -59,25 +59,21 @@ class RequestInfo(TokenRequestInfo[list[int]]):
             raise no_audio("Nothing was said.")
         return FinishedCodes(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
 
-    def reader(self) -> Reader:
-        return Reader(self)
-
-
-class Reader:
-    def __init__(self, info: RequestInfo) -> None:
-        self._info, self._heard = info, 0
-
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        self._heard += len(ids)
-        return np.array(ids, np.int64)[:, None]
-
-    def start(self) -> list[int] | None:
-        return self._info.state if self._heard >= self._info.known_after else None
-
 
 class Streamer(TokenStreamer[list[int]]):
     chunk_frames = (1, 3)
     looks_ahead = True
+
+    def __init__(self, info: RequestInfo, *others: Any) -> None:
+        super().__init__(info, *others)
+        self._said, self._heard = info, 0
+
+    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        self._heard += len(ids)
+        return np.array(ids, np.int64)[:, None]
+
+    def first_state(self) -> list[int] | None:
+        return self._said.state if self._heard >= self._said.known_after else None
 
 
 class Host:
