@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -18,7 +17,7 @@ import msgspec
 
 from jobs.export.files import invalid, output, path_errors, sha256_of
 from jobs.export.items import AudioItem
-from jobs.packs import ArtifactReader
+from jobs.packs import ArtifactReader, ahead
 from jobs.store.base import ObjectStore, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError
@@ -135,19 +134,9 @@ class AudioReader:
         self, items: Iterable[AudioItem], get: Callable[[AudioItem], tuple[AudioItem, Result]]
     ) -> Iterator[tuple[AudioItem, Result]]:
         if not self._store.remote and not self._conversion:
-            yield from map(get, items)
-            return
-        waiting: deque[tuple[int, Future[tuple[AudioItem, Result]]]] = deque()
-        size = 0
-        for item in items:
-            while waiting and (len(waiting) >= _AHEAD_ITEMS or size + item.artifact.bytes > _AHEAD_BYTES):
-                first, future = waiting.popleft()
-                size -= first
-                yield future.result()
-            waiting.append((item.artifact.bytes, self._threads.submit(get, item)))
-            size += item.artifact.bytes
-        while waiting:
-            yield waiting.popleft()[1].result()
+            return map(get, items)
+        found = ahead(self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES)
+        return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
         artifact = item.artifact

@@ -26,7 +26,7 @@ import msgspec
 from jobs.export.items import AudioNames
 from jobs.store import ObjectStore, S3Settings, is_remote, open_store
 from jobs.store.base import split_key
-from jobs.store.handles import sync_file_system
+from jobs.store.folder import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
 
 _BUFFER_BYTES = 1 << 20
