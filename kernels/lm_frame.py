@@ -98,7 +98,7 @@ class FusedFrame:
         """Raises ValueError for heads that the kernels do not know (`kernels.frame.fused_fault`)."""
         stacks = weights.stacks
         for stack in stacks:
-            if (fault := fused_fault(stack)) is not None:
+            if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
