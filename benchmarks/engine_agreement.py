@@ -27,8 +27,7 @@ from benchmarks.spark_engines import TINY_LM, AnyIdSpeaks
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
-from pipelines.engine.executor import FrameExecutor, FrameSettings, PrefillRun
+from pipelines.engine.executor import EagerExecutor, FrameExecutor, FrameSettings, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.opening import open_executor
 from pipelines.engine.state import Placement, SamplingParams
@@ -88,7 +87,7 @@ def frame_of(model: FrameModel, executor: FrameExecutor, rows: int) -> Made:
     state.place([Placement(row, pages[row], row, GREEDY, none, one[-1], len(one) - 1) for row, one in enumerate(given)])
     executor.prefill([PrefillRun(row, 0, one[:-1]) for row, one in enumerate(given)])
     flags = DrawFlags(0, False, True)
-    found = executor.frames(list(range(rows)), 1, FrameSettings(max(map(len, given)) + 1, flags, flags)).result()
+    found = executor.frames(list(range(rows)), 1, FrameSettings(max(map(len, given)) + 1, flags, flags))()
     parts = []
     for row, one in enumerate(given):
         for cache in (kv.k, kv.v):
@@ -111,7 +110,7 @@ def compare(bench: Bench, name: str, rows: list[int], tiny: bool) -> bool:
     def eager(dtype: torch.dtype) -> dict[int, Made]:
         with torch.inference_mode():
             model = make(bench.device, dtype, tiny)
-        executor = EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+        executor = EagerExecutor(model, sizes)
         return {number: frame_of(model, executor, number) for number in rows}
 
     exact, plain = eager(torch.float32), eager(torch.bfloat16)

@@ -18,10 +18,8 @@ from benchmarks.random_models.fish_speech import CONTROLS, dummy_codec, write_ch
 from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.engine import Engine
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
@@ -83,7 +81,7 @@ def checkpoint_parts(bench: Bench, folder: Path) -> Parts:
 class NativeFish:
     """The dual AR on the native engine: its executor, over which pipelines are opened one after the other."""
 
-    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0, prefill: Prefill = "auto") -> None:
+    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0) -> None:
         """`streams`: how many it is prepared for; as many slots are then kept free of whole utterances."""
         config, slow, dtype = parts.config, parts.config.slow, bench.dtype
         self.parts = parts
@@ -98,7 +96,7 @@ class NativeFish:
         )
         self.sizes = plan_engine(
             needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.frames_per_second, prefill=prefill,
+            frame_seconds=1 / config.frames_per_second,
         )  # fmt: skip
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)
@@ -133,5 +131,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> 
     dtype = "bfloat16" if bench.on_gpu else "float32"
     chosen = TokenModelOptions(memory_share=options.memory_share, slots=slots, dtype=dtype, eager=options.eager or None)
     spec = model_spec(parts.config, kept_voices, **parts.load_format)
-    host = VllmHost(spec, chosen.vllm(options.memory_share, CONTEXT, CONTEXT))
+    host = VllmHost(spec, replace(chosen, max_context=CONTEXT))
     return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)

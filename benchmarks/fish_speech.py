@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from benchmarks.speech_load import (
     stream_part,
 )
 from benchmarks.watched_executor import Watched
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
@@ -101,7 +100,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options, rate = bench.options, parts.config.frames_per_second
     if {"frame", "lm", "speech"} & wanted:
-        opened = NativeFish(bench, parts, max(options.requests), prefill=options.prefill)
+        opened = NativeFish(bench, parts, max(options.requests))
         if "frame" in wanted:
             sizes, context = None if options.tiny or options.checkpoint else fish_frame(), FISH.prompt + int(options.seconds * rate) // 2
             bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, sorted({1, *options.requests}), context, rate, sizes))
@@ -115,7 +114,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
         del opened
         bench.clean()
     if "streams" in wanted:
-        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams), options.prefill)
+        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams))
         pipeline = ready.pipeline()
         try:
             engine_parts(bench, parts, pipeline, "native", {"streams"}, prefill_of(ready.executor))
@@ -213,7 +212,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="16,64,256")
     made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
-    made.add_argument("--prefill", choices=get_args(Prefill), default="auto", help="of the native engine")
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--kept-voices", type=numbers, default="1", help="of vLLM, one run each: whether prompts of a voice share its KV")
     made.add_argument("--seconds", type=float, default=10.0)

@@ -275,7 +275,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def row_steps(common: tuple[str, ...], tiny: bool, out: Path) -> list[Step]:
-    """512 to 1,024 slots and both ways to prefill; each of the two needs a session of its own."""
+    """512 to 1,024 slots; each of the two needs a session of its own."""
     chosen = ("--slots", "4", "6", "--more-text", "0", "40", "--spare", "4") if tiny else ("--lm", "512", "1024", "--spare", "512", "1024")
     rows = ("benchmarks.qwen3_tts_rows", *common, *chosen)
     return [

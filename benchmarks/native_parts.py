@@ -74,7 +74,7 @@ def _frames(
 
     def frames() -> None:
         nonlocal settings
-        executor.frames(slots, count, settings).result()
+        executor.frames(slots, count, settings)()
         settings = settings.later(count)
 
     ms = bench.milliseconds(frames, _CALLS - 2) / count

@@ -1,9 +1,9 @@
-"""Where the time of a frame goes at 512 to 1,024 slots, with prompts padded and packed, at a short and a long context.
+"""Where the time of a frame goes at 512 to 1,024 slots, at a short and a long context.
 
     NIGHTJAR_COMMIT=... python -m benchmarks.qwen3_tts_rows --sizes 0b6 --json rows.json
     python -m benchmarks.qwen3_tts_rows --device cpu --tiny
 
-The closed loop of `benchmarks.qwen3_tts`, once for each number of slots and each way to prefill: at the context of utterances of 3 to 15 s
+The closed loop of `benchmarks.qwen3_tts`, once for each number of slots: at the context of utterances of 3 to 15 s
 with their texts (108 positions on average), then with 192 positions more in every prompt (300). `split_ms` cuts a row's milliseconds of a
 frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the codec takes alone, measured first, and `lm` the
 rest, in which the frames run beside the codec. `clocks` are those of the window. The rows that matter most come first; nothing is started
@@ -22,7 +22,6 @@ from benchmarks.gpu import Bench, parser, serves
 from benchmarks.qwen3_load import Load
 from benchmarks.qwen3_tts import MORE_TEXT, Throughput, table
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
-from pipelines.engine.buckets import Prefill
 
 #: The ends of the range first, then what lies between.
 SLOTS = (512, 1024, 768, 640, 896)
@@ -32,26 +31,24 @@ SPARE = 32
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: slots, how prompts are computed, and positions that they have more."""
+    """One row: slots, and positions that prompts have more."""
 
     slots: int
-    prefill: Prefill
     more_text: int
     #: Slots beside the rows, whose requests wait prefilled.
     spare: int = 0
 
 
 def cases(slots: Sequence[int], more_texts: Sequence[int], spare: Sequence[int] = ()) -> Iterator[Case]:
-    """All of them, the short context first, and both ways to prefill one after the other.
+    """All of them, the short context first.
 
-    `spare`: numbers of slots that are measured packed at the short context with spare slots as well.
+    `spare`: numbers of slots that are measured at the short context with spare slots as well.
     """
     for more_text in more_texts:
         for count in slots:
-            yield Case(count, "padded", more_text)
-            yield Case(count, "packed", more_text)
+            yield Case(count, more_text)
             if count in spare and not more_text:
-                yield Case(count, "packed", more_text, SPARE)
+                yield Case(count, more_text, SPARE)
 
 
 def split_ms(row: dict[str, Any], codec_us: float | None) -> dict[str, float]:
@@ -67,12 +64,12 @@ def split_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The split of every row, with its clock."""
     lines: list[str] = []
     for row in rows:
-        if "audio_s_per_s" not in row or "prefill" not in row:
+        if "audio_s_per_s" not in row or row["part"] == "codec":
             continue
         parts = "".join(f"  {name} {ms:6.2f}" for name, ms in row.get("split_ms", {}).items())
         clock = f"  {row['clocks']['mhz']:.0f} MHz {row['clocks']['watts']:.0f} W" if "clocks" in row else ""
         spare = f"+{row['spare_slots']} " if row.get("spare_slots") else ""
-        about = f"{row['size']:5}{row['part']:4}{row['slots']:6} {spare}{row['prefill']:7}context {row['context']:4.0f}"
+        about = f"{row['size']:5}{row['part']:4}{row['slots']:6} {spare}context {row['context']:4.0f}"
         lines.append(f"{about}{row['audio_s_per_s']:8,.0f} RTFx{row['ms_per_frame'] or 0:8.2f} ms ={parts}{clock}")
     return lines
 
@@ -108,9 +105,7 @@ def main() -> int:
         codec: list[float] = []
         bench.attempt(f"{size} codec", lambda work=work, codec=codec: codec.append(_codec_us(work, options.tiny)))
         for case in cases(options.slots, options.more_text, options.spare):
-            if case.prefill == "packed" and not bench.on_gpu:
-                continue
-            name = f"{size} {case.slots}+{case.spare} {case.prefill} +{case.more_text}"
+            name = f"{size} {case.slots}+{case.spare} +{case.more_text}"
             if time.monotonic() >= until:
                 left_out.append(name)
                 continue
@@ -133,7 +128,7 @@ def _codec_us(work: Throughput, tiny: bool) -> float:
 
 def _measure(work: Throughput, case: Case, parts: Sequence[str], windows: int, codec_us: float | None) -> None:
     before = len(work.bench.rows)
-    work.measure(case.slots, parts, windows, prefill=case.prefill, spare_slots=case.spare)
+    work.measure(case.slots, parts, windows, spare_slots=case.spare)
     for row in work.bench.rows[before:]:
         row["split_ms"] = split_ms(row, codec_us)
     work.bench.write()

@@ -20,10 +20,8 @@ from benchmarks.random_models.spark_tts import dummy_codecs, published_config
 from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.engine import Engine
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
 from pipelines.nn.options import TokenModelOptions
@@ -40,7 +38,6 @@ from pipelines.spark_tts.pipeline import (
     SparkStreamer,
     model_spec,
     open_stage,
-    vllm_options,
 )
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
 from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
@@ -176,7 +173,7 @@ def references(settings: SparkConfig, tokenizer: AudioTokenizer, device: torch.d
 class NativeSpark:
     """The LM on the native engine: its executor, over which pipelines are opened one after the other."""
 
-    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0, prefill: Prefill = "auto") -> None:
+    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0) -> None:
         """`streams`: how many it is prepared for; as many slots are then kept free of whole utterances."""
         config, lm, dtype = parts.config, parts.config.lm, bench.dtype
         self.parts, self.drawable = parts, Drawable.of(parts.vocabulary, lm)
@@ -192,7 +189,7 @@ class NativeSpark:
         )
         sizes = plan_engine(
             needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.tokens_per_second, prefill=prefill,
+            frame_seconds=1 / config.tokens_per_second,
         )  # fmt: skip
         self.sizes = sized(sizes, bench.device)
         self.executor = open_executor(model, self.sizes, streams=streams)
@@ -217,5 +214,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: Sequence[int], memory_share
     from pipelines.vllm_engine.host import VllmHost
 
     chosen = TokenModelOptions(memory_share=memory_share, slots=max(slots), max_context=2 * CONTEXT)
-    host = VllmHost(parts.spec, vllm_options(chosen, parts.config))
+    host = VllmHost(parts.spec, chosen)
     return parts.pipeline(host, {"engine": "vllm", "dtype": host.dtype})

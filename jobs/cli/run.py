@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.cli.options import JobCommand, Option, common_options, files, job_options, models
-from jobs.cli.status import exit_code_of, status_lines
+from jobs.cli.status import bold, exit_code_of
 from jobs.cli.submit import dry_run_of
 from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import EmbeddedHome, embedded_settings
@@ -27,7 +27,7 @@ from jobs.ledger.status import JobStatus
 from jobs.progress import Progress
 from jobs.recent_jobs import noted_dev
 from jobs.settings import Settings, load_settings
-from jobs.status import status_view
+from jobs.status import status_lines, status_view
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
     if output.quiet:
         output.line(job.id)
         return
-    for line in status_lines(status, settings.price_per_gpu_hour):
+    for line in status_lines(status, settings.price_per_gpu_hour, bold=bold):
         output.line(line)
     for word, place in (("files", made["audio"]), ("texts", made["text"]), ("list", made["manifest"]), ("report", made["report"])):
         if place is not None:

@@ -16,14 +16,13 @@ from jobs.ledger.records import INPUT_FORMAT, Job
 from jobs.ledger.status import find_job
 from jobs.recent_jobs import keep_remembered, settings_for_job
 from jobs.settings import Settings
-from jobs.status import job_view, utc
+from jobs.status import job_view, labels_text, utc
 from pipelines.errors import NightjarError
 from pipelines.request import Generation
 
 if TYPE_CHECKING:
-    from jobs.checks import Bound
+    from jobs.checks import Bound, Quality
     from jobs.provenance import Provenance
-    from jobs.quality import Quality
 
 #: Characters of a hash that tell it from others.
 _HASH_CHARACTERS = 12
@@ -74,8 +73,8 @@ def _lines(job: Job, made_with: Sequence[Provenance]) -> Iterator[tuple[str, str
     spec = job.spec
     yield "job", f"{job.id}  {job.state.value}{f'  {printable(job.name)}' if job.name else ''}"
     yield "owner", f"{printable(job.owner) or 'unknown'}, priority {job.priority}, weight {job.weight}{_limits(job)}"
-    if labels := ", ".join(f"{key}={value}" for key, value in sorted(job.labels.items())):
-        yield "labels", printable(labels)
+    if job.labels:
+        yield "labels", printable(labels_text(job.labels))
     written = job.labels.get(INPUT_FORMAT, "dialogues")
     refused = f", {job.rejected_lines} refused" if job.rejected_lines else ""
     yield "input", f"{printable(job.input_uri)}, {written}, {counted(job.lines_read, 'line')}{refused}"

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import click
 
 from jobs.cli.options import common_options, found_job, job_argument, pairs, price_option, read_ledger
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
-from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.location import embedded_broker_url
 from jobs.ledger.records import JobState
-from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
+from jobs.ledger.status import JobStatus, newest_statuses, status_and_errors
 from jobs.progress import Progress
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path
-from jobs.status import (
-    busy_seconds,
-    cost,
-    cost_at_end,
-    elapsed_seconds,
-    eta_error_seconds,
-    eta_seconds,
-    items_per_second,
-    lacks_workers,
-    rtfx,
-    status_view,
-    utc,
-)
+from jobs.status import NO_WORKER, labels_text, lacks_workers, status_lines, status_view, utc
 from pipelines.errors import NightjarError, NotFoundError
 
-#: What `status`, `watch` and `wait` say of a job that waits for a worker.
-NO_WORKER = (
-    "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker` or `nightjar dev`, "
-    "or give its `nightjar run` again"
-)
 STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
 
 
@@ -59,7 +41,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     if output.as_json:
         output.data(status_view(state, price, errors))
         return
-    for line in status_lines(state, price, no_worker(settings)):
+    for line in status_lines(state, price, no_worker(settings), bold):
         output.line(line)
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
@@ -67,51 +49,15 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
 
 
+def bold(text: str) -> str:
+    """The text as it stands out on a terminal."""
+    return click.style(text, bold=True)
+
+
 def no_worker(settings: Settings) -> str:
     """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger alone."""
     own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
     return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
-
-
-def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER) -> list[str]:
-    """A job's status in a few lines for a person; `waits`: what is said where no worker lives."""
-    job, items = state.job, state.items
-    reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
-    named = f"  {printable(job.name)}" if job.name else ""
-    lines = [f"{job.id}  {click.style(job.state.value, bold=True)}{reason}{named}"]
-    if job.labels:
-        lines.append(f"labels  {printable(_labels_text(job.labels))}")
-    counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
-    lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
-    if state.quarantined_workers:
-        lines.append(f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)")
-    if state.outage is not None:
-        lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
-    if lacks_workers(state):
-        lines.append(f"waits   {waits}")
-    if job.rejected_lines:
-        lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
-    speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
-    lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
-    elapsed, busy = elapsed_seconds(state), busy_seconds(state)
-    idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
-    pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
-    if not job.state.final and (eta := eta_seconds(state)) is not None:
-        error = eta_error_seconds(state)
-        pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
-    lines.append(pace)
-    lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
-    price = cost(state, price_per_gpu_hour)
-    if price is not None:
-        at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
-        ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
-        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} an engine hour")
-    return lines
-
-
-def _hours(seconds: float) -> str:
-    """`41 s`, and with the hours from ten minutes on: `20 min 5 s (0.33 h)`."""
-    return seconds_text(seconds) + (f" ({seconds / 3600:.2f} h)" if seconds >= 600 else "")
 
 
 @click.command("list")
@@ -163,18 +109,13 @@ def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: st
     rows = [
         (
             *(s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at)),
-            *(s.job.name, _labels_text(s.job.labels)),
+            *(s.job.name, labels_text(s.job.labels)),
             *([str(settings.home)] if len(places) > 1 else []),
         )
         for s, settings in newest
     ]
     header = ("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS")
     output.table((*header, "FOLDER") if len(places) > 1 else header, rows)
-
-
-def _labels_text(labels: Mapping[str, str]) -> str:
-    """`corpus=evening, owner=night`, in the order of the keys."""
-    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 POLL_SECONDS = 0.5
@@ -254,6 +195,6 @@ def watch(job: str, home: str | None, output: Output) -> int:
 
         status = until_end(read, progress, settings)
     if not output.as_json:
-        for line in status_lines(status, settings.price_per_gpu_hour):
+        for line in status_lines(status, settings.price_per_gpu_hour, bold=bold):
             output.line(line)
     return exit_code_of(status.job.state)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,71 +17,20 @@ from torch import Tensor
 from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
-from pipelines.engine.buckets import Prefill
-from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames, PrefillRun, embedded
-from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
+from pipelines.engine.executor import EngineOptions, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
-from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES, Listening, TurnPlanner
+from pipelines.engine.turns import Listening, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
-Finish = Literal["eos", "length"]
 #: This share of all slots is enough to let newcomers in at once.
 _QUORUM = 16
 #: When fewer than this share of all slots are free, streams that are ahead of their listeners go on too.
 _CROWDED = 8
 #: While a stream is alive, whole utterances have this part of a turn's prefill.
 _WHOLE_SHARE = 4
-
-
-class Listener(Protocol):
-    """Who hears of the codes. Called by whoever calls `step`."""
-
-    def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
-        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished` alone."""
-        ...
-
-    def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
-        """All frames [frames, codebooks] of a request; `finish` is "length" when it did not end by itself."""
-        ...
-
-    def failed(self, request: GenerationRequest, error: NightjarError) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Sizes of the engine. Positions are prompt positions plus frames."""
-
-    slots: int = 32
-    pages: int = 1024
-    page_size: int = 64
-    max_context: int = 8192
-    #: Positions of one prefill chunk, and of all chunks of one turn.
-    prefill_chunk: int = 256
-    prefill_tokens: int = 2048
-    #: Frames that a request must have room for before it is let in beside others.
-    reserve_frames: int = 64
-    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends. One while a stream is alive.
-    frames_per_turn: int = 1
-    #: Turns that whole utterances may wait for company while most slots are taken: one prefill of many costs little more than one of one.
-    admit_turns: int = 1
-    #: Frames that the codec decodes in one batch; None: its own maximum.
-    decode_frames: int | None = None
-    #: The speech in a frame.
-    frame_seconds: float = 0.08
-    #: Slots that whole utterances leave free for streams.
-    stream_slots: int = 0
-    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes, in the next turn, the
-    #: row of a request that has ended.
-    spare_slots: int = 0
-    #: How graphs prefill prompts; "packed" is not for reproducible mode.
-    prefill: Prefill = "auto"
-    #: Whether the executor "auto" may have persistent kernels: there is memory for the weights that they read.
-    persistent: bool = True
-    #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
-    chunk_frames: tuple[int, ...] = CHUNK_FRAMES
-    first_frames: tuple[int, ...] = FIRST_FRAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +49,13 @@ def engine_failure(error: Exception) -> SynthesisError:
 
 
 class EngineCore:
-    """Merges requests into one running batch that they join and leave at any frame."""
+    """Merges requests into one running batch that they join and leave at any frame. Receivers are told by whoever calls `step`."""
 
-    def __init__(
-        self, executor: FrameExecutor, options: EngineOptions, listener: Listener, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, executor: FrameExecutor, options: EngineOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.executor = executor
-        self.frames_made = 0
         self.options = options
-        self._listener = listener
+        #: Frames that were made, and requests that are over.
+        self.frames_made = self.requests_done = 0
         self._clock = clock
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
@@ -118,22 +65,17 @@ class EngineCore:
         self.planner = TurnPlanner(
             executor.batch_sizes, options.frame_seconds, executor.reproducible, options.chunk_frames, options.first_frames
         )
-        self.scheduler = Scheduler(
-            executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames, options.stream_slots
-        )
+        self.scheduler = Scheduler(executor.kv, executor.state.slots, options)
 
     @property
     def busy(self) -> bool:
-        scheduler = self.scheduler
-        return bool(scheduler.running or scheduler.waiting or scheduler.waiting_streams or self._turns)
+        return bool(self.scheduler.running or not self.idle)
 
     @property
     def idle(self) -> bool:
         """Whether nothing can be done before something comes: a request, or text for those that run."""
-        scheduler = self.scheduler
-        if self._turns or scheduler.waiting or scheduler.waiting_streams:
-            return False
-        return all(one.starved and one.to_prefill == 0 for one in scheduler.running)
+        waiting = self._turns or self.scheduler.waiting or self.scheduler.waiting_streams
+        return not waiting and all(one.starved and one.to_prefill == 0 for one in self.scheduler.running)
 
     @property
     def has_streams(self) -> bool:
@@ -150,11 +92,11 @@ class EngineCore:
                 "Shorten the text or the reference, lower max_seconds, or give the engine more pages.",
             )
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
         """Puts a request into the queue. Raises as `check` does."""
         self.check(request)
         listening = Listening(self._clock(), unheard=request.unheard) if request.stream else None
-        self.scheduler.add(Utterance(request, listening=listening))
+        self.scheduler.add(Utterance(request, receiver, listening=listening))
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
         """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the request is over."""
@@ -169,8 +111,8 @@ class EngineCore:
                 if utterance.slot >= 0:
                     self.executor.state.write_trailing(utterance.slot, more, known)
 
-    def abort(self, which: str | GenerationRequest) -> None:
-        """Ends a request, or all requests with this id, wherever they are; its listener hears `synth.aborted`. Unknown ids are ignored."""
+    def abort(self, which: object) -> None:
+        """Ends a request, or all requests with this origin or id, wherever they are; their receivers hear `synth.aborted`."""
         for utterance in self.scheduler.find(which):
             self._fail(utterance, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
@@ -239,7 +181,15 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        found = embedded(self.executor, [utterance.request.prompt for utterance in admitted])
+        """Writes newcomers into their slots; where their prompts cannot be embedded together, each is embedded alone."""
+        found: list[Tensor] | list[None] = [None] * len(admitted)
+        if len(admitted) > 1:
+            try:
+                found = self.executor.embed_all([utterance.request.prompt for utterance in admitted])
+            except Exception as error:
+                if lacks_memory(error):
+                    raise
+                log.warning("prompts could not be embedded together, and are embedded one by one", exc_info=True)
         placements = [self._placement(utterance, embeddings) for utterance, embeddings in zip(admitted, found, strict=True)]
         if known := [placement for placement in placements if placement is not None]:
             self.executor.state.place(known)
@@ -291,7 +241,7 @@ class EngineCore:
         if not batch:
             return None
         count = min(frames, min([one.request.max_tokens - one.started for one in batch]))
-        grown, _ = self.scheduler.grow(batch, count)
+        grown = self.scheduler.grow(batch, count)
         if fresh := [(one.slot, pages, len(one.pages) - len(pages)) for one, pages in grown if one.slot >= 0]:
             self.executor.state.write_pages(fresh)
         batch = [one for one in batch if one.slot >= 0]
@@ -315,7 +265,7 @@ class EngineCore:
         return self._drawn[1:]
 
     def _read(self, turn: _Turn) -> None:
-        result = turn.pending.result()
+        result = turn.pending()
         told, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
         for row, ((utterance, run), codes) in enumerate(zip(turn.batch, result.codes.swapaxes(0, 1))):
             if utterance.run != run:
@@ -371,20 +321,26 @@ class EngineCore:
             fresh -= len(chunk)
             listening.handed_on(len(chunk), now, self.options.frame_seconds)
             listening.size = self.planner.next_size(listening, now)
-            self._listener.frames(utterance.request, chunk)
+            _tell(utterance.receiver.frames, chunk)
         listening.missing = listening.wanted - fresh
 
     def _finish(self, utterance: Utterance, finish: Finish) -> None:
         self.scheduler.remove(utterance)
         codes = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 0), np.int64)
-        self._listener.finished(utterance.request, codes, finish)
+        self.requests_done += 1
+        try:
+            utterance.receiver.finished(codes, finish)
+        except Exception as error:
+            log.exception("a receiver of the engine failed")
+            _tell(utterance.receiver.failed, engine_failure(error))
 
     def _fail(self, utterance: Utterance, error: NightjarError) -> None:
         if utterance.slot >= 0:
             self.scheduler.remove(utterance)
         else:
             self.scheduler.forget(utterance)
-        self._listener.failed(utterance.request, error)
+        self.requests_done += 1
+        _tell(utterance.receiver.failed, error)
 
     def _shrink(self, error: RuntimeError) -> None:
         """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one alone fails."""
@@ -397,3 +353,11 @@ class EngineCore:
         while running:
             self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()
+
+
+def _tell(call: Callable[[Any], None], what: object) -> None:
+    """A receiver that raises must not stop the engine."""
+    try:
+        call(what)
+    except Exception:
+        log.exception("a receiver of the engine failed")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels.registry import on_device
-from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_failure
+from pipelines.codec.stage import CodecStage
+from pipelines.engine.core import EngineCore, EngineOptions, engine_failure
 from pipelines.engine.executor import FrameExecutor
-from pipelines.engine.scheduler import GenerationRequest
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.engine.scheduler import FrameReceiver, GenerationRequest
+from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import device_name, type_name
 from pipelines.request import EngineInfo, EngineStats
 
@@ -27,55 +27,28 @@ _REST_SECONDS = 0.001
 _IDLE_SECONDS = 1.0
 
 
-class FrameReceiver(Protocol):
-    """Who waits for one request. Called on the engine's thread, so it must be quick."""
-
-    def frames(self, codes: NDArray[np.int64]) -> None:
-        """A chunk of a stream's frames [frames, codebooks], in order."""
-        ...
-
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """All frames [frames, codebooks] of a request that came to its end or to its limit; a stream's last ones come only here."""
-        ...
-
-    def failed(self, error: NightjarError) -> None: ...
-
-
-class Follower(Protocol):
-    """Who takes the codes of finished requests further, on a thread of its own."""
-
-    @property
-    def behind(self) -> bool:
-        """Whether it has enough to do for a while."""
-        ...
-
-    @property
-    def is_current(self) -> bool:
-        """Whether its thread is the calling one."""
-        ...
+#: In the order in which it came: requests, and what is to be done for earlier ones, such as text for them, or their end.
+Inbox = list[tuple[GenerationRequest, FrameReceiver] | Callable[[], None]]
 
 
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
-    While its follower is behind, whole utterances rest: a frame of a full batch costs the device no more than one of a batch that
-    empties because its requests are still being followed up, and meanwhile the device decodes alone. Streams go on.
+    While the codec's stage, its `follower`, is behind, whole utterances rest: a frame of a full batch costs the device no more than one of
+    a batch that empties because its requests are still being followed up, and meanwhile the device decodes alone. Streams go on.
     """
 
-    def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: Follower | None = None) -> None:
-        self.core = EngineCore(executor, options, self)
-        self._receivers: dict[GenerationRequest, FrameReceiver] = {}
-        self._inbox: list[tuple[GenerationRequest, FrameReceiver]] = []
-        self._aborts: list[str | GenerationRequest] = []
-        #: Text for requests that were submitted before.
-        self._texts: list[tuple[GenerationRequest, Sequence[int], bool]] = []
+    def __init__(
+        self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: CodecStage[Any] | None = None
+    ) -> None:
+        self.core = EngineCore(executor, options)
+        self._inbox: Inbox = []
         self._wake = threading.Condition()
         self._room = waiting_room
         self._follower = follower
         self._waiting = 0
         self._closing = False
         self._preparing = True
-        self._done = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -89,7 +62,7 @@ class Engine:
         self.core.check(request)
         with self._wake:
             inside = threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current)
-            while not (request.stream or inside or self._closing) and self._waiting + self._arriving >= self._room:
+            while not (request.stream or inside or self._closing) and self._waiting + _whole(self._inbox) >= self._room:
                 self._wake.wait()
             if self._closing:
                 raise _closed()
@@ -98,17 +71,11 @@ class Engine:
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
         """Adds text to a request that was submitted with open text; see `EngineCore.append`. Never waits."""
-        with self._wake:
-            self._texts.append((request, ids, final))
-            self._wake.notify_all()
+        self._call(partial(self.core.append, request, ids, final))
 
-    def abort(self, request_id: str) -> None:
-        """Ends all requests with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
-        self._end(request_id)
-
-    def cancel(self, request: GenerationRequest) -> None:
-        """Ends this one request; its receiver hears `synth.aborted`. Does nothing when it is over."""
-        self._end(request)
+    def cancel(self, request: object) -> None:
+        """Ends this one request, or the one of this origin; its receiver hears `synth.aborted`. Does nothing when it is over."""
+        self._call(partial(self.core.abort, request))
 
     @property
     def info(self) -> EngineInfo:
@@ -132,12 +99,12 @@ class Engine:
         scheduler, slots = self.core.scheduler, self.core.options.slots
         running = len(scheduler.running)
         with self._wake:
-            waiting = self._waiting + len(scheduler.waiting_streams) + len(self._inbox)
+            waiting = self._waiting + len(scheduler.waiting_streams) + len(_requests(self._inbox))
         return EngineStats(
             # Those that start again are under way: they take no place in the waiting room. Those in spare slots wait for a row.
             running=min(running, slots) + scheduler.returned,
             waiting=waiting + max(running - slots, 0),
-            requests_done=self._done,
+            requests_done=self.core.requests_done,
             frames=self.core.frames_made,
             audio_seconds=audio_seconds,
             kv_use=1 - scheduler.prefixes.free / scheduler.kv.pages,
@@ -151,28 +118,9 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
-        receiver = self._receivers[request]
-        _tell(lambda: receiver.frames(codes))
-
-    def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
-        self._done += 1
-        receiver = self._receivers.pop(request)
-        try:
-            receiver.finished(codes, finish)
-        except Exception as error:
-            log.exception("a receiver of the engine failed")
-            failure = engine_failure(error)
-            _tell(lambda: receiver.failed(failure))
-
-    def failed(self, request: GenerationRequest, error: NightjarError) -> None:
-        self._done += 1
-        receiver = self._receivers.pop(request)
-        _tell(lambda: receiver.failed(error))
-
-    def _end(self, which: str | GenerationRequest) -> None:
+    def _call(self, call: Callable[[], None]) -> None:
         with self._wake:
-            self._aborts.append(which)
+            self._inbox.append(call)
             self._wake.notify_all()
 
     def _run(self) -> None:
@@ -189,19 +137,12 @@ class Engine:
                 if self._closing:
                     break
                 arrived, self._inbox = self._inbox, []
-                aborts, self._aborts = self._aborts, []
-                texts, self._texts = self._texts, []
-                self._waiting += sum(not request.stream for request, _ in arrived)
-            if idle and not (arrived or aborts or texts):
+                self._waiting += _whole(arrived)
+            if idle and not arrived:
                 self._prepare()
             else:
-                self._turn(arrived, aborts, texts)
+                self._turn(arrived)
         self._stop()
-
-    @property
-    def _arriving(self) -> int:
-        """Whole utterances that the core does not know yet."""
-        return sum(not request.stream for request, _ in self._inbox)
 
     @property
     def _behind(self) -> bool:
@@ -210,12 +151,12 @@ class Engine:
     @property
     def _rests(self) -> bool:
         """Whether all that could be done is batch work, and that waits for the follower."""
-        urgent = self._aborts or self._closing or self.core.has_streams or any(request.stream for request, _ in self._inbox)
+        urgent = self._closing or self.core.has_streams or len(self._inbox) > _whole(self._inbox)
         return not urgent and self._behind
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._aborts or self._texts or self._closing or not self.core.idle)
+        return bool(self._inbox or self._closing or not self.core.idle)
 
     def _prepare(self) -> None:
         try:
@@ -224,19 +165,12 @@ class Engine:
             log.exception("the executor could not prepare for later batches")
             self._preparing = False
 
-    def _turn(
-        self,
-        arrived: list[tuple[GenerationRequest, FrameReceiver]],
-        aborts: list[str | GenerationRequest],
-        texts: list[tuple[GenerationRequest, Sequence[int], bool]],
-    ) -> None:
-        for request, receiver in arrived:
-            self._receivers[request] = receiver
-            self.core.add(request)
-        for request, ids, final in texts:
-            self.core.append(request, ids, final)
-        for which in aborts:
-            self.core.abort(which)
+    def _turn(self, arrived: Inbox) -> None:
+        for one in arrived:
+            if isinstance(one, tuple):
+                self.core.add(*one)
+            else:
+                one()
         worked = True
         try:
             worked = self.core.step(not self._behind)
@@ -246,7 +180,7 @@ class Engine:
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
-            if not (worked or self._inbox or self._aborts or self._texts or self._closing):
+            if not (worked or self._inbox or self._closing):
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
@@ -254,17 +188,18 @@ class Engine:
         with self._wake:
             left, self._inbox = self._inbox, []
             self._wake.notify_all()
-        for _, receiver in left:
+        for _, receiver in _requests(left):
             receiver.failed(_closed())
+
+
+def _requests(inbox: Inbox) -> list[tuple[GenerationRequest, FrameReceiver]]:
+    return [one for one in inbox if isinstance(one, tuple)]
+
+
+def _whole(inbox: Inbox) -> int:
+    """How many whole utterances came."""
+    return sum(not request.stream for request, _ in _requests(inbox))
 
 
 def _closed() -> SynthesisError:
     return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
-
-
-def _tell(call: Callable[[], None]) -> None:
-    """A receiver that raises must not stop the engine."""
-    try:
-        call()
-    except Exception:
-        log.exception("a receiver of the engine failed")

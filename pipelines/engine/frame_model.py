@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import attend_padded, padded_places, paged_prefill_attention
+from kernels.attention import PackedRuns, paged_prefill_attention
 from kernels.frame import FrameTensors
 from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
 from kernels.registry import to_device
-from kernels.varlen_attention import PackedPrompts, PackedRuns, attend_packed
-from pipelines.engine.executor import FrameSettings, PrefillRun
-from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
+from kernels.sampler import DrawFlags
+from pipelines.engine.state import PagedKV, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRun:
+    """New positions of one request: embeddings [n, hidden] from position `start` on."""
+
+    slot: int
+    start: int
+    embeddings: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSettings:
+    """What the host knows of a batch: its longest context after this frame and what its samplers need."""
+
+    max_length: int
+    first: DrawFlags
+    residual: DrawFlags
+
+    def later(self, frames: int) -> FrameSettings:
+        """The settings that many frames on."""
+        return replace(self, max_length=self.max_length + frames)
 
 
 class FrameModel:
@@ -77,32 +99,12 @@ class FrameModel:
             def attend(layer: int, q: Tensor) -> Tensor:
                 return packed.attend(q, kv.k[layer], kv.v[layer], scale)
 
-        embeddings = torch.cat([run.embeddings for run in runs])
-        self._write(embeddings, TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size), kv, attend)
+        pages = TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size)
+        self.write(torch.cat([run.embeddings for run in runs]), pages, kv, attend)
 
-    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
-        """`prefill` of chunks in one shape that depends on no prompt, all from position `start` on, a multiple of the page size.
-
-        embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages of each run, the scratch
-        page where it has none; counts: [runs], new positions of each.
-        """
-        places = TokenPositions(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
-        scale = self.tensors.backbone.scale
-
-        def attend(layer: int, q: Tensor) -> Tensor:
-            return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, scale)
-
-        self._write(embeddings.flatten(0, 1), places, kv, attend)
-
-    def prefill_packed(self, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
-        """`prefill` of chunks one after the other in a row of a length that depends on no prompt: embeddings [total, hidden], finite
-        everywhere. The twin of `kernels.prefill_triton.prefill_packed`."""
-        places = TokenPositions(*prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE))
-
-        def attend(layer: int, q: Tensor) -> Tensor:
-            return attend_packed(q, kv.k[layer], kv.v[layer], prompts, self.tensors.backbone.scale)
-
-        self._write(embeddings, places, kv, attend)
+    def write(self, x: Tensor, places: TokenPositions, kv: PagedKV, attend: Callable[[int, Tensor], Tensor]) -> None:
+        """Writes the keys and values of embeddings [positions, hidden] at these places; attend: (layer, queries) -> what they see."""
+        run_stack(x, self.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)
 
     def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV, forced: Tensor | None = None) -> FrameOutput:
         """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input; updates `state`.
@@ -110,6 +112,3 @@ class FrameModel:
         `forced` [n, codebooks] stands in for the drawn codes wherever they are fed back.
         """
         return run_frame(self.tensors, state.tensors(), kv.k, kv.v, rows, settings.max_length, settings.first, settings.residual, forced)
-
-    def _write(self, x: Tensor, places: TokenPositions, kv: PagedKV, attend: Callable[[int, Tensor], Tensor]) -> None:
-        run_stack(x, self.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)

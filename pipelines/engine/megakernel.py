@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -18,9 +19,6 @@ log = logging.getLogger(__name__)
 
 class PersistentKernelError(RuntimeError):
     """Blocks of the persistent kernel waited for each other until their patience ended."""
-
-    def __init__(self) -> None:
-        super().__init__("The persistent kernel timed out; later frames run without it.")
 
 
 class MegakernelExecutor(GraphExecutor):
@@ -42,21 +40,26 @@ class MegakernelExecutor(GraphExecutor):
         super().warm(everything)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        return _Watched(super().frames(slots, count, settings), self)
+        return partial(self._watched, super().frames(slots, count, settings))
 
-    def give_up(self) -> None:
+    def _watched(self, pending: PendingFrames) -> FrameCodes:
+        """Frames that may turn out void."""
+        made = pending()
+        if (made.flags & FAILED).any():
+            self._give_up()
+            raise PersistentKernelError("The persistent kernel timed out; later frames run without it.")
+        return made
+
+    def _give_up(self) -> None:
         """Forgets the graphs with a persistent kernel, and logs who waited; plain ones take their place when they are needed."""
         torch.cuda.synchronize(self.kv.k.device)  # nothing under way may use what goes now
         self._turn_plain()
         for bucket in ROWS:
-            frame = self._frames.get(bucket)
+            _, frame = self._graphs.captured.pop(bucket, (None, None))
             if isinstance(frame, PersistentFrame) and (fault := frame.behind.fault) is not None:
                 log.warning("the persistent kernel for %d rows timed out: %s", bucket, fault)
-            self._graphs.pop(bucket, None)
-            self._frames.pop(bucket, None)
-            self._buckets.captured.discard(bucket)
 
-    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, FusedFrame]:
         try:
             return super()._capture(bucket)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -65,7 +68,7 @@ class MegakernelExecutor(GraphExecutor):
             if self._plain or bucket not in ROWS:
                 raise
             log.warning("there is no persistent kernel here (%s); frames run in plain graphs", first_line(error))
-            self.give_up()
+            self._give_up()
         return super()._capture(bucket)
 
     def _new_frame(self, bucket: int) -> FusedFrame:
@@ -73,31 +76,17 @@ class MegakernelExecutor(GraphExecutor):
             return super()._new_frame(bucket)
         if self._predictor is None:
             # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half of them.
-            talker = None if talker_cut(self._tensors) is None else Talker(self._tensors)
-            self._predictor, self._talker = Predictor(self._tensors), talker
-        plan = plan_for(bucket, self._tensors.backbone.hidden)
+            talker = None if talker_cut(self.tensors) is None else Talker(self.tensors)
+            self._predictor, self._talker = Predictor(self.tensors), talker
+        plan = plan_for(bucket, self.tensors.backbone.hidden)
         return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
 
     def _has_kernel(self) -> bool:
         """Whether frames may have a persistent kernel; the first time, a warning where there is none for the model."""
-        if not self._plain and predictor_cut(self._tensors) is None:
+        if not self._plain and predictor_cut(self.tensors) is None:
             log.warning("there is no persistent kernel for this model; frames run in plain graphs")
             self._turn_plain()
         return not self._plain
 
     def _turn_plain(self) -> None:
         self._plain, self._predictor, self._talker, self.name = True, None, None, GraphExecutor.name
-
-
-class _Watched:
-    """Frames that may turn out void."""
-
-    def __init__(self, pending: PendingFrames, executor: MegakernelExecutor) -> None:
-        self._pending, self._executor = pending, executor
-
-    def result(self) -> FrameCodes:
-        made = self._pending.result()
-        if (made.flags & FAILED).any():
-            self._executor.give_up()
-            raise PersistentKernelError
-        return made

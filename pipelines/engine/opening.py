@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from kernels import lm_persistent
 from kernels.cuda_graphs import lacks_memory
-from kernels.frame import Heads, fused_fault
+from kernels.frame import StackTensors, fused_fault
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
-from pipelines.engine.buckets import BUCKETS, Prefill
-from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
-from pipelines.engine.executor import FrameExecutor
+from pipelines.codec.decoder import BATCH_FRAMES
+from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
+from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecutor
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, MemoryPlan, gib, plan_memory
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
+from pipelines.nn.config_keys import StackConfig
 
 if TYPE_CHECKING:
     from pipelines.engine.graph import GraphExecutor
 
 log = logging.getLogger(__name__)
+
+#: A stack of layers as it is configured, or loaded.
+Stack = StackConfig | StackTensors
 
 #: Executors that can be asked for.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
@@ -43,6 +48,112 @@ _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 _WIDE_PREFILL = 12
 #: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers wait for company.
 _SPARE_PART = 8
+#: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
+DEFAULT_SHARE = 0.9
+#: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages are taken as they are needed,
+#: and an utterance that finds none starts again later.
+TYPICAL_POSITIONS = 512
+#: Positions for every slot below which a number that was asked for is refused.
+LEAST_POSITIONS = 256
+#: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the step.
+_DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
+#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each one more. Measured on an
+#: H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
+#: Beyond the typical positions of all slots, where there are more than 512 by default: further pages, and what the codec's allocator keeps.
+#: A job of 1,024 slots on an H200 took 45 GB of the GPU for all but its pages.
+_WIDE_ROOM = 32 << 30
+#: Rows of a slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
+_SLOT_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a model takes of a GPU, in bytes."""
+
+    #: Weights of the model and of its codec, and what is derived from them.
+    weights: int
+    #: A slot: its state, and its rows in the buffers of all graphs.
+    slot: int
+    #: A page of the KV cache.
+    page: int
+    #: A frame in the codec's batch.
+    decoded_frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes that fit."""
+
+    slots: int
+    pages: int
+    #: Frames of the codec's largest batch.
+    decode_frames: int
+
+
+def plan_memory(
+    budget: int,
+    needs: MemoryNeeds,
+    page_size: int,
+    max_context: int,
+    slots: int | None = None,
+    pages: int | None = None,
+    wide: bool = False,
+) -> MemoryPlan:
+    """Sizes of an engine that may take `budget` bytes.
+
+    Without `slots` it has the largest bucket of which every slot has room for a typical utterance; with `wide` also those above 512, where
+    much memory is left beside them. Half of what is left becomes further pages, so that long utterances fit beside each other; the other
+    half is for batches of the codec that the allocator keeps.
+    Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
+    """
+    decode_frames = budget // _DECODE_PART // needs.decoded_frame
+    decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _LEAST_DECODE_FRAMES), BATCH_FRAMES)
+    # The allocator keeps blocks of batches of other lengths: the codec takes about twice its largest batch.
+    free = budget - LIBRARY_BYTES - _GRAPH_BYTES - needs.weights - 2 * decode_frames * needs.decoded_frame
+
+    def holds(positions: int, beside: int = 0) -> int:
+        """The largest number of slots with room for so many positions each, and so many bytes beside them."""
+        each = math.ceil(min(positions, max_context) / page_size) * needs.page
+        tried = range(1, free // (needs.slot + each) + 1)
+        return bisect_right(tried, free - beside, key=lambda count: slots_bytes(needs, count) + count * each)
+
+    most = holds(LEAST_POSITIONS)
+    if most < 1:
+        message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
+    if slots is None:
+        typical = max(holds(TYPICAL_POSITIONS), 1)
+        slots = max(bucket for bucket in BUCKETS if bucket <= typical)
+        if wide:
+            roomy = holds(TYPICAL_POSITIONS, _WIDE_ROOM)
+            slots = max([slots, *(bucket for bucket in WIDE_BUCKETS if bucket <= roomy)])
+    elif slots > most:
+        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
+        advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+    if pages is None:
+        # What the slots typically need, and half of the rest, up to all that they could ever need.
+        room = (free - slots_bytes(needs, slots)) // needs.page
+        typical = slots * math.ceil(min(TYPICAL_POSITIONS, max_context) / page_size)
+        pages = min(room if room <= typical else typical + (room - typical) // 2, slots * math.ceil(max_context / page_size))
+    return MemoryPlan(slots, pages, decode_frames)
+
+
+def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
+    """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it is by default.
+
+    Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than all buckets have where there are
+    many large ones, or where the largest is far above the slots.
+    """
+    buckets = buckets_for(slots)
+    more = max(len(buckets) - len(BUCKETS), 0)
+    return max(slots * needs.slot, math.ceil(sum(buckets) * needs.slot / _SLOT_ROWS)) + more * _MORE_GRAPH_BYTES
+
+
+def gib(size: int) -> str:
+    """Bytes in words."""
+    return f"{size / 2**30:.1f} GiB"
 
 
 def context_of(max_context: int, max_positions: int) -> int:
@@ -65,7 +176,6 @@ def plan_engine(
     page_size: int = 64,
     memory_share: float | None = None,
     frame_seconds: float = _DEFAULTS.frame_seconds,
-    prefill: Prefill = "auto",
     wide: bool = False,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
@@ -79,7 +189,17 @@ def plan_engine(
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
-    plan = _plan_gpu(needs, device, context, slots, pages, page_size, memory_share, prefill, wide)
+    planned = partial(plan_memory, needs=needs, page_size=page_size, max_context=context, slots=slots, pages=pages, wide=wide)
+    budget = memory_budget(device, memory_share)
+    try:
+        plan = planned(budget)
+    except ConfigError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
+        planned(_budget(total - LIBRARY_BYTES, total, memory_share))
+        message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
+        advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
+        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
     many = plan.slots > BUCKETS[-1]
     return EngineOptions(
         plan.slots,
@@ -91,7 +211,6 @@ def plan_engine(
         decode_frames=plan.decode_frames,
         frame_seconds=frame_seconds,
         stream_slots=min(streams, plan.slots // 2),
-        prefill=prefill,
         spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
         prefill_tokens=_WIDE_PREFILL * plan.slots if many else _DEFAULTS.prefill_tokens,
     )
@@ -107,33 +226,7 @@ def memory_budget(device: torch.device, share: float | None) -> int:
 
 
 def _budget(free: int, total: int, share: float | None) -> int:
-    if share is None:
-        return int(DEFAULT_SHARE * free)
-    return min(int(share * total), free)
-
-
-def _plan_gpu(
-    needs: MemoryNeeds,
-    device: torch.device,
-    context: int,
-    slots: int | None,
-    pages: int | None,
-    page_size: int,
-    share: float | None,
-    prefill: Prefill,
-    wide: bool,
-) -> MemoryPlan:
-    """The plan for what a GPU has free now; raises as `plan_engine`."""
-    budget = memory_budget(device, share)
-    try:
-        return plan_memory(budget, needs, page_size, context, slots, pages, prefill, wide)
-    except ConfigError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
-        plan_memory(_budget(total - LIBRARY_BYTES, total, share), needs, page_size, context, slots, pages, prefill, wide)
-        message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
-        advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
-        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
+    return int(DEFAULT_SHARE * free) if share is None else min(int(share * total), free)
 
 
 @contextmanager
@@ -149,52 +242,39 @@ def memory_told() -> Iterator[None]:
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
-def check_executor(
-    device: torch.device,
-    kind: ExecutorKind,
-    reproducible: bool,
-    page_size: int = 64,
-    stacks: Sequence[Heads] = (),
-    prefill: Prefill = "auto",
-) -> None:
+def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool, page_size: int = 64, stacks: Sequence[Stack] = ()) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
     loaded."""
-    on_gpu = device.type == "cuda"
-    if kind == "eager" and reproducible and on_gpu:
-        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
-    if prefill == "packed" and reproducible and on_gpu:
-        advice = "Leave out the option `prefill`, or unset SPEECH_ENGINE__REPRODUCIBLE."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
-    if prefill == "packed" and (kind == "eager" or not on_gpu):
-        advice = "Leave out the option `prefill`; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill needs the graph executor and a CUDA device.", advice)
-    if kind == "megakernel" and reproducible and on_gpu:
-        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The megakernel executor is not reproducible.", advice)
-    if kind in ("graph", "megakernel") and not on_gpu:
-        advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {kind} executor needs a CUDA device.", advice)
-    if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
-        message = (
-            f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
-        )
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
-    if on_gpu and _needs_graphs(kind, reproducible, prefill):
-        if (fault := _unknown_heads(stacks)) is not None:
-            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run this model. {fault}", advice)
-        if (fault := triton_fault()) is not None:
-            raise _no_graphs(fault)
+    on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
+    fault = _unknown_heads(stacks) if on_gpu and (graphs or reproducible) else None
+    unset = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
+    for wrong, message, advice in (
+        (kind == "eager" and reproducible and on_gpu, "The eager executor is not reproducible on a GPU.", unset),
+        (kind == "megakernel" and reproducible and on_gpu, "The megakernel executor is not reproducible.", unset),
+        (graphs and not on_gpu, f"The {kind} executor needs a CUDA device.", "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."),
+        (
+            on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)),
+            f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}.",
+            "Leave the option page_size out, or set it to 64.",
+        ),
+        (
+            fault,
+            f"The graph executor cannot run this model. {fault}",
+            "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE.",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+    if on_gpu and (graphs or reproducible) and (fault := triton_fault()) is not None:
+        raise _no_graphs(fault)
 
 
-def _needs_graphs(kind: ExecutorKind, reproducible: bool, prefill: Prefill) -> bool:
-    """Whether a GPU's engine was asked for what the eager executor does not have."""
-    return kind in ("graph", "megakernel") or reproducible or prefill == "packed"
+def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
+    return next((fault for stack in stacks if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None), None)
 
 
-def _unknown_heads(stacks: Iterable[Heads]) -> str | None:
-    return next((fault for stack in stacks if (fault := fused_fault(stack)) is not None), None)
+def _no_graphs(fault: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
 
 
 def open_executor(
@@ -209,49 +289,38 @@ def open_executor(
 
     The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
-    Raises `ConfigError` (`config.invalid`) when graphs or packed prefill are asked for where they cannot run, or `reproducible` on a GPU
-    without them.
+    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
     """
-    check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks, sizes.prefill)
-    if kind != "eager" and model.device.type == "cuda":
-        with on_device(model.device):
-            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind)
-        if executor is not None:
-            return executor
-        if _needs_graphs(kind, reproducible, sizes.prefill):
-            raise _no_graphs(fault)
-        log.warning(
-            "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
-            fault, "" if _unknown_heads(model.tensors.stacks) else f" {TRITON_ADVICE}",
-        )  # fmt: skip
-    return EagerExecutor(model, sizes.slots + sizes.spare_slots, sizes.pages, sizes.page_size, sizes.max_context)
+    stacks = model.tensors.stacks
+    check_executor(model.device, kind, reproducible, sizes.page_size, stacks)
+    if kind == "eager" or model.device.type != "cuda":
+        return EagerExecutor(model, sizes)
+    with on_device(model.device):
+        fault = _unknown_heads(stacks) or triton_fault()
+        if fault is None:
+            try:
+                return _opened_graphs(model, sizes, kind, reproducible, streams > 0)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except Exception as error:
+                log.warning("the graph executor could not be set up", exc_info=True)
+                fault = f"Its kernels could not be made ({first_line(error)})."
+    if kind != "auto" or reproducible:
+        raise _no_graphs(fault)
+    log.warning(
+        "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
+        fault, "" if _unknown_heads(stacks) else f" {TRITON_ADVICE}",
+    )  # fmt: skip
+    return EagerExecutor(model, sizes)
 
 
-def _no_graphs(fault: str | None) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
-
-
-def _open_graphs(
-    model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool, kind: ExecutorKind
-) -> tuple[FrameExecutor | None, str | None]:
-    """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
-    fault = _unknown_heads(model.tensors.stacks) or triton_fault()
-    if fault is not None:
-        return None, fault
-    try:
-        wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
-        persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
-        executor = graph_executor(
-            model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
-            reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,
-        )  # fmt: skip
-        executor.warm(everything=streams)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:
-        log.warning("the graph executor could not be set up", exc_info=True)
-        return None, f"Its kernels could not be made ({first_line(error)})."
-    return executor, None
+def _opened_graphs(model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool) -> FrameExecutor:
+    """The graph executor with its first graphs. Raises what a lack of memory, or of a compiler, raises."""
+    wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
+    persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
+    executor = graph_executor(model, sizes, reproducible, streams, persistent=persistent)
+    executor.warm(everything=streams)
+    return executor
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:
@@ -267,23 +336,11 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
 
 
 def graph_executor(
-    model: FrameModel,
-    slots: int,
-    pages: int,
-    page_size: int,
-    max_context: int,
-    reproducible: bool = False,
-    first_on_device: bool = False,
-    persistent: bool = False,
-    prefill: Prefill = "auto",
-    spare_slots: int = 0,
+    model: FrameModel, sizes: EngineOptions, reproducible: bool = False, first_on_device: bool = False, persistent: bool = False
 ) -> GraphExecutor:
-    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises.
-
-    persistent: `MegakernelExecutor`.
-    """
+    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor`. persistent: `MegakernelExecutor`."""
     if persistent:
         from pipelines.engine.megakernel import MegakernelExecutor as Chosen
     else:
         from pipelines.engine.graph import GraphExecutor as Chosen
-    return Chosen(model, slots, pages, page_size, max_context, reproducible, first_on_device, prefill, spare_slots)
+    return Chosen(model, sizes, reproducible, first_on_device)

@@ -5,18 +5,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.engine.executor import PromptLike
+from pipelines.engine.executor import EngineOptions
 from pipelines.engine.prefixes import PrefixCache, PromptPrefix, SharedPrefix
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Listening
+from pipelines.errors import NightjarError
+
+Finish = Literal["eos", "length"]
 
 #: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
+
+
+class FrameReceiver(Protocol):
+    """Who waits for one request. Called on the engine's thread, so it must be quick."""
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished` alone."""
+        ...
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        """All frames [frames, codebooks] of a request; `finish` is "length" when it did not end by itself."""
+        ...
+
+    def failed(self, error: NightjarError) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +45,8 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt: PromptLike
+    #: As its family builds it; the engine only needs its length, and the text that follows it: `trailing`, int64.
+    prompt: Any
     sampling: SamplingParams
     seed: int
     max_tokens: int
@@ -41,6 +60,8 @@ class GenerationRequest:
     drawn: Sequence[int] = ()
     #: The first positions of the prompt, where others have them too: shorter ones before longer ones.
     prefixes: Sequence[PromptPrefix] = ()
+    #: What whoever asked knows it by, to end it.
+    origin: object = None
 
     @property
     def positions(self) -> int:
@@ -65,6 +86,7 @@ class Utterance:
     """A request on its way through the engine."""
 
     request: GenerationRequest
+    receiver: FrameReceiver
     slot: int = -1
     #: In the order of positions: those of a prefix that it shares, then its own.
     pages: list[int] = field(default_factory=list)
@@ -176,9 +198,7 @@ class Scheduler:
     stream where there is none. Noise depends only on the request, so one that starts again says the same.
     """
 
-    def __init__(
-        self, kv: PagedKV, slots: int, prefill_chunk: int, prefill_tokens: int, reserve_frames: int, stream_slots: int = 0
-    ) -> None:
+    def __init__(self, kv: PagedKV, slots: int, options: EngineOptions) -> None:
         self.kv = kv
         self.prefixes = PrefixCache(kv)
         #: Whole utterances and streams that have no slot.
@@ -189,11 +209,9 @@ class Scheduler:
         self.returned = 0
         self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._whole_slots = max(slots - stream_slots, 1)
+        self._whole_slots = max(slots - options.stream_slots, 1)
         self._kept_whole = slots // _WHOLE_PART
-        self._prefill_chunk = prefill_chunk
-        self._prefill_tokens = prefill_tokens
-        self._reserve_frames = reserve_frames
+        self._options = options
 
     @property
     def free_slots(self) -> int:
@@ -253,7 +271,7 @@ class Scheduler:
         request = utterance.request
         shared = self.prefixes.use(request.prefix_ends(self.kv.page_size))
         known = [] if shared is None else shared.all_pages
-        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames)) - len(known)
+        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._options.reserve_frames)) - len(known)
         enough = not self.running or wanted <= self.prefixes.free
         pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
         if pages is None:
@@ -301,7 +319,7 @@ class Scheduler:
         computed for a prompt does not depend on the others, or on who computed its prefixes.
         """
         chunks: list[tuple[Utterance, int]] = []
-        budget = self._prefill_tokens // share
+        budget = self._options.prefill_tokens // share
         for utterance in self.running if among is None else among:
             left = utterance.last - utterance.prefilled
             if left <= 0 or budget <= 0:
@@ -309,7 +327,7 @@ class Scheduler:
             at = utterance.prefilled
             ends = [pages * self.kv.page_size for _, pages in utterance.request.prefix_ends(self.kv.page_size)]
             while left > 0 and budget > 0:
-                count = min(left, self._prefill_chunk, next((end - at for end in ends if end > at), left))
+                count = min(left, self._options.prefill_chunk, next((end - at for end in ends if end > at), left))
                 chunks.append((utterance, count))
                 at += count
                 left -= count
@@ -325,10 +343,9 @@ class Scheduler:
             if one.prefilled == one.last and one.started < one.request.max_tokens and not (one.text_open and one.starved)
         ]
 
-    def grow(self, batch: list[Utterance], frames: int) -> tuple[list[tuple[Utterance, list[int]]], list[Utterance]]:
-        """Pages for `frames` more positions of each: (utterance, its new pages), and those that had to make way for them."""
+    def grow(self, batch: list[Utterance], frames: int) -> list[tuple[Utterance, list[int]]]:
+        """Gives each pages for `frames` more positions: (utterance, its new pages). The youngest make way for them."""
         grown: list[tuple[Utterance, list[int]]] = []
-        preempted: list[Utterance] = []
         size = self.kv.page_size
         for utterance in batch:
             if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
@@ -339,8 +356,8 @@ class Scheduler:
                     utterance.pages.extend(pages)
                     grown.append((utterance, pages))
                     break
-                preempted.append(self.preempt_youngest())
-        return grown, preempted
+                self.preempt_youngest()
+        return grown
 
     def preempt_youngest(self) -> Utterance:
         """Sends the whole utterance that came last, or else the stream, back to the head of its queue, to start again."""
@@ -385,6 +402,6 @@ class Scheduler:
         """Everybody, running or waiting."""
         return [*self.running, *self.waiting_streams, *self.waiting]
 
-    def find(self, which: str | GenerationRequest) -> list[Utterance]:
-        """The utterances of this request, or of all requests with this id."""
-        return [one for one in self.all() if which in (one.request, one.request.request_id)]
+    def find(self, which: object) -> list[Utterance]:
+        """The utterances of this request, or of all requests with this origin or id."""
+        return [one for one in self.all() if which in (one.request, one.request.origin, one.request.request_id)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -29,35 +29,6 @@ class SamplingParams:
     residual_top_p: float = 1.0
     #: Codebook-0 draws that may not be the end.
     min_new_tokens: int = 2
-
-
-class DrawSettings:
-    """The settings of one sampler, a row a slot: temperature, top_p float32; top_k int64; greedy bool; each [slots]."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.temperature = torch.ones(slots, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(slots, device=device)
-        self.greedy = torch.ones(slots, dtype=torch.bool, device=device)
-
-    @classmethod
-    def over(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor, greedy: Tensor) -> DrawSettings:
-        """Settings in these tensors, which somebody else writes."""
-        made = object.__new__(cls)
-        made.temperature, made.top_k, made.top_p, made.greedy = temperature, top_k, top_p, greedy
-        return made
-
-    def write(self, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-        """Sets the rows `slots` [n]; the others are [n] each."""
-        greedy = temperature == 0
-        self.temperature[slots] = temperature.masked_fill(greedy, 1.0)
-        self.top_k[slots] = top_k
-        self.top_p[slots] = top_p
-        self.greedy[slots] = greedy
-
-    def tensors(self) -> DrawTensors:
-        """The settings as a frame takes them: the same memory."""
-        return DrawTensors(self.temperature, self.top_k, self.top_p, self.greedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +85,8 @@ class SlotState:
         #: [rows]: the position of the next input; frames made so far; the seed of the noise; codebook-0 draws that may not be the end.
         self.positions, self.frames, self.seeds, self.min_new_tokens = whole[2:6]
         self.penalty = real[4]
-        self.first = DrawSettings.over(real[0], whole[6], real[1], truth[0])
-        self.residual = DrawSettings.over(real[2], whole[7], real[3], truth[1])
+        self.first = DrawTensors(real[0], whole[6], real[1], truth[0])
+        self.residual = DrawTensors(real[2], whole[7], real[3], truth[1])
         self.trailing.fill_(pad_text)
         self._real.fill_(1)
         self._truth.fill_(True)
@@ -123,24 +94,11 @@ class SlotState:
         self._at = [np.array([block.storage_offset() for block in kind]) for kind in (whole[2:], real, truth)]
         #: By slot: entries of its page table, and of its trailing text, that an owner wrote.
         self._used = [[0, 0] for _ in range(rows)]
+        self._tensors = StateTensors(**{field.name: getattr(self, field.name) for field in fields(StateTensors)})
 
     def tensors(self) -> StateTensors:
         """The slots as a frame takes them: the same memory."""
-        return StateTensors(
-            inputs=self.inputs,
-            positions=self.positions,
-            frames=self.frames,
-            seeds=self.seeds,
-            page_table=self.page_table,
-            trailing=self.trailing,
-            seen=self.seen,
-            penalty=self.penalty,
-            min_new_tokens=self.min_new_tokens,
-            first=self.first.tensors(),
-            residual=self.residual.tensors(),
-            recent=self.recent,
-            dead=self.dead,
-        )
+        return self._tensors
 
     def place(self, newcomers: Sequence[Placement]) -> None:
         """Writes requests into their slots: one transfer, and one launch for each type of values."""
@@ -165,7 +123,7 @@ class SlotState:
         whole = np.concatenate(cells), np.concatenate(values)
         places = [*whole, (self._at[1] + slots[:, None]).ravel(), (self._at[2] + slots[:, None]).ravel(), slots]
         packed = [np.concatenate(places).view(np.uint8), reals.ravel().view(np.uint8), greedy.ravel().view(np.uint8)]
-        sent = self._sent(torch.from_numpy(np.concatenate(packed)))
+        sent = self._sent(np.concatenate(packed))
         wholes, real, truth = sent.split([len(part) for part in packed])
         at, what, at_real, at_truth, rows = wholes.view(torch.int64).split([len(part) for part in places])
         self._whole[at] = what
@@ -178,14 +136,17 @@ class SlotState:
             self.recent.index_fill_(0, rows, -1)
         if any(len(one.drawn) for one in newcomers):
             known = np.concatenate([one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in newcomers])
-            self.seen.view(-1)[self._sent(torch.from_numpy(known))] = True
+            self.seen.view(-1)[self._sent(known)] = True
+
+    def _sent(self, made: NDArray[np.int64] | NDArray[np.uint8]) -> Tensor:
+        return to_device(torch.from_numpy(made), self.inputs.device)
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Appends pages to slots' tables: (slot, pages, the entry that the first one goes to)."""
         for slot, pages, start in grown:
             self._used[slot][0] = start + len(pages)
         cells = np.concatenate([_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown])
-        sent = self._sent(torch.from_numpy(np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))))
+        sent = self._sent(np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown]))))
         self._whole[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
@@ -193,11 +154,8 @@ class SlotState:
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
             self._used[slot][1] = start + len(ids)
-            sent = self._sent(torch.from_numpy(np.stack((_cells(self.trailing, slot, start, len(ids)), ids))))
+            sent = self._sent(np.stack((_cells(self.trailing, slot, start, len(ids)), ids)))
             self._whole[sent[0]] = sent[1]
-
-    def _sent(self, made: Tensor) -> Tensor:
-        return to_device(made, self.inputs.device)
 
 
 #: Elements between the beginnings of blocks are a multiple of this: kernels load several at once.

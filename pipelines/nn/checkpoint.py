@@ -233,7 +233,7 @@ class Checkpoint(TensorTable):
         for name in self.names(prefix):
             tensor = self._read(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def _read(self, name: str) -> Tensor:
         try:

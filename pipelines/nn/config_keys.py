@@ -118,7 +118,7 @@ class Keys:
             if one.name not in known:
                 wanted = types[one.name]
                 name = next((told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name)
-                section = getattr(wanted, "__origin__", wanted)
+                section: Any = getattr(wanted, "__origin__", wanted)
                 known[one.name] = self.section(name).take(section) if is_dataclass(section) else self.value(name, wanted, one.default)
         return kind(**known)
 

@@ -13,13 +13,10 @@ from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, plan_engine
 from pipelines.engine_choice import EngineKind
-from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
 from pipelines.options import Count, read_options
-from pipelines.vllm_engine.library import VllmOptions
 
 #: The option that chooses the engine of a model that both can run.
 ENGINE = "engine"
@@ -82,15 +79,12 @@ class NativeModelOptions(ModelOptions):
     #: KV pages of `page_size` positions.
     pages: Count | None = None
     page_size: Count = 64
-    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which is faster and not reproducible; "auto": packed
-    #: where it can be.
-    prefill: Literal["auto", "padded", "packed"] = "auto"
 
     def plan(self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any) -> EngineOptions:
         """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`: positions where nobody chose."""
         return plan_engine(
             needs, device, context_of(self.context(context), max_positions), slots=self.slots, streams=self.streams, pages=self.pages,
-            page_size=self.page_size, memory_share=self.memory_share, prefill=self.prefill, **more,
+            page_size=self.page_size, memory_share=self.memory_share, **more,
         )  # fmt: skip
 
     def open_engine(self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any]) -> Engine:
@@ -105,29 +99,12 @@ class NativeModelOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class TokenModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device. The LM's are those of `VllmOptions`."""
+    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device."""
 
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
     cpu_kv_gib: Count = 1
+    #: Tokens of one engine step.
     step_tokens: Count | None = None
     tensor_parallel: int = 1
+    #: Without compilation and CUDA graphs.
     eager: bool | None = None
-
-    def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
-        """What vLLM is told, with a model's own memory share and context where nothing was asked for.
-
-        Raises `ConfigError` (`config.invalid`) for the reproducible mode.
-        """
-        if self.reproducible:
-            advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
-        return VllmOptions(
-            dtype=self.dtype,
-            memory_share=memory_share if self.memory_share is None else self.memory_share,
-            cpu_kv_gib=self.cpu_kv_gib,
-            max_sequences=self.slots,
-            waiting_room=self.waiting_room,
-            max_context=min(self.context(context), max_positions),
-            step_tokens=self.step_tokens,
-            tensor_parallel=self.tensor_parallel,
-            eager=self.eager,
-        )

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +32,20 @@ class EcapaConfig:
     #: Groups of channels in a block, and the channels that its weights are squeezed to.
     groups: int
     squeezed: int
-    #: Whether each activation is followed by a batch norm.
-    normed: bool
-    #: What convolutions see beyond the edges: "reflect" or "zeros".
-    edges: str
-    #: Whether the first group of channels passes a block's middle as it is; else the last one.
-    first_passes: bool
-    #: Whether convolutions weigh the channels; else linear layers, which round otherwise.
-    weighs_by_convolution: bool
+    #: Wired as in SpeechBrain: no norms, edges reflect, the first group passes a block's middle as it is, and convolutions weigh channels.
+    #: Else as in WeSpeaker: batch norms, silent edges, the last group passes, and linear layers weigh channels.
+    speechbrain: bool
 
     def conv(self, input: int, output: int, kernel: int = 1, dilation: int = 1) -> nn.Conv1d:
         """A convolution that keeps the length."""
         border = (kernel - 1) * dilation // 2
-        return nn.Conv1d(input, output, kernel, padding=border, dilation=dilation, padding_mode=self.edges if border else "zeros")
+        edges: Literal["reflect", "zeros"] = "reflect" if self.speechbrain and border else "zeros"
+        return nn.Conv1d(input, output, kernel, padding=border, dilation=dilation, padding_mode=edges)
 
     def tdnn(self, input: int, output: int, kernel: int = 1, dilation: int = 1) -> nn.Sequential:
         """Convolution, ReLU, batch norm, in this order."""
-        parts: list[tuple[str, nn.Module]] = [("conv", self.conv(input, output, kernel, dilation)), ("relu", nn.ReLU())]
-        return nn.Sequential(OrderedDict(parts + [("bn", nn.BatchNorm1d(output))] * self.normed))
+        bn = nn.Identity() if self.speechbrain else nn.BatchNorm1d(output)
+        return nn.Sequential(OrderedDict(conv=self.conv(input, output, kernel, dilation), relu=nn.ReLU(), bn=bn))
 
 
 class SeRes2Net(nn.Module):
@@ -60,13 +57,13 @@ class SeRes2Net(nn.Module):
         group = channels // config.groups
         self.before, self.after = config.tdnn(channels, channels), config.tdnn(channels, channels)
         self.groups = nn.ModuleList([config.tdnn(group, group, kernel, dilation) for _ in range(config.groups - 1)])
-        layer = config.conv if config.weighs_by_convolution else nn.Linear
+        layer = config.conv if config.speechbrain else nn.Linear
         self.squeeze, self.excite = layer(channels, config.squeezed), layer(config.squeezed, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.after(self.res2net(self.before(x)))
         mean = hidden.mean(dim=2, keepdim=True)
-        if not self.config.weighs_by_convolution:
+        if not self.config.speechbrain:
             mean = mean[:, :, 0]
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(mean))))
         return hidden * gate.view(*hidden.shape[:2], 1) + x
@@ -74,11 +71,11 @@ class SeRes2Net(nn.Module):
     def res2net(self, x: Tensor) -> Tensor:
         """Each group of channels but one is convolved on top of the one before."""
         parts = list(x.chunk(self.config.groups, dim=1))
-        passing = parts.pop(0 if self.config.first_passes else -1)
+        passing = parts.pop(0 if self.config.speechbrain else -1)
         made: list[Tensor] = []
         for conv, part in zip(self.groups, parts):
             made.append(conv(part + made[-1] if made else part))
-        return torch.cat([passing, *made] if self.config.first_passes else [*made, passing], dim=1)
+        return torch.cat([passing, *made] if self.config.speechbrain else [*made, passing], dim=1)
 
 
 class Ecapa(nn.Module):

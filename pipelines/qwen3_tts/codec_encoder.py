@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.models.mimi.configuration_mimi import MimiConfig
@@ -20,7 +22,8 @@ class CodecEncoder(nn.Module):
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        sizes = MimiConfig(**config.encoder | {"sliding_window": _WHOLE_PAST}, attn_implementation="sdpa")
+        chosen: dict[str, Any] = {"sliding_window": _WHOLE_PAST, "attn_implementation": "sdpa"}
+        sizes = MimiConfig(**config.encoder | chosen)
         self.device = torch.device(device)
         self.sample_rate = config.input_sample_rate
         self.samples_per_frame = config.encode_downsample_rate

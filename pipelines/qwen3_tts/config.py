@@ -148,7 +148,7 @@ def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
         raise talker.error("vocab_size", f"leaves no room for {config.predictor.vocab} codes and {CONTROL_IDS} control ids")
     vocabularies = {
         "text_vocab_size": (config.text_vocab, asdict(config.text_ids)),
-        "vocab_size": (config.talker.vocab, asdict(config.ids) | config.languages | config.speakers),
+        "vocab_size": (config.talker.vocab, {**asdict(config.ids), **config.languages, **config.speakers}),
     }
     for key, (size, ids) in vocabularies.items():
         for name, token in ids.items():

@@ -18,8 +18,7 @@ from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.memory import MemoryNeeds
-from pipelines.engine.opening import context_of, may_be_persistent
+from pipelines.engine.opening import MemoryNeeds, context_of, may_be_persistent
 from pipelines.errors import ConfigError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, Shapes
 from pipelines.nn.options import CONTEXT, NativeModelOptions

@@ -30,33 +30,19 @@ ROW_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class TalkerWeights:
-    stack: StackWeights
+class ModelWeights:
+    talker: StackWeights
     #: [text_vocab, text_hidden] and the two layers of `text_projection`.
     text_embedding: Tensor
     fc1: tuple[Tensor, Tensor]
     fc2: tuple[Tensor, Tensor]
     #: [codec vocab, hidden].
     head: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PredictorWeights:
-    stack: StackWeights
-    #: [residuals, codes, hidden].
+    predictor: StackWeights
+    #: Of the predictor: [residuals, codes, hidden].
     heads: Tensor
     #: `small_to_mtp_projection`, None where talker and predictor are equally wide.
     projection: tuple[Tensor, Tensor] | None
-
-    def project(self, x: Tensor) -> Tensor:
-        """Talker width to predictor width; x: [..., talker hidden]."""
-        return x if self.projection is None else functional.linear(x, *self.projection)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    talker: TalkerWeights
-    predictor: PredictorWeights
     #: [codec vocab + residuals * codes + 1, talker hidden]: the embeddings of all codebooks one after the other, then zeros.
     codec_table: Tensor
     #: int64 [codebooks]: the first row of each codebook.
@@ -65,35 +51,29 @@ class ModelWeights:
 
 def take_weights(source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
     """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
-    hidden, text = config.talker.hidden, config.text_hidden
-    predictor, residuals = config.predictor, config.codebooks - 1
+    vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
+    predictor, residuals = config.predictor, range(config.codebooks - 1)
 
     def take(name: str, *shape: int) -> Tensor:
         return source.take(f"talker.{name}", shape, dtype, device)
 
-    talker = TalkerWeights(
-        stack=take_stack(source, "talker.model.", config.talker, dtype, device),
-        text_embedding=take("model.text_embedding.weight", config.text_vocab, text),
-        fc1=(take("text_projection.linear_fc1.weight", text, text), take("text_projection.linear_fc1.bias", text)),
-        fc2=(take("text_projection.linear_fc2.weight", hidden, text), take("text_projection.linear_fc2.bias", hidden)),
-        head=take("codec_head.weight", config.talker.vocab, hidden),
-    )
-    projection = None
-    if config.needs_projection:
-        at = "code_predictor.small_to_mtp_projection."
-        projection = take(f"{at}weight", predictor.hidden, hidden), take(f"{at}bias", predictor.hidden)
-    heads = [take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden) for index in range(residuals)]
-    tables = [take("model.codec_embedding.weight", config.talker.vocab, hidden)]
-    for index in range(residuals):
-        tables.append(take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden))
-    starts = [0, *(config.talker.vocab + index * predictor.vocab for index in range(residuals))]
+    def linear(name: str, *shape: int) -> tuple[Tensor, Tensor]:
+        return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+
+    tables = [take("model.codec_embedding.weight", vocab, hidden)]
+    tables += [take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden) for index in residuals]
+    project = linear("code_predictor.small_to_mtp_projection", predictor.hidden, hidden) if config.needs_projection else None
     return ModelWeights(
-        talker=talker,
-        predictor=PredictorWeights(
-            take_stack(source, "talker.code_predictor.model.", predictor, dtype, device), torch.stack(heads), projection
-        ),
+        talker=take_stack(source, "talker.model.", config.talker, dtype, device),
+        text_embedding=take("model.text_embedding.weight", config.text_vocab, text),
+        fc1=linear("text_projection.linear_fc1", text, text),
+        fc2=linear("text_projection.linear_fc2", hidden, text),
+        head=take("codec_head.weight", vocab, hidden),
+        predictor=take_stack(source, "talker.code_predictor.model.", predictor, dtype, device),
+        heads=torch.stack([take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden) for index in residuals]),
+        projection=project,
         codec_table=torch.cat((*tables, tables[0].new_zeros(1, hidden))),
-        codec_starts=torch.tensor(starts, device=device),
+        codec_starts=torch.tensor([0, *(vocab + index * predictor.vocab for index in residuals)], device=device),
     )
 
 
@@ -104,10 +84,10 @@ class TextTable:
     `ROW_BLOCK` rows. On a GPU the whole vocabulary is projected at once; on CPU rows are filled in when first asked for.
     """
 
-    def __init__(self, talker: TalkerWeights) -> None:
-        self._talker = talker
-        vocab, hidden = talker.text_embedding.shape[0], talker.head.shape[1]
-        self.rows = talker.text_embedding.new_empty(vocab + 1, hidden)
+    def __init__(self, weights: ModelWeights) -> None:
+        self._weights = weights
+        vocab, hidden = weights.text_embedding.shape[0], weights.head.shape[1]
+        self.rows = weights.text_embedding.new_empty(vocab + 1, hidden)
         self.rows[vocab] = 0
         self._known = torch.zeros(vocab, dtype=torch.bool)
         self._complete = self.rows.is_cuda
@@ -126,16 +106,16 @@ class TextTable:
     def _fill(self, ids: Tensor, block: int) -> None:
         for part in ids.split(block):
             padded = functional.pad(part, (0, block - len(part))).to(self.rows.device)
-            inner = functional.silu(functional.linear(self._talker.text_embedding[padded], *self._talker.fc1))
-            self.rows[part.to(self.rows.device)] = functional.linear(inner, *self._talker.fc2)[: len(part)]
+            inner = functional.silu(functional.linear(self._weights.text_embedding[padded], *self._weights.fc1))
+            self.rows[part.to(self.rows.device)] = functional.linear(inner, *self._weights.fc2)[: len(part)]
         self._known[ids] = True
 
 
 def predictor_inputs(weights: ModelWeights) -> Tensor:
     """The codec table behind `small_to_mtp_projection`: [rows, predictor hidden], projected once instead of at every step."""
-    if weights.predictor.projection is None:
+    if weights.projection is None:
         return weights.codec_table
-    return torch.cat([weights.predictor.project(part) for part in weights.codec_table.split(4096)])
+    return torch.cat([functional.linear(part, *weights.projection) for part in weights.codec_table.split(4096)])
 
 
 #: Of prompts that are embedded together: the rows of all codebooks of so many take 64 MiB at the 0.6B's width.
@@ -148,7 +128,7 @@ class Qwen3TTSModel(FrameModel):
     def __init__(self, config: Qwen3TTSConfig, weights: ModelWeights, max_context: int) -> None:
         self.config = config
         self.weights = weights
-        self.text = TextTable(weights.talker)
+        self.text = TextTable(weights)
         self._codec_starts = weights.codec_starts.to("cpu")
         super().__init__(_frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad)
         self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
@@ -210,13 +190,12 @@ def _frame_tensors(config: Qwen3TTSConfig, weights: ModelWeights, text: Tensor, 
     # Prompts are filled up to whole pages, and a context may end within one.
     table = rope_table(max_context + LARGEST_PAGE, talker.head_dim, talker.rope_theta, dtype, device)
     frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
-    depth = weights.predictor
+    starts = weights.codec_starts
+    depth = weights.predictor.tensors(predictor, frame_table)
     return FrameTensors(
-        backbone=weights.talker.stack.tensors(talker, table),
-        head=weights.talker.head,
+        backbone=weights.talker.tensors(talker, table),
+        head=weights.head,
         draw=DrawRules((config.ids.eos,), talker.vocab - CONTROL_IDS),
-        feedback=Feedback(weights.codec_table, weights.codec_starts, text),
-        depth=DepthTensors(
-            depth.stack.tensors(predictor, frame_table), depth.heads, predictor_inputs(weights), weights.codec_starts, depth.projection
-        ),
+        feedback=Feedback(weights.codec_table, starts, text),
+        depth=DepthTensors(depth, weights.heads, predictor_inputs(weights), starts, weights.projection),
     )

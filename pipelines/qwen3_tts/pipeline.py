@@ -21,8 +21,9 @@ from pipelines.engine.core import Finish
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
+from pipelines.errors import NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
+from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.options import read_options
 from pipelines.qwen3_tts.codec import Codec, fuses_front, load_codec
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, SpeakerEncoderConfig, capabilities
@@ -137,7 +138,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
         stacks = (self.config.talker, self.config.predictor)
-        check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
+        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
         sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
@@ -302,10 +303,8 @@ def _load(
         if config.clones:
             sizes = SpeakerEncoderConfig.read(config.speaker_encoder)
             if sizes.enc_dim != config.talker.hidden:
-                message = (
-                    f"{config.folder}: speaker_encoder_config.enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide."
-                )
-                raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again.")
+                what = f"enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide"
+                raise bad_checkpoint(f"{config.folder}: speaker_encoder_config.{what}.")
             speaker = SpeakerEncoder(sizes, checkpoint, device, dtype)
         checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
@@ -317,8 +316,7 @@ def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:
     decoder = codec.config.decoder
     most = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
     if decoder.num_quantizers != config.codebooks or decoder.codebook_size < most:
-        raise ModelError(
-            ErrorCode.MODEL_BAD_CHECKPOINT,
+        raise bad_checkpoint(
             f"{config.folder}: the speech tokenizer has {decoder.num_quantizers} codebooks of {decoder.codebook_size}, "
             f"but the talker makes {config.codebooks} of {most}.",
             "Download the checkpoint again, with its own speech_tokenizer folder.",

@@ -82,7 +82,7 @@ class SpeakerEncoder(nn.Module):
         self.sample_rate = config.sample_rate
         sizes = EcapaConfig(
             config.mel_dim, config.enc_channels, config.enc_kernel_sizes, config.enc_dilations, config.enc_res2net_scale,
-            config.enc_se_channels, normed=False, edges="reflect", first_passes=True, weighs_by_convolution=True,
+            config.enc_se_channels, speechbrain=True,
         )  # fmt: skip
         wide, narrow = config.enc_channels[-1], config.enc_attention_channels
         with torch.device("meta"):

@@ -15,7 +15,7 @@ from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.opening import MemoryNeeds
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Checkpoint, Shapes, TensorSource, bad_checkpoint
 from pipelines.nn.options import NativeModelOptions

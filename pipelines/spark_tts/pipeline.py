@@ -17,7 +17,7 @@ from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
 from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
-from pipelines.request import Generation, SynthesisRequest
+from pipelines.request import Generation, Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
@@ -36,7 +36,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
+from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +75,31 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
         codes, finish = self._codes(tokens)
         return FinishedCodes(column(codes.semantic), finish, Voice(torch.tensor(codes.voice)))
 
-    def reader(self) -> SparkReader:
-        return SparkReader(self)
 
+class SparkStreamer(TokenStreamer[Voice]):
+    """A stream of semantic tokens, 50 a second, and the voice before them."""
 
-class SparkReader:
-    """A `pipelines.tokens.TokenReader` of semantic tokens and the voice before them."""
+    chunk_frames = (20, 25, 50, 100)
+    looks_ahead = True
 
-    def __init__(self, info: SparkRequestInfo) -> None:
-        self._info = info
+    def __init__(self, info: SparkRequestInfo, stage: CodecStage[Voice], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
+        self._request = info
         self._ids: list[int] = []
         self._left = info.most
 
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
-        semantic = self._info.vocabulary.parse(ids).semantic[: self._left]
+        semantic = self._request.vocabulary.parse(ids).semantic[: self._left]
         if self._left is not None:
             self._left -= len(semantic)
         return column(semantic)
 
-    def start(self) -> Voice | None:
+    def first_state(self) -> Voice | None:
         """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
-        info = self._info
+        info = self._request
         voice = info.vocabulary.parse(self._ids).voice if info.voice is None else info.voice
         return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
-
-
-class SparkStreamer(TokenStreamer[Voice]):
-    """A stream of semantic tokens, 50 a second."""
-
-    chunk_frames = (20, 25, 50, 100)
-    looks_ahead = True
 
 
 class NativeSparkStreamer(SparkStreamer):
@@ -121,7 +115,7 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 def model_spec(config: SparkConfig) -> ModelSpec:
     """What vLLM is told."""
-    return ModelSpec(config.folder / LLM)
+    return ModelSpec(config.folder / LLM, memory_share=_MEMORY_SHARE, context=CONTEXT, max_positions=config.lm.max_positions)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
@@ -154,7 +148,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     check_weights(config)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config), vllm_options(chosen, config))
+    host = VllmHost(model_spec(config), chosen)
     meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
     return SparkPipeline(config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished)
 
@@ -165,7 +159,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
     drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
@@ -261,8 +255,3 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         limit = self.config.sampling.max_new_tokens
         before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
         return limit if longest is None else min(limit, before + longest + 1)
-
-
-def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:
-    """What vLLM is told of a person's choice, with the defaults of this model."""
-    return options.vllm(_MEMORY_SHARE, CONTEXT, config.lm.max_positions)

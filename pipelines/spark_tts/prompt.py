@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.errors import ErrorCode, InputError
+from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.spark_tts.config import GENDERS, LEVELS
 
 _CONTROLS = (
@@ -56,14 +57,14 @@ class Vocabulary:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
-            raise _bad(f"{path} cannot be read as a tokenizer: {error}.") from error
+            raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
         return cls(tokenizer, semantic_codes, global_codes, path)
 
     def id(self, name: str) -> int:
         """The id of the token `<|name|>`. Raises `ModelError` (`model.bad_checkpoint`)."""
         token = self._tokenizer.token_to_id(f"<|{name}|>")
         if token is None:
-            raise _bad(f"{self._file} has no token <|{name}|>.")
+            raise bad_checkpoint(f"{self._file} has no token <|{name}|>.")
         return token
 
     @property
@@ -116,12 +117,8 @@ class Vocabulary:
         ids = [self.id(f"{name}_{code}") for code in range(count)]
         run = range(ids[0], ids[0] + count)
         if ids != list(run):
-            raise _bad(f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another.")
+            raise bad_checkpoint(f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another.")
         return run
-
-
-def _bad(message: str) -> ModelError:
-    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint's LLM folder again.")
 
 
 def clone_prompt(

@@ -37,13 +37,8 @@ class MelMagnitudes:
 
 def ecapa(bands: int) -> Ecapa:
     """The published network, whose pooling is not used."""
-    widths, kernels = (_WIDTH, _WIDTH, _WIDTH, _WIDTH, _CONTEXT), (5, 3, 3, 3, 1)
-    return Ecapa(
-        EcapaConfig(
-            bands, widths, kernels, (1, 2, 3, 4, 1), groups=8, squeezed=128, normed=True, edges="zeros", first_passes=False,
-            weighs_by_convolution=False,
-        )
-    )  # fmt: skip
+    widths = (_WIDTH, _WIDTH, _WIDTH, _WIDTH, _CONTEXT)
+    return Ecapa(EcapaConfig(bands, widths, (5, 3, 3, 3, 1), (1, 2, 3, 4, 1), groups=8, squeezed=128, speechbrain=False))
 
 
 #: Where the published network has other names than ours, as for `pipelines.nn.checkpoint.fill_module`.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
-from pipelines.codec.fused import FusedUnit, codec_kernels, tap_major
+from pipelines.codec.fused import HEADROOM, FusedUnit, codec_kernels, tap_major
 from pipelines.spark_tts.config import WaveConfig
 
 SNAKE_EPS = 1e-9
@@ -95,8 +95,6 @@ class WaveGenerator(nn.Module):
 
 #: Steps on either side that a convolution of the stem, the head or a residual unit sees at dilation 1, and a transposed one.
 _REACH, _UP_REACH = 3, 1
-#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no digit.
-_HEADROOM = 64.0
 
 _ops: Any = torch.ops.nightjar
 
@@ -104,23 +102,16 @@ _ops: Any = torch.ops.nightjar
 def prepared(wave: WaveGenerator, dtype: torch.dtype, fused: bool | None = None) -> WaveGenerator | FusedWave:
     """A generator that was loaded in float32 as it runs in `dtype`: on fused ops, or converted in place.
 
-    By default it is fused in bfloat16 on a GPU, where the ops have kernels, unless `FusedWave` cannot take its shapes. Raises ValueError
-    where it cannot and `fused` is asked for.
+    By default it is fused in bfloat16 on a GPU, where the ops have kernels. Raises ValueError as `FusedWave`.
     """
     on_gpu = next(wave.parameters()).device.type == "cuda"
     if fused is None:
-        fused = on_gpu and dtype == torch.bfloat16 and _sees_neighbours_only(wave) and codec_kernels()
+        fused = on_gpu and dtype == torch.bfloat16 and codec_kernels()
     elif fused and on_gpu:
         import_module("kernels.codec_launch")  # gives the fused ops their kernels
     if not fused:
         return wave.to(dtype)
     return FusedWave(wave, dtype)
-
-
-def _sees_neighbours_only(wave: WaveGenerator) -> bool:
-    """Whether no transposed convolution reaches beyond an input's neighbours, see `pack_centred_upsample`."""
-    blocks: Any = wave.model[1:-2]
-    return all(block.block[1].kernel_size[0] <= 3 * block.rate for block in blocks)
 
 
 class FusedWave:
@@ -137,7 +128,7 @@ class FusedWave:
         readers = [_Reader.of(block.block[0], _UP_REACH) for block in blocks] + [_Reader.of(snake, _REACH)]
         self._entry = readers[0]
         self._blocks = [_Block(block, after, dtype) for block, after in zip(blocks, readers[1:])]
-        self._head, self._head_bias = (head.weight[0].T / _HEADROOM).to(dtype).contiguous(), head.bias.float() / _HEADROOM
+        self._head, self._head_bias = (head.weight[0].T / HEADROOM).to(dtype).contiguous(), head.bias.float() / HEADROOM
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step * steps] within [-1, 1]."""
@@ -152,7 +143,7 @@ class FusedWave:
         _ops.codec_active_conv(a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends)
         for block in self._blocks:
             following, ends = block(following, ends)
-        return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * _HEADROOM)
+        return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * HEADROOM)
 
 
 @dataclass(frozen=True, slots=True)

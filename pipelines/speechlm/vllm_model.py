@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from kernels.frame import DrawTensors
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags, frame_noise, sample
-from pipelines.engine.state import DrawSettings
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
@@ -30,6 +30,22 @@ from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 _NEVER = float("-inf")
 #: Text ids that a row with a top_k up to this looks at.
 _CANDIDATES = 64
+
+
+class DrawSettings(DrawTensors):
+    """The settings of one sampler, a row a slot: temperature, top_p float32; top_k int64; greedy bool; each [slots]."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        whole, truth = torch.zeros(slots, dtype=torch.int64, device=device), torch.ones(slots, dtype=torch.bool, device=device)
+        super().__init__(torch.ones(slots, device=device), whole, torch.ones(slots, device=device), truth)
+
+    def write(self, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+        """Sets the rows `slots` [n]; the others are [n] each."""
+        greedy = temperature == 0
+        self.temperature[slots] = temperature.masked_fill(greedy, 1.0)
+        self.top_k[slots] = top_k
+        self.top_p[slots] = top_p
+        self.greedy[slots] = greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +155,7 @@ class SpeechLmState(FrameState):
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.tensors().rows(step.slots))
+        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.rows(step.slots))
         flags = DrawFlags.of([one.audio for one in asked])
         flat = logits.view(count * streams, layer + 2)
         most = min(flags.max_top_k, layer + 2)
@@ -165,7 +181,7 @@ class SpeechLmState(FrameState):
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
         top_k = min(flags.max_top_k, candidates.shape[1])
-        place = sample(candidates, noise, *self.text.tensors().rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
+        place = sample(candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kernels.reference import ENDED, FrameOutput
 from kernels.sampler import WEIGHT_BITS, DrawFlags, process_first, token_weights
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.eager import EagerExecutor
-from pipelines.engine.executor import FrameSettings, PrefillRun
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import EagerExecutor, FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import Placement, SamplingParams
 from pipelines.qwen3_tts.config import CONTROL_IDS
@@ -25,6 +24,7 @@ from pipelines.qwen3_tts.prompt import Prompt
 from tests.conformance.listing import Case, listed
 from tests.conformance.qwen3_folder import GREEDY, Golden, Row, near
 from tests.support.golden_arrays import aligned
+from tests.support.listened import ListenedCore
 
 PROMPT_LIMIT = 2e-5
 LOGITS_LIMIT = 2e-4
@@ -126,10 +126,10 @@ class _Heard:
         self.errors[request.request_id] = error
 
 
-def _engine(golden: Golden, model: Qwen3TTSModel, slots: int, heard: _Heard) -> EngineCore:
+def _engine(golden: Golden, model: Qwen3TTSModel, slots: int, heard: _Heard) -> ListenedCore:
     context = golden.context(model.config)
     options = EngineOptions(slots=slots, pages=-(-slots * context // 64), page_size=16, max_context=context)
-    return EngineCore(EagerExecutor(model, options.slots, options.pages, options.page_size, options.max_context), options, heard)
+    return ListenedCore(EagerExecutor(model, options), options, heard)
 
 
 def _run_together(golden: Golden, rows: list[Row], arrival_steps: int = 0) -> None:

@@ -16,13 +16,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from benchmarks.random_models.qwen3_tts import dummy_model
-from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
 from tests.support.gpu_taps import tapped
+from tests.support.listened import ListenedCore
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def places(request: pytest.FixtureRequest) -> Places:
     prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
     options = EngineOptions(slots=slots, pages=slots, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1)
     with tapped(model.config, slots, device) as taps:
-        executor = graph_executor(model, slots, slots, PAGE_SIZE, MAX_CONTEXT)
+        executor = graph_executor(model, options)
         return drawn(model.config, executor, taps.logits, prompt, options, REQUESTS, FRAMES)
 
 
@@ -75,7 +76,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more() -> None:
     prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
     heard = Heard()
     options = EngineOptions(slots=8, pages=16, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=16)
-    core = EngineCore(graph_executor(model, 8, 16, PAGE_SIZE, MAX_CONTEXT), options, heard)
+    core = ListenedCore(graph_executor(model, options), options, heard)
     wanted = {f"{least} {temperature}": (least, temperature) for least in (2, 3, 7) for temperature in (0.0, 0.9)}
     for seed, (name, (least, temperature)) in enumerate(wanted.items()):
         sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)

@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
 
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder, dummy_model
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.buckets import ASKS, Prefill
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.eager import EagerExecutor
-from pipelines.engine.executor import FrameExecutor
+from pipelines.engine.buckets import ASKS
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import EagerExecutor, FrameExecutor
+from pipelines.engine.graph import prefills_of
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
@@ -28,6 +28,7 @@ from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.conformance.qwen3_tts import forced_frames
 from tests.support.drawn import Watched
 from tests.support.gpu_taps import tapped
+from tests.support.listened import ListenedCore
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,7 @@ def spoken(executor: FrameExecutor, batch: list[GenerationRequest], together: in
     """The codes of every request when at most `together` run at once."""
     heard = Heard()
     options = EngineOptions(slots=executor.state.slots, pages=512, page_size=64, max_context=1024, frames_per_turn=frames)
-    core = EngineCore(executor, options, heard)
+    core = ListenedCore(executor, options, heard)
     for start in range(0, len(batch), together):
         for request in batch[start : start + together]:
             core.add(request)
@@ -82,9 +83,16 @@ def narrow() -> Qwen3TTSModel:
     return dummy_model("0b6", torch.device("cuda"), torch.bfloat16, 1024)
 
 
-def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False, prefill: Prefill = "auto") -> FrameExecutor:
-    """An executor with all of its graphs."""
-    executor = graph_executor(model, slots, 512, 64, 1024, reproducible, prefill=prefill)
+def sized(slots: int) -> EngineOptions:
+    return EngineOptions(slots=slots, pages=512, page_size=64, max_context=1024)
+
+
+def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False, padded: bool = False) -> FrameExecutor:
+    """An executor with all of its graphs; `padded`: prompts meet the shapes of the reproducible mode."""
+    executor = graph_executor(model, sized(slots), reproducible)
+    if padded:
+        executor.packed = False
+        executor.prefills = prefills_of(executor, ())
     while executor.prepare():
         pass
     return executor
@@ -93,7 +101,7 @@ def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False, prefill:
 def test_float32_codes_equal_the_eager_executors(wide: Qwen3TTSModel) -> None:
     batch = requests(wide, 10, greedy=False) + requests(wide, 10, greedy=True)
     batch = [GenerationRequest(str(i), r.prompt, r.sampling, r.seed, r.max_tokens) for i, r in enumerate(batch)]
-    eager = spoken(EagerExecutor(wide, 7, 512, 64, 1024), batch, 20)
+    eager = spoken(EagerExecutor(wide, sized(7)), batch, 20)
     fused = spoken(graph(wide, 7), batch, 20, frames=2)
     same = [np.array_equal(eager[name], fused[name]) for name in eager]
     # Rounding differs by the order of additions: a draw at the very edge of its interval may fall to the other side.
@@ -119,7 +127,7 @@ def test_float32_codes_equal_the_eager_executors_where_each_stack_has_its_own_ro
     with torch.inference_mode():
         model = Qwen3TTSModel(config, wide.weights, 1024)
     batch = requests(model, 7, greedy=False)
-    eager = spoken(EagerExecutor(model, 7, 512, 64, 1024), batch, 7)
+    eager = spoken(EagerExecutor(model, sized(7)), batch, 7)
     fused = spoken(graph(model, 7), batch, 7)
     same = [np.array_equal(eager[name], fused[name]) for name in eager]
     assert sum(same) >= len(batch) - 1
@@ -129,7 +137,7 @@ def bits(executor: FrameExecutor, batch: list[GenerationRequest], frames: int) -
     """The codes of requests that run together, and the keys and values of all their positions after that many frames."""
     heard = Heard()
     options = EngineOptions(slots=executor.state.slots, pages=512, page_size=64, max_context=1024)
-    core = EngineCore(executor, options, heard)
+    core = ListenedCore(executor, options, heard)
     for request in batch:
         core.add(request)
     written: dict[str, torch.Tensor] = {}
@@ -163,8 +171,7 @@ def test_small_buckets_are_the_same_bits_in_any_company(narrow: Qwen3TTSModel) -
     batch = [replace(request, sampling=sampling, max_tokens=frames + 1) for request in requests(narrow, 11, greedy=False)]
     batch = [request for request in batch if len(request.prompt) + frames < 64][:8]
     assert len(batch) == 8
-    executor = graph(narrow, 8, prefill="padded")
-    executor.prefills.sharing = "fixed"  # type: ignore[attr-defined]
+    executor = graph(narrow, 8, padded=True)
     eight = bits(executor, batch, frames)
     assert_same_bits(eight, bits(executor, batch[::-1], frames), 8)
     assert_same_bits(eight, bits(executor, batch[3:], frames), 5)
@@ -184,14 +191,14 @@ def test_small_buckets_are_the_same_bits_in_any_company(narrow: Qwen3TTSModel) -
 def test_a_few_graphs_serve_every_batch(wide: Qwen3TTSModel) -> None:
     batch = requests(wide, 12, greedy=False)
     every = spoken(graph(wide, 16), batch, 12)
-    few = graph_executor(wide, 16, 512, 64, 1024)
+    few = graph_executor(wide, sized(16))
     few.warm()
-    assert few._buckets.captured == {1, 8, 16}
+    assert set(few._graphs.captured) == {1, 8, 16}
     found = spoken(few, batch, 12)
     assert sum(np.array_equal(every[name], found[name]) for name in every) >= len(batch) - 1
     for _ in range(ASKS):
         spoken(few, batch[:4], 4)
-    assert 4 in few._buckets.captured, "a size that is asked for again and again gets its graph"
+    assert 4 in few._graphs.captured, "a size that is asked for again and again gets its graph"
 
 
 def test_graphs_are_captured_beside_a_codec_that_works(wide: Qwen3TTSModel) -> None:

@@ -14,18 +14,20 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.random_models.frames import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from benchmarks.random_models.qwen3_tts import dummy_model
-from kernels import lm_products, prefill_triton
+from kernels import lm_products, prefill
+from kernels.attention import PackedPrompts, attend_packed
 from kernels.cuda_driver import available, processors
-from kernels.cuda_graphs import GraphPool
+from kernels.cuda_graphs import GraphPool, capture
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
-from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
-from kernels.varlen_attention import PackedPrompts, attend_packed
-from kernels.varlen_triton import QueryTiles, packed_attention
-from pipelines.engine.executor import PrefillRun
+from kernels.lm_attention import QueryTiles, packed_attention
+from kernels.lm_triton import norm_rope_append
+from kernels.prefill import prefill_packed, prefill_padded
+from pipelines.engine.executor import EngineOptions, PrefillRun
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.graph import PrefillGraphs, Sharing
 from pipelines.engine.opening import graph_executor
+from pipelines.engine.prefill import PaddedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
+from tests.support.prefill_twins import padded_twin
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -124,7 +126,7 @@ def written(model: FrameModel, counts: list[int], start: int, fused: bool) -> Te
     if fused:
         prefill_padded(rows, table, sizes, start, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
     else:
-        model.prefill_padded(rows, table, sizes, start, kv)
+        padded_twin(model, rows, table, sizes, start, kv)
     assert torch.equal(rows, before)
     return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
 
@@ -213,10 +215,10 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
         return launch(x, weight, y, pdl=pdl)
 
     def error(model: FrameModel, fills: Callable[[int, Tensor], bool]) -> float:
-        monkeypatch.setattr(prefill_triton, "_fills", fills)
+        monkeypatch.setattr(prefill, "_fills", fills)
         return float((written_packed(model, fused=True) - wide).norm())
 
-    fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill_triton._fills
+    fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill._fills
     monkeypatch.setattr(lm_products, "swiglu", counted)
     if not INTERPRETED and (not available(0, lm_products.WIDE_PRODUCTS) or processors(0) < 132):
         pytest.skip("needs a Hopper GPU of 132 multiprocessors and the kernel's code")
@@ -246,7 +248,7 @@ def test_graphs_of_packed_prompts_equal_the_plain_prefill() -> None:
     """Through the graph executor: prompts of any lengths, and a second chunk of each from any position on."""
     model = dummy_model("tiny", torch.device("cuda"), torch.float32, 2048)
     counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
-    executor = graph_executor(model, len(counts), 130, 64, 2048, prefill="packed")
+    executor = graph_executor(model, EngineOptions(len(counts), 130, 64, 2048))
     plain = model.make_kv(130, 64)
     pages = iter(range(1, 131))
     executor.state.write_pages([(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)])
@@ -260,8 +262,7 @@ def test_graphs_of_packed_prompts_equal_the_plain_prefill() -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("sharing", ["free", "fixed", "alone"])
-def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
+def test_graphs_equal_the_packed_prefill() -> None:
     model = dummy_model("tiny", torch.device("cuda"), torch.float32, 2048)
     stack = model.tensors.backbone
     counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
@@ -274,7 +275,8 @@ def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
     def work(embeddings: Tensor, table: Tensor, sizes: Tensor, start: int) -> None:
         prefill_padded(embeddings, table, sizes, start, stack, replayed.k, replayed.v, SCRATCH_PAGE)
 
-    graphs = PrefillGraphs(work, state, replayed, GraphPool(), sharing)
+    pool, aside = GraphPool(), torch.cuda.Stream()
+    graphs = PaddedPrefills(work, state, replayed, lambda work: capture(work, pool, aside).replay)
     left: list[PrefillRun] = []
     for start in range(0, max(counts), 256):
         runs = [PrefillRun(slot, start, prompt[start : start + 256]) for slot, prompt in enumerate(prompts) if len(prompt) > start]

@@ -15,15 +15,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from benchmarks.random_models.qwen3_tts import dummy_model
-from pipelines.engine.buckets import PACKED_SIZES, SHAPES, SMALL_SHAPES, Prefill
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.graph import GraphExecutor, PrefillGraphs
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.opening import graph_executor, open_executor
-from pipelines.engine.packed_prefill import PackedPrefills
+from pipelines.engine.prefill import PACKED_SIZES, SHAPES, PackedPrefills
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.pipeline import open_pipeline
 from tests.gpu.test_graph_executor import Heard, requests
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import GOLDEN
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ class Chunks(Heard):
 def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames: int = 1, stream_slots: int = 0) -> Chunks:
     heard = Chunks()
     options = EngineOptions(slots=executor.state.slots, frames_per_turn=frames, stream_slots=stream_slots, **SIZES)
-    core = EngineCore(executor, options, heard)
+    core = ListenedCore(executor, options, heard)
     with torch.cuda.stream(executor.stream):
         for start in range(0, len(batch), together):
             for request in batch[start : start + together]:
@@ -68,16 +68,14 @@ def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames:
 
 
 def all_captured(executor: GraphExecutor) -> bool:
-    if isinstance(executor.prefills, PackedPrefills):
-        whole = set(executor.prefills._rows) == set(PACKED_SIZES)
-    else:
-        known = {(count, *size) for size, prompts in executor.prefills._prompts.items() for count in prompts.captured}
-        whole = known == {shape for shape in (*SHAPES, *SMALL_SHAPES) if shape[1] + shape[2] <= executor.state.page_table.shape[1]}
-    return executor._buckets.captured == set(executor.batch_sizes) and whole and not executor.prepare()
+    prefills, slots = executor.prefills, executor.state.page_table.shape[1]
+    wanted = PACKED_SIZES if isinstance(prefills, PackedPrefills) else range(sum(new + before <= slots for _, new, before in SHAPES))
+    frames = set(executor._graphs.captured) == set(executor.batch_sizes)
+    return frames and set(prefills._rows.captured) == set(wanted) and not executor.prepare()
 
 
 def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow: Qwen3TTSModel) -> None:
-    executor = graph_executor(narrow, 16, 512, 64, 1024, reproducible=True, first_on_device=True)
+    executor = graph_executor(narrow, EngineOptions(slots=16, **SIZES), reproducible=True, first_on_device=True)
     batch = requests(narrow, 24, greedy=False)
     mixed = [replace(one, stream=index % 2 == 0) for index, one in enumerate(batch)]
     alone = spoken(executor, batch, 1)
@@ -92,7 +90,7 @@ def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow:
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow: Qwen3TTSModel, frames: int) -> None:
-    executor = graph_executor(narrow, 16, 512, 64, 1024, reproducible=True)
+    executor = graph_executor(narrow, EngineOptions(slots=16, **SIZES), reproducible=True)
     batch = requests(narrow, 12, greedy=False)
     later = spoken(executor, batch, 12, frames=frames)
     executor.lag = 0
@@ -101,27 +99,9 @@ def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow
         np.testing.assert_array_equal(later.codes[name], at_once.codes[name])
 
 
-def test_a_newcomer_in_a_small_graph_says_what_it_says_in_a_large_one(wide: Qwen3TTSModel) -> None:
-    batch = requests(wide, 12, greedy=True)
-    small, large = (graph_executor(wide, 8, 512, 64, 1024, prefill="padded") for _ in range(2))
-    small.warm(everything=True)
-    assert isinstance(small.prefills, PrefillGraphs)
-    assert isinstance(large.prefills, PrefillGraphs)
-    large.prefills.sharing = "fixed"
-    large.prefills._shapes = list(SHAPES)
-    for size, prompts in large.prefills._prompts.items():
-        prompts.sizes = tuple(sorted(count for count, *pages in SHAPES if tuple(pages) == size))
-    mine, theirs = spoken(small, batch, 1), spoken(large, batch, 1)
-    assert any(shape[0] == 1 for shape in small.prefills._graphs)
-    assert all(shape[0] > 1 for shape in large.prefills._graphs)
-    same = [np.array_equal(mine.codes[name], theirs.codes[name]) for name in mine.codes]
-    # Rounding differs by the shape of a product: two logits that are nearly the same may change places.
-    assert sum(same) >= len(batch) - 1
-
-
-@pytest.mark.parametrize("prefill", ["packed", "padded"])
-def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel, prefill: Prefill) -> None:
-    executor = open_executor(narrow, EngineOptions(slots=9, prefill=prefill, **SIZES), streams=4)
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel, reproducible: bool) -> None:
+    executor = open_executor(narrow, EngineOptions(slots=9, **SIZES), reproducible=reproducible, streams=4)
     assert isinstance(executor, GraphExecutor)
     assert all_captured(executor)
     assert executor.stream is not None

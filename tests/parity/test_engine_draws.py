@@ -22,7 +22,7 @@ import torch
 from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels.reference import FrameOutput
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults
@@ -63,7 +63,7 @@ def places() -> Places:
     model = Kept(golden_model("base", codebooks=CODEBOOKS))
     prompt = random_request(random.Random(3), model, "prompt").prompt
     options = EngineOptions(slots=REQUESTS, pages=REQUESTS * 12, page_size=8, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1)
-    executor = EagerExecutor(model, options.slots, options.pages, options.page_size, options.max_context)
+    executor = EagerExecutor(model, options)
     return drawn(model.config, executor, model.logits, prompt, options, REQUESTS, FRAMES)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipelines.engine.eager import CPU_ROWS
+from pipelines.engine.executor import CPU_ROWS
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import Qwen3TTSConfig

@@ -28,7 +28,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
@@ -36,6 +36,7 @@ from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefa
 from pipelines.qwen3_tts.pipeline import sampling_params
 from pipelines.qwen3_tts.prompt import Prompt
 from pipelines.request import Generation
+from tests.support.listened import ListenedCore
 
 #: (float32 [n, vocab], float32 [residuals, n, codes]): the logits of the frame just made, a row a slot.
 Logits = tuple[Tensor, Tensor]
@@ -196,7 +197,7 @@ def drawn(
 ) -> Places:
     """Runs requests of all settings in one mix and places their draws; `frames`: the longest speech."""
     watched, heard = Watched(executor, logits), Heard()
-    core = EngineCore(watched, options, heard)
+    core = ListenedCore(watched, options, heard)
     for index in range(requests):
         sampling = settings[index % len(settings)].sampling
         core.add(GenerationRequest(str(index), prompt, sampling, seed_of(index, requests), frames + 1))

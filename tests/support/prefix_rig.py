@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.reference import ENDED, NOT_FINITE
-from pipelines.engine.core import EngineCore, EngineOptions, engine_failure
-from pipelines.engine.executor import FrameCodes, FrameSettings, PrefillRun
+from pipelines.engine.core import EngineOptions, engine_failure
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.scheduler import GenerationRequest, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder
 
 PAGE = 4
@@ -48,21 +49,13 @@ def numbers_of(utterance: Utterance) -> tuple[int, ...]:
     return utterance.request.prompt.numbers
 
 
-@dataclass(frozen=True)
-class Frames:
-    codes: FrameCodes
-
-    def result(self) -> FrameCodes:
-        return self.codes
-
-
-class Device:
+class Device(FrameExecutor):
     """An executor without a model. The keys are the numbers of prompts, and of frames their positions below zero: a page tells what it has.
 
     A request whose context holds NaN gets NaN.
     """
 
-    name, kernels, reproducible, stream = "numbers", "plain", True, None
+    name, reproducible = "numbers", True
 
     def __init__(self, slots: int, pages: int, lag: int) -> None:
         self.batch_sizes, self.lag = (slots,), lag
@@ -95,7 +88,7 @@ class Device:
             self._write(self._owner(run.slot), run.start, run.embeddings[:, 0].numpy())
             self._break()
 
-    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> Frames:
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         self._break()
         flags = np.zeros((count, len(slots)), np.uint8)
         for row, slot in enumerate(slots):
@@ -108,7 +101,8 @@ class Device:
             if np.isnan(self.context(utterance)[: at + 1]).any():
                 flags[:, row] = NOT_FINITE
             self.state.positions[slot] += count
-        return Frames(FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags))
+        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags)
+        return lambda: made
 
     def context(self, utterance: Utterance) -> np.ndarray:
         """The keys of an utterance in the order of positions."""
@@ -139,7 +133,7 @@ class Run:
         options = EngineOptions(
             slots, pages, PAGE, 64, prefill_chunk=6, prefill_tokens=prefill_tokens, reserve_frames=2, frames_per_turn=frames_per_turn
         )
-        self.core = EngineCore(self.device, options, self.heard)
+        self.core = ListenedCore(self.device, options, self.heard)
         self.device.running = self.core.scheduler.running
         self.asked: list[GenerationRequest] = []
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
@@ -21,6 +21,7 @@ from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
 from tests.support.golden_checkpoint import whole
+from tests.support.listened import ListenedCore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"
 MAX_CONTEXT = 256
@@ -95,13 +96,13 @@ class Recorder:
         self.errors[request] = error
 
 
-def make_core(model: Any, listener: Any, **options: Any) -> EngineCore:
+def make_core(model: Any, listener: Any, **options: Any) -> ListenedCore:
     """An engine on this model; small chunks, so that prompts take several."""
     sizes = EngineOptions(
         **{"slots": 8, "pages": 128, "page_size": 8, "max_context": MAX_CONTEXT, "prefill_chunk": 16, "reserve_frames": 4, **options}
     )
-    executor = EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
-    return EngineCore(executor, sizes, listener)
+    executor = EagerExecutor(model, sizes)
+    return ListenedCore(executor, sizes, listener)
 
 
 def run_alone(model: Any, request: GenerationRequest) -> tuple[np.ndarray, str]:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kernels.reference import ENDED
 from pipelines.engine.buckets import bucket_of, buckets_for
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import FrameCodes, FrameSettings, PrefillRun
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, Placement, SamplingParams
+from tests.support.listened import ListenedCore
 
 FRAME_SECONDS = 0.08
 #: Milliseconds of a frame of so many rows, measured on an H200 with the 1.7B.
@@ -57,10 +58,10 @@ class SimulatedSlots:
         """Text is not written."""
 
 
-class SimulatedDevice:
+class SimulatedDevice(FrameExecutor):
     """A `FrameExecutor` whose frames and prefills take measured times on a clock of its own."""
 
-    name, kernels, reproducible, lag, stream = "simulated", "plain", False, 1, None
+    name, reproducible = "simulated", False
 
     def __init__(self, slots: int, spare_slots: int = 0) -> None:
         """`spare_slots`: slots beside those that have a row in a frame."""
@@ -71,7 +72,7 @@ class SimulatedDevice:
         self.frames_of: dict[int, int] = {}
         self.batch_sizes = buckets_for(slots)
         self.kv = PagedKV(1, (slots + spare_slots) * 8, 1, 64, 1, torch.float32, torch.device("cpu"))
-        self.state = SimulatedSlots(slots + spare_slots, self.frames_of)
+        self.state = SimulatedSlots(slots + spare_slots, self.frames_of)  # type: ignore[assignment]
         self._rows = slots
         self._free = 0.0
 
@@ -93,7 +94,7 @@ class SimulatedDevice:
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         self._work(PREFILL_MS + COMPANY_MS * (len(runs) - 1))
 
-    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> SimulatedFrames:
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         self.now += HOST_MS / 1000
         self.rows += count * self._rows
         self.taken += count * len(slots)
@@ -104,22 +105,17 @@ class SimulatedDevice:
             left[slot] -= count
             if left[slot] <= 0:
                 flags[left[slot] - 1 :, row] = ENDED
-        return SimulatedFrames(self, done, FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags))
+        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags)
+
+        def pending() -> FrameCodes:
+            self.now = max(self.now, done)
+            return made
+
+        return pending
 
     def _work(self, milliseconds: float) -> float:
         self._free = max(self._free, self.now) + milliseconds / 1000
         return self._free
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedFrames:
-    device: SimulatedDevice
-    done: float
-    codes: FrameCodes
-
-    def result(self) -> FrameCodes:
-        self.device.now = max(self.device.now, self.done)
-        return self.codes
 
 
 @dataclass(slots=True)
@@ -153,7 +149,7 @@ class Simulation:
             slots, (slots + spare_slots) * 8, 64, 512, frames_per_turn=2, admit_turns=4, frame_seconds=FRAME_SECONDS,
             stream_slots=stream_slots, spare_slots=spare_slots,
         )  # fmt: skip
-        self.core = EngineCore(self.device, sizes, self, self.device.clock)  # pyright: ignore[reportArgumentType]
+        self.core = ListenedCore(self.device, sizes, self, self.device.clock)  # pyright: ignore[reportArgumentType]
         self.listeners: dict[GenerationRequest, Listener] = {}
         #: Frames of whole utterances that are over, and how many were given.
         self.batch_frames = 0

@@ -11,8 +11,7 @@ from tests.support.vllm_v2 import require_v2
 
 require_v2()
 
-from pipelines.engine.state import DrawSettings  # noqa: E402
-from pipelines.speechlm.vllm_model import SpeechLmState  # noqa: E402
+from pipelines.speechlm.vllm_model import DrawSettings, SpeechLmState  # noqa: E402
 
 STREAMS, LAYER, SLOTS = 2, 4, 3
 

@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from jobs.checks import ENTRY_POINT_GROUP, Option
+from jobs.checks import ENTRY_POINT_GROUP, Option, Quality, quality_of
 from jobs.export.items import audio_items
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
-from jobs.quality import Quality, quality_of
 from jobs.spec import item_seed
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, InputError, ModelError

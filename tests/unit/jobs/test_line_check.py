@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.line_check import GoodLine, LineChecker
-from jobs.sharding import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
+from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -40,9 +40,9 @@ def verdict(card: ModelCard, defaults: Generation, messages: list[tuple[str, str
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([PLAIN, CLONING, DIALOGUE]), st.booleans())
-def test_the_quick_verdict_is_the_full_one(messages: list[tuple[str, str, str]], card: ModelCard, voice: bool) -> None:
+def test_a_line_that_is_one_item_gets_the_verdict_on_its_task(messages: list[tuple[str, str, str]], card: ModelCard, voice: bool) -> None:
     defaults = Generation(voice="V" if voice and card is PLAIN else None)
-    checker = LineChecker(card, defaults)
+    checker = LineChecker(card, defaults, speak="answer")
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
     good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
     assert [line.code for line in rejected] == [code for code in [verdict(card, defaults, messages)] if code]
@@ -51,7 +51,7 @@ def test_the_quick_verdict_is_the_full_one(messages: list[tuple[str, str, str]],
 
 def test_a_batch() -> None:
     keys: list[str] = []
-    checker = LineChecker(replace(CLONING, seconds_per_character=0.1), Generation())
+    checker = LineChecker(replace(CLONING, seconds_per_character=0.1), Generation(), speak="answer")
     spoken = [["user", "audio", "v.wav"], ["user", "text", "hello"], ["assistant", "audio", "gt.wav"]]
     lines = [b"\xef", line(messages=spoken), b"", None, line("b"), b"  " + line("c", spoken) + b"\r", line("a", spoken), line("b", spoken)]
     good, rejected = checker.check(LineBatch(11, lines), lambda content: keys.append(content) or f"key-{content}")
@@ -103,11 +103,11 @@ def test_a_line_is_kept_with_its_example_id() -> None:
     ],
 )
 def test_settings_of_a_line_and_of_a_job(generation: dict[str, object], code: ErrorCode) -> None:
-    good, rejected = LineChecker(PLAIN, Generation()).check(LineBatch(1, [line(generation=generation)]), str)
+    good, rejected = LineChecker(PLAIN, Generation(), speak="answer").check(LineBatch(1, [line(generation=generation)]), str)
     assert not good
     assert rejected[0].code is code
     with pytest.raises(InputError) as caught:
-        LineChecker(PLAIN, Generation(**generation))  # type: ignore[arg-type]
+        LineChecker(PLAIN, Generation(**generation), speak="answer")  # type: ignore[arg-type]
     assert caught.value.code is code
 
 

@@ -189,8 +189,8 @@ def test_what_is_refused_says_what_to_do() -> None:
     assert code is ErrorCode.INPUT_UNSUPPORTED
 
 
-@pytest.mark.parametrize("speak", ["auto", "user", "all", None])
-def test_a_plain_text_is_held_to_the_limit_of_the_model(speak: Speak | None) -> None:
+@pytest.mark.parametrize("speak", ["auto", "user", "all", "answer"])
+def test_a_plain_text_is_held_to_the_limit_of_the_model(speak: Speak) -> None:
     for length, codes in ((20, []), (21, [ErrorCode.INPUT_TOO_LONG])):
         raw = json.dumps({"example_id": "a", "messages": [("user", "text", "a" * length)]}).encode()
         _, rejected = LineChecker(CARD, Generation(), speak=speak).check(LineBatch(1, [raw]), str)

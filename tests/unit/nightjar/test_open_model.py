@@ -25,10 +25,6 @@ GOLDEN = ROOT / "tests/golden"
     ("options", "advice"),
     [
         ({"executor": "megakernel"}, "Set the option `executor` to eager, or leave it out."),
-        (
-            {"prefill": "packed"},
-            "Leave out the option `prefill`; on a GPU, leave out the option `executor` instead if it is eager.",
-        ),
         ({"max_context": 2}, "Set the option `max_context` to 64 or more, or leave it out."),
     ],
 )

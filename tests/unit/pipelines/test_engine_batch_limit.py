@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import FrameCodes, FrameSettings, PrefillRun
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import FIRST_PATIENCE, MAX_PATIENCE, BatchLimit, GenerationRequest
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder
 
 SLOTS = 16
@@ -29,26 +30,13 @@ class Words:
         return 4
 
 
-class Frames:
-    """Frames that are there at once."""
-
-    def __init__(self, count: int, rows: int) -> None:
-        self._codes = FrameCodes(np.zeros((count, rows, 1), np.int64), np.zeros((count, rows), np.uint8))
-
-    def result(self) -> FrameCodes:
-        return self._codes
-
-
-class SmallDevice:
+class SmallDevice(FrameExecutor):
     """An executor without a model, on a device whose memory holds `room` requests at a time."""
 
     name = "small"
-    kernels = "plain"
-    packed = False
     reproducible = True
     lag = 0
     batch_sizes = (SLOTS,)
-    stream = None
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -71,13 +59,14 @@ class SmallDevice:
     def prepare(self) -> bool:
         return False
 
-    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> Frames:
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         self.turns += 1
         if len(slots) > self.room:
             self.lacks.append(self.turns)
             raise torch.OutOfMemoryError("no room")
         self.most = max(self.most, len(slots))
-        return Frames(count, len(slots))
+        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), np.zeros((count, len(slots)), np.uint8))
+        return lambda: made
 
 
 class Load:
@@ -86,7 +75,7 @@ class Load:
     def __init__(self, room: int) -> None:
         self.device = SmallDevice(room)
         self.heard = Recorder()
-        self.core = EngineCore(self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard)
+        self.core = ListenedCore(self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard)
         self.sent = 0
 
     def run(self, turns: int) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.reference import FrameOutput
-from pipelines.engine.core import EngineCore
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from pipelines.errors import ErrorCode, SynthesisError
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 
 GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
@@ -28,7 +28,7 @@ def requests(count: int, seed: int = 0, **changes: Any) -> list[GenerationReques
     return [replace(random_request(rng, golden_model("base"), f"r{index}"), **changes) for index in range(count)]
 
 
-def run(core: EngineCore, limit: int = 2000) -> None:
+def run(core: ListenedCore, limit: int = 2000) -> None:
     for _ in range(limit):
         if not core.busy:
             return

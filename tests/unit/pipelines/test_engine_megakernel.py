@@ -18,7 +18,7 @@ from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED
 from pipelines.engine import graph, megakernel
 from pipelines.engine.buckets import Buckets
-from pipelines.engine.executor import FrameCodes, FrameSettings
+from pipelines.engine.executor import EngineOptions, FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
 from pipelines.engine.opening import graph_executor
@@ -34,24 +34,22 @@ class Unmade(MegakernelExecutor):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         maker = Maker("cpu", dtype)
-        self._tensors = maker.frame(SMALLEST)
+        self.tensors = maker.frame(SMALLEST)
         k, v = maker.caches(SMALLEST, 9, 16)
         self.kv = SimpleNamespace(k=k, v=v)  # type: ignore[assignment]
         slots = maker.state(SMALLEST, 2, 9, 16, torch.zeros(2, dtype=torch.int64))
         self.state = SimpleNamespace(tensors=lambda: slots)  # type: ignore[assignment]
-        self._graphs, self._frames, self._buckets = {}, {}, Buckets((1, 2, 4))
+        self._graphs = Buckets((1, 2, 4))
         self.flags = np.zeros((1, 2), np.uint8)
 
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(self: Unmade, bucket: int) -> FusedFrame:
-        self._graphs[bucket] = self._frames[bucket] = self._new_frame(bucket)  # type: ignore[assignment]
-        self._buckets.captured.add(bucket)
-        return self._frames[bucket]
+    def capture(self: Unmade, bucket: int) -> tuple[None, FusedFrame]:
+        return None, self._new_frame(bucket)
 
-    def frames(self: Unmade, *_: object) -> SimpleNamespace:
-        return SimpleNamespace(result=lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags))
+    def frames(self: Unmade, *_: object) -> PendingFrames:
+        return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
 
     persistent_kit.emulate(monkeypatch)
     monkeypatch.setattr(GraphExecutor, "_capture", capture)
@@ -60,14 +58,18 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 
+def frame_of(executor: Unmade, bucket: int) -> Any:
+    return executor._graphs.of(bucket, executor._capture)[1]
+
+
 def kinds(executor: Unmade) -> list[type]:
-    return [type(executor._capture(bucket)) for bucket in (1, 2, 4)]
+    return [type(frame_of(executor, bucket)) for bucket in (1, 2, 4)]
 
 
 def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> None:
     executor = Unmade()
     assert kinds(executor) == [PersistentFrame, PersistentFrame, FusedFrame]
-    one, two = (executor._frames[bucket] for bucket in (1, 2))
+    one, two = (frame_of(executor, bucket) for bucket in (1, 2))
     assert isinstance(one, PersistentFrame)
     assert isinstance(two, PersistentFrame)
     assert one.behind.predictor is two.behind.predictor
@@ -79,16 +81,16 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_thei
         patched.setattr(lm_persistent, "TALKERS", {})
         executor = Unmade()
         executor._capture(1)
-        assert executor._frames[1].talker is None  # type: ignore[attr-defined]
-        assert executor._frames[1].plan.pdl
+        assert frame_of(executor, 1).talker is None  # type: ignore[attr-defined]
+        assert frame_of(executor, 1).plan.pdl
     executor = Unmade()
     kinds(executor)
-    assert not executor._frames[1].plan.pdl, "no kernel is launched early behind a cooperative one"
-    one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]
+    assert not frame_of(executor, 1).plan.pdl, "no kernel is launched early behind a cooperative one"
+    one, two = (frame_of(executor, bucket).talker for bucket in (1, 2))  # type: ignore[attr-defined]
     assert one.talker is two.talker
-    assert one.behind is executor._frames[1].behind  # type: ignore[attr-defined]
+    assert one.behind is frame_of(executor, 1).behind  # type: ignore[attr-defined]
     x = torch.zeros(1, SMALLEST.hidden, dtype=torch.bfloat16)
-    one_row = executor._frames[1]
+    one_row = frame_of(executor, 1)
     one_row._pending = torch.ones(1)
     one_row._backbone(torch.zeros(1, dtype=torch.int64), x)
     assert x.any()
@@ -137,13 +139,13 @@ def test_a_talker_that_finds_no_memory_leaves_no_predictor(monkeypatch: pytest.M
             executor._capture(1)
     assert executor._predictor is None
     executor._capture(1)
-    assert executor._frames[1].talker is not None  # type: ignore[attr-defined]
+    assert frame_of(executor, 1).talker is not None  # type: ignore[attr-defined]
 
 
 def test_persistent_kernels_are_the_executor_megakernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "GraphExecutor", lambda *_: "graph")
     monkeypatch.setattr(megakernel, "MegakernelExecutor", lambda *_: "megakernel")
-    opened = [graph_executor(golden_model("base"), 1, 8, 8, 64, persistent=persistent) for persistent in (False, True)]
+    opened = [graph_executor(golden_model("base"), EngineOptions(1, 8, 8, 64), persistent=persistent) for persistent in (False, True)]
     assert opened == ["graph", "megakernel"]
 
 
@@ -155,22 +157,21 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, held = Unmade(), list[set[int]]()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(set(executor._graphs)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(set(executor._graphs.captured)))
     kinds(executor)
-    assert executor.frames([0], 1, SETTINGS).result().flags.tolist() == [[0, 0]]
+    assert executor.frames([0], 1, SETTINGS)().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED
-    frame = executor._frames[2]
+    frame = frame_of(executor, 2)
     assert isinstance(frame, PersistentFrame)
     frame.behind.control[1] = -(1 << 31) | 3 << 20 | 7
     with pytest.raises(PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."):
-        executor.frames([0], 1, SETTINGS).result()
+        executor.frames([0], 1, SETTINGS)()
     assert [record.getMessage() for record in caplog.records] == [
         "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited in vain for exchange 7."
     ]
     assert held == [{1, 2, 4}], "the device is waited for once, before what it may be using goes"
     assert executor.name == "graph"
-    assert executor._buckets.captured == {4}
-    assert set(executor._graphs) == {4}
+    assert set(executor._graphs.captured) == {4}
     assert kinds(executor) == [FusedFrame] * 3
 
 
@@ -181,6 +182,7 @@ def test_the_reproducible_mode_embeds_each_prompt_alone(reproducible: bool) -> N
         embed=lambda prompt: asked.append([prompt]) or torch.zeros(1),
         embed_all=lambda prompts: asked.append(list(prompts)) or [torch.zeros(1)] * len(prompts),
     )
-    executor: Any = SimpleNamespace(reproducible=reproducible, _model=model)
+    executor: Any = object.__new__(GraphExecutor)
+    executor.reproducible, executor._model = reproducible, model
     assert len(GraphExecutor.embed_all(executor, ["one", "two", "three"])) == 3
     assert asked == ([["one"], ["two"], ["three"]] if reproducible else [["one", "two", "three"]])

@@ -16,8 +16,7 @@ from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dumm
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
-from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
-from pipelines.engine.opening import check_executor, plan_engine
+from pipelines.engine.opening import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, check_executor, plan_engine, plan_memory, slots_bytes
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
@@ -124,7 +123,6 @@ def test_wide_engines_count_the_rows_of_all_their_graphs(size: str, tmp_path: Pa
         assert graphs <= 0.9 * 141e9
     assert slots_bytes(needs, 512) == 512 * needs.slot, "the default is what was measured"
     assert slots_bytes(needs, 1024) > 1.5 * 1024 * needs.slot
-    assert slots_bytes(needs, 1024) - slots_bytes(needs, 1024, "packed") == 1 << 26, "a packed prefill has fewer graphs"
 
 
 def test_all_slots_that_are_said_to_fit_do(tmp_path: Path) -> None:
@@ -183,8 +181,7 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
     assert sizes == [2048, 2048, 7680, 12288]
     assert [plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)] == [2, 2, 1]
     plain = plan_engine(needs, device, CONTEXT)
-    assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("auto", 0, 0.08)
-    assert plan_engine(needs, device, CONTEXT, prefill="packed").prefill == "packed"
+    assert (plain.spare_slots, plain.frame_seconds) == (0, 0.08)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +279,7 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
         ({"device": "gpu"}, "There is no device 'gpu'."),
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
         ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
-        ({"prefill": "packed", "reproducible": True}, "The packed prefill is not reproducible"),
-        ({"prefill": "packed"}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
-        ({"prefill": "packed", "executor": "eager"}, "The packed prefill needs the graph executor and a CUDA device"),
-        ({"prefill": "short"}, "wrong value: Invalid enum value 'short'"),
+        ({"executor": "short"}, "wrong value: Invalid enum value 'short'"),
         ({"page_size": 48}, "pages of a power of two of positions, and a maximum of 1024; page_size is 48"),
         ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),
         ({"device": "cpu", "executor": "graph"}, "The graph executor needs a CUDA device"),

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.varlen_attention import PackedPrompts
-from pipelines.engine import opening
-from pipelines.engine.buckets import Prefill, packed_sizes, packs, prefill_graphs
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.eager import EagerExecutor
+from kernels.attention import PackedPrompts
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import PrefillRun
-from pipelines.engine.opening import ExecutorKind, check_executor, plan_engine
-from pipelines.engine.packed_prefill import PackedPrefills
+from pipelines.engine.executor import EagerExecutor, PrefillRun
+from pipelines.engine.prefill import PackedPrefills, packed_sizes
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
-from pipelines.errors import ConfigError
-from pipelines.nn.options import NativeModelOptions
+from tests.support.listened import ListenedCore
+from tests.support.prefill_twins import packed_twin
 from tests.support.qwen3_golden import KINDS, MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
 from tests.unit.pipelines.test_engine_prefix_codes import VoiceModel, requests, run
 
@@ -65,7 +60,7 @@ class Rows(PackedPrefills):
 
         def work(embeddings: Tensor, prompts: PackedPrompts) -> None:
             self.replayed.append((len(embeddings), [count for count in prompts.counts.tolist() if count]))
-            model.prefill_packed(embeddings, prompts, kv)
+            packed_twin(model, embeddings, prompts, kv)
 
         super().__init__(work, state, self._kept, sizes)
 
@@ -191,7 +186,7 @@ def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place(monkey
 
     monkeypatch.setattr(rows, "_capture", small)
     rows.warm()
-    assert rows._buckets.captured == {4096, 2048}
+    assert set(rows._rows.captured) == {4096, 2048}
     groups = rows._groups([PrefillRun(0, 0, torch.zeros(6144, model.config.talker.hidden))])
     assert [sum(len(run.embeddings) for run in group) for group in groups] == [4096, 2048]
 
@@ -236,7 +231,6 @@ def test_a_few_graphs_serve_every_row_and_idle_turns_capture_the_others() -> Non
             pass
         rows.run([run])
     assert (rows.replayed[-1], len(rows.captured)) == ((32, [20]), len(SIZES))
-    assert prefill_graphs("packed") == len(packed_sizes(1024)) == len(packed_sizes(512)) + 2
 
 
 def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +244,7 @@ def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     rows = Rows(model, state, kv)
-    rows._buckets.captured.add(16)
-    rows._row(16)
+    rows._rows.of(16, rows._row)
     monkeypatch.setattr(rows, "_capture", full)
     left = rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))])
     assert [(run.slot, run.start, len(run.embeddings)) for run in left] == [(0, 0, 64), (0, 64, 6), (1, 0, 5)]
@@ -269,7 +262,7 @@ class Packed(EagerExecutor):
     packed = True
 
     def __init__(self, model: Any, sizes: EngineOptions) -> None:
-        super().__init__(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+        super().__init__(model, sizes)
         self.rows = Rows(model, self.state, self.kv)
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
@@ -277,11 +270,11 @@ class Packed(EagerExecutor):
             assert self.rows.run(runs) == []
 
 
-def packed_core(model: Any, heard: Recorder, **options: Any) -> EngineCore:
+def packed_core(model: Any, heard: Recorder, **options: Any) -> ListenedCore:
     sizes = EngineOptions(
         **{"slots": 8, "pages": 128, "page_size": 8, "max_context": MAX_CONTEXT, "prefill_chunk": 24, "reserve_frames": 4, **options}
     )
-    return EngineCore(Packed(model, sizes), sizes, heard)
+    return ListenedCore(Packed(model, sizes), sizes, heard)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -327,43 +320,10 @@ def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(slots
     assert slots == 6 or made < prompts - 2 * 16, "nobody shared a prefix"
 
 
-def test_the_reproducible_mode_has_no_packed_prefill() -> None:
-    chosen = {(prefill, reproducible): packs(prefill, reproducible) for prefill in get_args(Prefill) for reproducible in (False, True)}
-    assert {one for one, packed in chosen.items() if packed} == {("auto", False), ("packed", False), ("packed", True)}
-    with pytest.raises(ConfigError, match="The packed prefill is not reproducible") as caught:
-        check_executor(torch.device("cuda"), "auto", True, prefill="packed")
-    assert "`prefill`" in caught.value.advice
-
-
-@pytest.mark.parametrize(("device", "kind"), [("cpu", "auto"), ("cpu", "eager"), ("cuda", "eager")])
-def test_the_packed_prefill_is_refused_where_there_are_no_graphs(device: str, kind: ExecutorKind) -> None:
-    with pytest.raises(ConfigError, match="The packed prefill needs the graph executor") as caught:
-        check_executor(torch.device(device), kind, False, prefill="packed")
-    assert "`prefill`" in caught.value.advice
-
-
-def test_the_packed_prefill_is_never_replaced_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = golden_model("base"), EngineOptions(slots=2, pages=8, page_size=16, max_context=64, prefill="packed")
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton is not installed.")
-    with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton is not installed"):
-        check_executor(model.device, "auto", False, prefill="packed")
-    monkeypatch.setattr(opening, "triton_fault", lambda: None)
-    monkeypatch.setattr(opening, "_open_graphs", lambda *_: (None, "Its kernels could not be made."))
-    with pytest.raises(ConfigError, match="Its kernels could not be made"):
-        opening.open_executor(model, sizes)
-
-
 def test_the_record_of_the_engine_names_it() -> None:
-    core = packed_core(VoiceModel(), Recorder(), slots=2, pages=24, prefill="packed")
+    core = packed_core(VoiceModel(), Recorder(), slots=2, pages=24)
     with closing(Engine(core.executor, core.options)) as engine:
         assert engine.info.kernels.endswith(", packed prefill")
-
-
-def test_every_model_on_our_engine_can_choose_it() -> None:
-    chosen, plain = NativeModelOptions(prefill="packed", slots=4), NativeModelOptions(slots=4)
-    assert (chosen.sizes["prefill"], plain.sizes["prefill"]) == ("packed", "auto")
-    assert set(chosen.sizes) <= set(inspect.signature(plan_engine).parameters)
 
 
 def test_places_of_tokens() -> None:

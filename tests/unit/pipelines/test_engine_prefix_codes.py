@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.engine.core import EngineCore
 from pipelines.engine.executor import PrefillRun
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, SlotState
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 
 #: Positions of the voices' prefixes; pages have 8, and chunks 16.
@@ -69,7 +69,7 @@ def requests(count: int, seed: int, frames: int) -> list[GenerationRequest]:
     return made
 
 
-def run(core: EngineCore) -> None:
+def run(core: ListenedCore) -> None:
     for _ in range(4000):
         if not core.busy:
             return

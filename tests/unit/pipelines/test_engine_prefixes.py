@@ -236,8 +236,9 @@ def test_what_goes_on_from_a_prefix_with_nan_is_given_to_nobody_and_nothing_is_k
 
 
 def test_nothing_is_shared_by_those_who_declare_nothing() -> None:
-    scheduler = Scheduler(PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU), 2, 6, 64, 0)
-    scheduler.waiting.extend(Utterance(request(number, 1, 0, 9)) for number in range(2))
+    options = EngineOptions(prefill_chunk=6, prefill_tokens=64, reserve_frames=0)
+    scheduler = Scheduler(PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU), 2, options)
+    scheduler.waiting.extend(Utterance(request(number, 1, 0, 9), Waiter()) for number in range(2))
     for utterance in scheduler.admit():
         utterance.prefilled = 8
         scheduler.keep_prefix(utterance)

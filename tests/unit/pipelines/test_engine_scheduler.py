@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Listening
+
+NOBODY: Any = None
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,13 @@ def request(length: int) -> GenerationRequest:
 def test_the_chunks_of_a_prompt_do_not_depend_on_its_neighbours(budget: int) -> None:
     """Whole chunks, and a prompt's last one shorter: whatever is left of the turn's budget."""
     chunk = 16
-    scheduler = Scheduler(PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")), 8, chunk, budget, 0)
+    scheduler = Scheduler(
+        PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")),
+        8,
+        EngineOptions(prefill_chunk=chunk, prefill_tokens=budget, reserve_frames=0),
+    )
     lengths = (41, 18, 70)
-    scheduler.waiting.extend(Utterance(request(length)) for length in lengths)
+    scheduler.waiting.extend(Utterance(request(length), NOBODY) for length in lengths)
     scheduler.admit()
     chunks: dict[int, list[int]] = {length: [] for length in lengths}
     while plan := scheduler.prefill():
@@ -46,9 +54,13 @@ def test_the_chunks_of_a_prompt_do_not_depend_on_its_neighbours(budget: int) -> 
 def test_who_makes_way_is_the_first_of_its_queue() -> None:
     """Before those who never ran: what is known of it is heard, or waited for."""
     for queue in ("waiting", "waiting_streams"):
-        scheduler = Scheduler(PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")), 2, 16, 64, 0)
+        scheduler = Scheduler(
+            PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")),
+            2,
+            EngineOptions(prefill_chunk=16, prefill_tokens=64, reserve_frames=0),
+        )
         everybody = [
-            Utterance(request(length), listening=Listening(0.0) if queue == "waiting_streams" else None) for length in range(9, 13)
+            Utterance(request(length), NOBODY, listening=Listening(0.0) if queue == "waiting_streams" else None) for length in range(9, 13)
         ]
         for utterance in everybody:
             scheduler.add(utterance)

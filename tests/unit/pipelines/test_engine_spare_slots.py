@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
+from pipelines.engine.executor import EagerExecutor
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
 from tests.support.simulated_engine import Simulation
 
@@ -21,8 +22,8 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     model, heard = golden_model("custom", codebooks=2), Recorder()
     members = [random_request(rng, model, str(index)) for index in range(14)]
     sizes = EngineOptions(4, 200, 8, MAX_CONTEXT, reserve_frames=4, spare_slots=3, frames_per_turn=frames_per_turn)
-    executor = EagerExecutor(model, sizes.slots + sizes.spare_slots, sizes.pages, sizes.page_size, sizes.max_context)
-    core = EngineCore(executor, sizes, heard)
+    executor = EagerExecutor(model, sizes)
+    core = ListenedCore(executor, sizes, heard)
     batches: list[int] = []
     plain = executor.frames
     executor.frames = lambda slots, count, settings: batches.append(len(slots)) or plain(slots, count, settings)  # type: ignore[method-assign]
@@ -43,7 +44,7 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
 def test_a_request_in_a_spare_slot_counts_as_waiting() -> None:
     model = golden_model("custom", codebooks=2)
     sizes = EngineOptions(4, 200, 8, MAX_CONTEXT, reserve_frames=4, spare_slots=3)
-    engine = Engine(EagerExecutor(model, 7, sizes.pages, sizes.page_size, sizes.max_context), sizes)
+    engine = Engine(EagerExecutor(model, sizes), sizes)
     engine.close()  # its thread is over: what is put into the scheduler stays there
     for count, wanted in ((3, (3, 0)), (4, (4, 0)), (6, (4, 2))):
         engine.core.scheduler.running = [SimpleNamespace()] * count  # type: ignore[list-item]

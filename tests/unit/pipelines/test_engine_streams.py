@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.engine.core import EngineCore
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 from tests.unit.pipelines.test_engine_thread import SECONDS, Following, Waiter, make_engine
@@ -27,7 +27,7 @@ def requests(count: int, seed: int, frames: int | None = None, stream: bool = Fa
     return [replace(one, max_tokens=frames + 1, sampling=replace(one.sampling, min_new_tokens=frames + 1)) for one in made]
 
 
-def run(core: EngineCore) -> None:
+def run(core: ListenedCore) -> None:
     for _ in range(4000):
         if not core.busy:
             return
@@ -41,7 +41,7 @@ def still() -> list[float]:
     return [0.0]
 
 
-def core_of(heard: Recorder, still: list[float], **options: Any) -> EngineCore:
+def core_of(heard: Recorder, still: list[float], **options: Any) -> ListenedCore:
     core = make_core(golden_model("base"), heard, **options)
     core._clock = lambda: still[0]
     return core
@@ -206,7 +206,7 @@ def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() 
     np.testing.assert_array_equal(waits.wait().codes, run_alone(golden_model("base"), replace(stream, stream=False))[0])
     assert rests.codes is None
     engine.submit(replace(doomed, max_tokens=150), ends)
-    engine.abort(doomed.request_id)
+    engine.cancel(doomed)
     error = ends.wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED

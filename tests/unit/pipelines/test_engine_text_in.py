@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelines.engine.core import EngineCore
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, random_sampling, run_alone
 from tests.unit.pipelines.test_engine_thread import Waiter, make_engine
 
@@ -36,7 +36,7 @@ class Writer:
         self.left = [*body[first:], config.text_ids.tts_eos]
         np.testing.assert_array_equal(opened.text, prompt.text)
 
-    def write(self, core: EngineCore, count: int) -> None:
+    def write(self, core: ListenedCore, count: int) -> None:
         ids, self.left = self.left[:count], self.left[count:]
         core.append(self.open, ids, not self.left)
 
@@ -44,13 +44,13 @@ class Writer:
         return run_alone(golden_model("base"), self.whole)[0]
 
 
-def core_of(heard: Recorder, **options: int) -> EngineCore:
+def core_of(heard: Recorder, **options: int) -> ListenedCore:
     core = make_core(golden_model("base"), heard, **options)
     core._clock = lambda: 0.0
     return core
 
 
-def run(core: EngineCore) -> None:
+def run(core: ListenedCore) -> None:
     for _ in range(4000):
         if core.idle:
             return

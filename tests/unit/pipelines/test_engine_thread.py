@@ -13,8 +13,8 @@ import pytest
 
 from pipelines.engine import engine
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
+from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -81,8 +81,8 @@ class Following:
 
 def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4, follower: Following | None = None) -> Engine:
     model = model or golden_model("base")
-    executor = EagerExecutor(model, slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context)
-    return Engine(executor, OPTIONS, waiting_room, follower)
+    executor = EagerExecutor(model, replace(OPTIONS, slots=slots))
+    return Engine(executor, OPTIONS, waiting_room, follower)  # type: ignore[arg-type]
 
 
 def some_requests(count: int) -> list[GenerationRequest]:
@@ -267,7 +267,7 @@ def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_reque
 
     first = Submitted()
     request = random_request(rng, model, "a")
-    running = Engine(Preparing(model, OPTIONS.slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context), OPTIONS)
+    running = Engine(Preparing(model, OPTIONS), OPTIONS)
     try:
         assert done.wait(SECONDS)
         assert first.submitted
@@ -286,8 +286,8 @@ def test_what_arrives_while_an_idle_engine_rests_is_served(monkeypatch: pytest.M
     model = golden_model("base")
     follower, waiter = Following(), Waiter()
     follower.behind = True
-    executor = EagerExecutor(model, OPTIONS.slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context)
-    running = Engine(executor, OPTIONS, follower=follower)
+    executor = EagerExecutor(model, OPTIONS)
+    running = Engine(executor, OPTIONS, follower=follower)  # type: ignore[arg-type]
     try:
         assert follower.asked.wait(SECONDS)
         running.submit(random_request(random.Random(3), model, "a"), waiter)

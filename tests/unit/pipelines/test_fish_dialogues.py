@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.attention import gather_pages
-from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.engines import shared_prefixes
@@ -33,7 +32,7 @@ class WatchedExecutor(EagerExecutor):
     """Counts the positions that it prefills, and remembers the context that the first frame of each run of a request reads."""
 
     def __init__(self, slots: int, pages: int) -> None:
-        super().__init__(model(), slots, pages, PAGE, OPTIONS.max_context)
+        super().__init__(model(), replace(OPTIONS, slots=slots, pages=pages, page_size=PAGE))
         self.prefilled: list[int] = []
         self.contexts: list[bytes] = []
 

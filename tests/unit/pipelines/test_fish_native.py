@@ -22,9 +22,8 @@ from kernels.reference import next_inputs
 from kernels.sampler import process_first
 from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import PrefillRun
+from pipelines.engine.executor import EagerExecutor, PrefillRun
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
@@ -32,7 +31,7 @@ from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
 from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
@@ -64,9 +63,9 @@ def model() -> CountingModel:
     return CountingModel(CONFIG, load_weights(CONFIG, torch.float32, CPU), OPTIONS.max_context)
 
 
-def open_host(share: bool = True, **sizes: int) -> NativeHost[Prompt]:
+def open_host(share: bool = True, **sizes: int) -> NativeHost:
     options = replace(OPTIONS, **sizes)
-    executor = EagerExecutor(model(), options.slots, options.pages, options.page_size, options.max_context)
+    executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
     return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
@@ -86,7 +85,7 @@ def asked(text: str, *voices: Reference, most: int = 12, seed: int = 1, temperat
     return TokenRequest(text, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
 
 
-def made(host: NativeHost[Prompt], *requests: TokenRequest) -> list[Tokens]:
+def made(host: NativeHost, *requests: TokenRequest) -> list[Tokens]:
     waiters = [Waiter() for _ in requests]
     for request, waiter in zip(requests, waiters):
         host.submit(request, waiter)
@@ -317,10 +316,10 @@ class TestOpening:
         with pytest.raises(ConfigError, match="'slot'"):
             open_pipeline(str(whole()), engine=engine, slot=3)
 
-    def test_the_packed_prefill_is_refused_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fish, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
-        with pytest.raises(ConfigError, match="The packed prefill"):
-            open_pipeline(str(whole()), engine="native", device="cpu", prefill="packed")
+        with pytest.raises(ConfigError, match="The graph executor"):
+            open_pipeline(str(whole()), engine="native", device="cpu", executor="graph")
 
     def test_it_opens_for_streams(self) -> None:
         with closing(open_pipeline(str(whole()), max_context=256, streams=4, slots=6)) as pipeline:
@@ -336,6 +335,6 @@ class TestOpening:
         assert needs.weights > (whole() / "codec.pth").stat().st_size
 
     def test_its_sizes_follow_from_the_checkpoint(self) -> None:
-        sizes = plan_sizes(CONFIG, NativeModelOptions(slots=3, max_context=300), CPU, torch.float32, 16_384)
+        sizes = plan_sizes(CONFIG, NativeModelOptions(slots=3, max_context=300), CPU, torch.float32)
         assert (sizes.slots, sizes.max_context) == (3, 300)
         assert sizes.frame_seconds == pytest.approx(2048 / 44_100)

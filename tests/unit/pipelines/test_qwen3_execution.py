@@ -21,7 +21,7 @@ from kernels.frame import Layer, StackTensors
 from pipelines.codec.fused import codec_kernels
 from pipelines.engine import opening
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts import execution

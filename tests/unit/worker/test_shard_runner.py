@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import soundfile
 
+from jobs.checks import quality_of
 from jobs.ingest import SubmitOptions
 from jobs.layout import SPEC_SHA_CHARACTERS
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.quality import quality_of
 from jobs.store.base import PutResult
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.quality import quality_of
+from jobs.checks import quality_of
 from pipelines.request import Generation, Speech
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.meters import Reading, error_rates
