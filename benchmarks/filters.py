@@ -28,10 +28,10 @@ import sqlalchemy as sa
 
 from benchmarks.figures import Figure, show, write
 from benchmarks.jobs import REPOSITORY, new_database, peak_mb
+from jobs.checks import Quality
 from jobs.export import export
 from jobs.ledger import Ledger, outcomes
 from jobs.ledger.records import Artifact, Done, Draw, JobSpec, NewJob, NewShard, Score
-from jobs.quality import Quality
 from jobs.settings import Settings
 from jobs.shard_file import compress, encode_lines
 from jobs.store import open_store

@@ -1,4 +1,4 @@
-"""Times packed prefill (`kernels/prefill_triton.py`).
+"""Times packed prefill (`kernels/prefill.py`).
 
     python -m benchmarks.prefill_gpu [--rows 512,2048,6144] [--prompts 36,228] [--sizes 0.6B,1.7B]
 
@@ -17,9 +17,9 @@ from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_models.frames import TINY, Maker, Shape
 from benchmarks.wide_products import SHAPES
 from kernels import lm_products
+from kernels.attention import PackedPrompts
 from kernels.lm_products import fills, processors
-from kernels.prefill_triton import prefill_packed
-from kernels.varlen_attention import PackedPrompts
+from kernels.prefill import prefill_packed
 
 PAGE, SCRATCH = 64, 0
 

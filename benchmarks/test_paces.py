@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.paces import LEAST_ITEMS, as_toml, fit, learned_paces
+from jobs.checks import quality_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact, JobSpec
-from jobs.quality import quality_of
 from pipelines.duration import Pace
 from pipelines.errors import NotFoundError
 

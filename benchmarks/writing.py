@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.figures import Figure, show, write
 from benchmarks.services import running_services
-from jobs.quality import PRESETS, Quality
+from jobs.checks import PRESETS, Quality
 from jobs.settings import S3Settings
 from jobs.store import FolderStore
 from jobs.store.base import ObjectStore

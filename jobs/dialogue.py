@@ -1,14 +1,21 @@
-"""One line of an input file: strict decoding of an ESPnet dialogue and its optional `generation` object."""
+"""One line of an input file: a dialogue of ESPnet with its optional `generation` object, strictly decoded; and chat messages and requests
+of an OpenAI batch, which become one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message, Modality, Role
+from pipelines.validation import is_visible
+
+if TYPE_CHECKING:
+    from pipelines.registry import ModelCard
 
 MAX_EXAMPLE_ID_CHARACTERS = 1000
 #: PostgreSQL cannot index longer values.
@@ -57,11 +64,23 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Line).decode
+_encode = msgspec.json.Encoder().encode
+Decoded = TypeVar("Decoded")
 
 
-def parse_dialogue(raw: bytes) -> Dialogue:
-    """The dialogue of one line, as `parse_line`."""
-    return parse_line(raw)[0]
+def decode_line(decode: Callable[[bytes], Decoded], line: bytes, refused: Callable[[str], InputError]) -> Decoded:
+    """A line of UTF-8 JSON by a decoder of msgspec; `refused` makes the error of JSON that the decoder does not take, of the reason
+    that it gives. Raises also `input.bad_json`."""
+    try:
+        found = decode(line)
+        if not line.isascii():
+            line.decode()
+    except msgspec.ValidationError as error:
+        raise refused(clean(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
+    return found
 
 
 def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
@@ -70,22 +89,14 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
     `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
     """
-    try:
-        line = _decode(raw)
-        if not raw.isascii():
-            raw.decode()
-        if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
-            _check_integers(raw)
-        example_id, named = line.example_id, raw
-        if line.id is not msgspec.UNSET:
-            example_id = chosen_id(example_id, msgspec.json.decode(line.id))
-            if line.example_id is msgspec.UNSET and example_id is not None:
-                named = b'{"example_id":%b,%b' % (msgspec.json.encode(example_id), raw.lstrip()[1:])
-    except msgspec.ValidationError as error:
-        raise _shape_error(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
+    line = decode_line(_decode, raw, _shape_error)
+    if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
+        _check_integers(raw)
+    example_id, named = line.example_id, raw
+    if line.id is not msgspec.UNSET:
+        example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _shape_error))
+        if line.example_id is msgspec.UNSET and example_id is not None:
+            named = b'{"example_id":%b,%b' % (_encode(example_id), raw.lstrip()[1:])
     if example_id is msgspec.UNSET or example_id is None:
         raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no `example_id`.", _SHAPE)
     if len(example_id) > 500 or not example_id.isprintable() or not example_id:
@@ -156,7 +167,7 @@ def check_example_id(example_id: str, key: str, shape: str) -> None:
 
 def _shape_error(reason: str) -> InputError:
     """msgspec's message as a code and, where it is about messages, as a sentence in words of JSON."""
-    found = _REASON.fullmatch(clean(reason))
+    found = _REASON.fullmatch(reason)
     what, path = (found[1], found[2] or "") if found else (reason, "")
     value, number = what.partition("value ")[2], path.partition("[")[2].partition("]")[0]
     if path.startswith(".messages") and path.endswith("[0]") and "enum" in what:
@@ -175,3 +186,171 @@ def _shape_error(reason: str) -> InputError:
         return InputError(ErrorCode.INPUT_BAD_LINE, wanted.format(kind), _SHAPE)
     where = f" in {path[1:]}" if path[1:] else ""
     return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE)
+
+
+#: Of chat messages.
+_CHAT_SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
+
+
+class _Part(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+
+
+class _ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[_Part]
+
+
+class _Chat(msgspec.Struct, frozen=True):
+    messages: list[_ChatMessage]
+    example_id: str | int | None = None
+    id: str | int | None = None
+    generation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """A dialogue as it is written for a line of another kind."""
+
+    example_id: str
+    messages: Sequence[tuple[str, str, str]]
+    generation: Generation | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_chat = msgspec.json.Decoder(_Chat).decode
+
+
+def chat_dialogue(line: bytes, number: int) -> bytes:
+    """The dialogue of a line of chat messages, as JSON; `example_id` or `id` is its id, else its number. Raises `InputError`.
+
+        {"id": "a1", "messages": [{"role": "user", "content": "Good evening."}, {"role": "assistant", "content": "Hello."}]}
+
+    Source: https://platform.openai.com/docs/api-reference/chat/create (`messages`) and
+    https://huggingface.co/docs/transformers/chat_templating.
+    """
+    found = decode_line(_decode_chat, line, lambda reason: InputError(ErrorCode.INPUT_BAD_LINE, f"{reason}.", _CHAT_SHAPE))
+    named = chosen_id(found.example_id, found.id)
+    messages = [(message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)]
+    return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
+
+
+def _text(content: str | list[_Part], place: int) -> str:
+    if isinstance(content, str):
+        return content
+    other = next((part.type for part in content if part.type != "text"), None)
+    if other is not None:
+        message = f"Message {place} has a part of type {clean(other, 40)!r}."
+        raise InputError(ErrorCode.INPUT_BAD_MODALITY, message, "Parts of chat messages are texts; write audio as a dialogue.")
+    return "\n".join(part.text for part in content)
+
+
+#: The requests that a batch may hold.
+URL = "/v1/audio/speech"
+_BATCH_SHAPE = (
+    "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
+    f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
+)
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    input: str
+    voice: str | None = None
+    response_format: str | None = None
+    speed: float | None = None
+    instructions: str | None = None
+    stream_format: str | None = None
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: _Body
+
+
+class _CustomId(msgspec.Struct, frozen=True):
+    custom_id: str
+
+
+_decode_request = msgspec.json.Decoder(_Request).decode
+_decode_id = msgspec.json.Decoder(_CustomId).decode
+
+
+class OpenAiBatchForm:
+    """Lines of an OpenAI batch for `/v1/audio/speech`, for one job: its model, and the encoding of its audio.
+
+        {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
+         "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
+
+    Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. A line that
+    asks for something that the job cannot do is an error, so that nobody gets speech other than the requested one.
+    """
+
+    #: What lines call the id of an example.
+    id_key = "custom_id"
+
+    def __init__(self, card: ModelCard, encoding: str) -> None:
+        #: A checkpoint folder may be named by its last part.
+        self._models = (card.name, card.name.rpartition("/")[2])
+        self._instruct = card.capabilities.instruct
+        self._encoding = encoding
+
+    def dialogue(self, line: bytes) -> bytes:
+        """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and `instructions` its generation.
+
+        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported` for what the job
+        cannot do. Messages use the keys of a batch.
+        """
+        request = decode_line(_decode_request, line, _batch_error)
+        body = request.body
+        if request.method != "POST" or request.url != URL:
+            asked = clean(f"{request.method} {request.url}", 100)
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is supported.")
+        check_example_id(request.custom_id, self.id_key, _BATCH_SHAPE)
+        self._check(body)
+        # An empty voice or instruction counts as none.
+        generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
+        wanted = generation if generation != Generation() else msgspec.UNSET
+        return _encode(_Row(request.custom_id, (("user", "text", body.input),), wanted))
+
+    def example_id(self, line: bytes) -> str | None:
+        """The `custom_id` of a line, even if the rest of the line is invalid."""
+        try:
+            custom_id = _decode_id(line).custom_id
+            check_example_id(custom_id, self.id_key, _BATCH_SHAPE)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
+            return None
+        return custom_id
+
+    def _check(self, body: _Body) -> None:
+        if body.model not in self._models:
+            raise _unsupported(
+                "model", body.model, f"This job's model is {self._models[0]}; submit with another --model, or change the line."
+            )
+        if not is_visible(body.input):
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Put the text there.")
+        if body.instructions and not self._instruct:
+            advice = "Leave `instructions` out, or submit with a --model that follows them."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
+        if body.response_format is not None and body.response_format != self._encoding:
+            known = body.response_format in AUDIO_FORMATS
+            other = f"`--format {body.response_format}` makes the other" if known else f"other formats are {', '.join(AUDIO_FORMATS)}"
+            advice = f"This job's audio is {self._encoding}, and a job has one format; {other}."
+            raise _unsupported("response_format", body.response_format, advice)
+        if body.speed is not None and body.speed != 1:
+            raise _unsupported("speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out.")
+        if body.stream_format not in (None, "audio"):
+            raise _unsupported("stream_format", body.stream_format or "", "A batch writes whole files; leave `stream_format` out.")
+
+
+def _batch_error(reason: str) -> InputError:
+    what, _, path = reason.partition(" - at `$")
+    where = f" in {path[1:-1]}" if path[1:-1] else ""
+    if "unknown field" in what:
+        return InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}{where}.", "It would have no effect; remove it from the line.")
+    return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _BATCH_SHAPE)
+
+
+def _unsupported(key: str, value: str, advice: str) -> InputError:
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {key} {clean(value, 100)!r}.", advice)

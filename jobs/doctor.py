@@ -215,8 +215,7 @@ def _audio(_settings: Settings) -> Finding:
 
 
 def _meters(_settings: Settings) -> Finding:
-    from jobs.checks import added_meters, known_meters, lacking, missing_libraries
-    from jobs.quality import PRESETS
+    from jobs.checks import PRESETS, added_meters, known_meters, lacking, missing_libraries
 
     strict, others = PRESETS["strict"], sorted(added_meters())
     seen = [f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name for name in known_meters()]

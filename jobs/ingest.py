@@ -19,8 +19,7 @@ from jobs.ledger import DuplicateExamples, Ledger
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by, duplicate, refusals_left
 from jobs.references import ReferenceReader, ReferenceUploader
-from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
-from jobs.sharding import ShardSize, cut
+from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, no_records, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore

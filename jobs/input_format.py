@@ -53,52 +53,56 @@ def recognized(source: Source) -> InputFormat:
 
     Raises `input.wrong_format`, which says what the input looks like, where none of these decides.
     """
-    head = source.head()
+    head, uri = source.head(), source.uri
     looks = _looks_like(head)
     if looks == "parquet":
         return looks
-    _check_lines(source, head)
+    _check_lines(uri, head)
     if looks in _JSON:
         return looks
     if head.startswith(_UTF_16_AND_32):
-        raise _wrong(source, "is not UTF-8 but UTF-16 or UTF-32", "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
-    named = _BY_EXTENSION.get(_extension(source.uri))
+        raise wrong_format(uri, "is not UTF-8 but UTF-16 or UTF-32", "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
+    named = _BY_EXTENSION.get(_extension(uri))
     if named == "parquet":
-        raise _wrong(source, "is no Parquet file", "Give the file that its name promises, or name its format with --input-format.")
+        raise wrong_format(uri, "is no Parquet file", "Give the file that its name promises, or name its format with --input-format.")
     if named is not None:
         return named
     if b"\0" in head:
-        raise _wrong(source, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats.")
+        raise wrong_format(uri, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats.")
     if looks is None:
         # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
         return "dialogues"
-    if PurePosixPath(source.uri).name == "text":
+    if PurePosixPath(uri).name == "text":
         looks = "kaldi"
-    raise _wrong(source, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}.")
+    raise wrong_format(uri, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}.")
 
 
 def check_format(source: Source, format: InputFormat) -> None:
     """Raises `input.wrong_format` for an input that is plainly not of the format it was said to be."""
-    head = source.head()
+    head, uri = source.head(), source.uri
     looks = _looks_like(head)
     if "parquet" not in (looks, format):
-        _check_lines(source, head)
+        _check_lines(uri, head)
     wrong = looks is not None and looks != format and "parquet" in (looks, format)
     if looks in _JSON and format not in _JSON:
         wrong = True
     if wrong and looks is not None:
-        raise _wrong(source, f"is not {WORDS[format]}; it looks like {WORDS[looks]}", f"Use --input-format {looks}, or leave it out.")
+        raise wrong_format(
+            source.uri, f"is not {WORDS[format]}; it looks like {WORDS[looks]}", f"Use --input-format {looks}, or leave it out."
+        )
 
 
-def _check_lines(source: Source, head: bytes) -> None:
+def _check_lines(uri: str, head: bytes) -> None:
     """Raises `input.wrong_format` for an input whose records are plainly not in lines of their own."""
     text = head.lstrip()
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
-        raise _wrong(source, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`.")
+        raise wrong_format(uri, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`.")
     if text.partition(b"\n")[0].strip() == b"{":
-        raise _wrong(source, "is JSON with objects of several lines; one object a line is read", "Convert it: `jq -c . OLD > NEW.jsonl`.")
+        raise wrong_format(
+            uri, "is JSON with objects of several lines; one object a line is read", "Convert it: `jq -c . OLD > NEW.jsonl`."
+        )
     if b"\n" not in head and b"\r" in head.rstrip():
-        raise _wrong(source, "has lines that end with CR alone; lines end with LF, or with CR LF", f"Convert it: {CONVERT_RETURNS}.")
+        raise wrong_format(uri, "has lines that end with CR alone; lines end with LF, or with CR LF", f"Convert it: {CONVERT_RETURNS}.")
 
 
 def _looks_like(head: bytes) -> InputFormat | None:
@@ -151,5 +155,6 @@ def _extension(uri: str) -> str:
     return PurePosixPath(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
 
 
-def _wrong(source: Source, what: str, advice: str) -> InputError:
-    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {source.uri[:300]!r} {what}.", advice)
+def wrong_format(uri: str, what: str, advice: str) -> InputError:
+    """The error of an input that is not of its format; without a name it is a person's records."""
+    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from jobs.checks import DEFAULT, PRESETS, Quality
 from jobs.job_options import flags, options_of, usual_options
 from jobs.ledger.records import Job, JobSpec
-from jobs.quality import DEFAULT, PRESETS, Quality
 from pipelines.errors import NightjarError
 from pipelines.request import Generation
 

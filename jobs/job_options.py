@@ -13,9 +13,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from jobs.checks import DEFAULT, quality_of
 from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
-from jobs.quality import DEFAULT, quality_of
 from pipelines.audio_format import AudioFormat
 from pipelines.errors import ConfigError, ErrorCode, nearest
 from pipelines.request import Generation, SpokenRole

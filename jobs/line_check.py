@@ -7,10 +7,8 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_line
-from jobs.input_records import RecordBatch
+from jobs.dialogue import Dialogue, OpenAiBatchForm, clean, parse_line
 from jobs.ledger.records import RejectedLine
-from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
 from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
 from jobs.voices import JobVoices, in_stored_voice
@@ -65,7 +63,7 @@ class LineChecker:
         self,
         card: ModelCard,
         defaults: Generation,
-        form: LineForm | None = None,
+        form: OpenAiBatchForm | None = None,
         speak: Speak = "auto",
         voices: JobVoices | None = None,
     ) -> None:
@@ -99,7 +97,7 @@ class LineChecker:
             return False
         return True
 
-    def check(self, batch: LineBatch | RecordBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
+    def check(self, batch: LineBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
         """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good.
 
         `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.

@@ -30,8 +30,8 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
 
     Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
     """
-    # Loads a library, which a command that only looks need not pay for.
-    from jobs.store.handles import FOLDER_FLAGS, walk_down
+    # Which a command that only looks need not pay for.
+    from jobs.store.folder import FOLDER_FLAGS, walk_down
 
     *folders, name = path.parts[-depth:]
     above = path.parents[depth - 1]

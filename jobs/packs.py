@@ -13,15 +13,24 @@ from __future__ import annotations
 
 import tarfile
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future
-from typing import Protocol
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
 
+if TYPE_CHECKING:
+    from jobs.ledger.records import Artifact, ArtifactFacts
+    from jobs.verify import Expected
+
+    StoredArtifact = Artifact | ArtifactFacts | Expected
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 CONTENT_TYPE = "application/x-tar"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _encode = msgspec.json.Encoder().encode
@@ -79,19 +88,6 @@ class PackBuilder:
         offset = self.bytes + len(header)
         self.bytes = offset + len(data) + len(padding)
         return offset
-
-
-class StoredArtifact(Protocol):
-    """What `read_artifact` has to know; see `jobs.ledger.records.Artifact`."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def bytes(self) -> int | None: ...
-    @property
-    def pack(self) -> str | None: ...
-    @property
-    def pack_offset(self) -> int | None: ...
 
 
 def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:
@@ -163,3 +159,25 @@ class ArtifactReader:
                 piece.set_exception(error)
                 raise
         return piece.result()
+
+
+def ahead(
+    threads: Executor,
+    get: Callable[[Item], Result],
+    items: Iterable[Item],
+    most: int,
+    size: Callable[[Item], int] = lambda _: 0,
+    most_bytes: int = 0,
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with what `get` has of it, in their order; up to `most` items, of `most_bytes` by their sizes, are got ahead."""
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    under_way = 0
+    for item in items:
+        while waiting and (len(waiting) >= most or under_way + size(item) > most_bytes):
+            first, future = waiting.popleft()
+            under_way -= size(first)
+            yield first, future.result()
+        waiting.append((item, threads.submit(get, item)))
+        under_way += size(item)
+    for first, future in waiting:
+        yield first, future.result()

@@ -6,7 +6,6 @@ adds `provenance.2.json`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import subprocess
@@ -21,7 +20,7 @@ from jobs import DISTRIBUTION, installed_version
 from jobs.checks import METERS
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
-from jobs.store.base import ObjectInfo, ObjectStore
+from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
@@ -136,6 +135,14 @@ def model_provenance(model: str) -> ModelProvenance:
     """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises `ModelError`."""
     card = describe(model)
     return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
+
+
+@lru_cache(maxsize=8)
+def _model_files(model: str) -> tuple[ModelFile, ...]:
+    """The files of a checkpoint folder that a model is read from."""
+    folder = Path(model)
+    paths = sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ()
+    return tuple(_model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file())
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
@@ -264,17 +271,7 @@ def _accelerator(info: EngineInfo) -> str:
     return "" if info.device == "cpu" else info.device
 
 
-@lru_cache(maxsize=8)
-def _model_files(model: str) -> tuple[ModelFile, ...]:
-    """The files of a checkpoint folder that a model is read from."""
-    folder = Path(model)
-    if not folder.is_absolute() or not folder.is_dir():
-        return ()
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_FILES and path.is_file())
-    return tuple(_model_file(folder, path) for path in paths)
-
-
 def _model_file(folder: Path, path: Path) -> ModelFile:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return ModelFile(path.relative_to(folder).as_posix(), file.tell(), digest)
+        sha256 = sha256_of(file)
+        return ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256)

@@ -9,6 +9,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from jobs.dialogue import clean
@@ -106,20 +107,12 @@ class ReferenceUploader:
 
     def __init__(self, reader: ReferenceReader, store: ObjectStore, job_id: str) -> None:
         self._reader = reader
-        self._store = store
-        self._job_id = job_id
-        self._keys: OrderedDict[str, str] = OrderedDict()
+        #: The key of the audio at an address; `content` is what a line calls it.
+        self._key = lru_cache(_KNOWN_PATHS)(lambda _, content: put_reference(store, job_id, reader.read(content)))
 
     def key(self, content: str) -> str:
         """The key of the audio that a line names. Raises as `ReferenceReader.read`, and `StoreError`."""
-        address = self._reader.locate(content)
-        if address in self._keys:
-            self._keys.move_to_end(address)
-            return self._keys[address]
-        key = self._keys[address] = put_reference(self._store, self._job_id, self._reader.read(content))
-        if len(self._keys) > _KNOWN_PATHS:
-            self._keys.popitem(last=False)
-        return key
+        return self._key(self._reader.locate(content), content)
 
 
 def encoded_audio(data: bytes, name: str) -> ReferenceAudio:

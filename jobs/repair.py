@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from jobs.dialogue import Dialogue, parse_line
+from jobs.dialogue import Dialogue, OpenAiBatchForm, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
-from jobs.export.manifest import put_shard_manifest
+from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
 from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata, shard_of_input
-from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
-from jobs.openai_batch import LineForm, line_form
+from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job, JobSpec
 from jobs.references import ReferenceReader, ReferenceUploader
-from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
+from jobs.shard_file import CONTENT_TYPE, ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import LineBatch, open_source
 from jobs.spec import job_records, resolve
 from jobs.store.base import ObjectStore
@@ -80,52 +79,51 @@ class Repair:
 
     def run(self, lost: Iterable[Expected]) -> Generator[Repaired, None, None]:
         """Makes what is lost; inputs cannot be made of anything else. Raises `StoreError` when the store fails."""
-        inputs = self.ledger.shard_inputs(self.job.id)
-        loaded: tuple[str, str] | None = None
-        lines: dict[int, ShardLine] = {}
+        lines = ShardLines(self.ledger, self.store, self.job.id, read_shard)
         renewed: set[int] = set()
         left = iter(lost)
+        shard_no: int | None = None
         try:
             while some := list(islice(left, _AT_ONCE)):
-                begun: list[tuple[ItemRow, Artifact, Future[Speech] | NightjarError]] = []
-                for expected in some:
-                    row, artifact = self._known(expected)
-                    if row is None or artifact is None:
+                begun = [(expected, *self._begun(expected, lines)) for expected in some]
+                for expected, row, artifact, making in begun:
+                    if row is None or artifact is None or making is None:
                         again = "the same `nightjar run INPUT` writes it again, or submit the input under another --idempotency-key."
                         reason = f"It does not belong to an item: {again}"
                         yield Repaired(expected.key, expected.example_id or "", Mended.FAILED, reason)
                         continue
-                    try:
-                        if inputs[row.shard_no] != loaded:
-                            lines = {line.index: line for line in read_shard(self.store, *inputs[row.shard_no])}
-                            loaded = inputs[row.shard_no]
-                        future = submit(self.pipeline, request_of(self.store, self.job, lines[row.index], artifact.seed, artifact.kind))
-                        begun.append((row, artifact, future))
-                    except NightjarError as error:
-                        begun.append((row, artifact, error))
-                for row, artifact, making in begun:
-                    repaired = self._repaired(row, artifact, making)
+                    repaired, shard_no = self._repaired(row, artifact, making), row.shard_no
                     if repaired.relisted and artifact.kind == "audio":
-                        renewed.add(row.shard_no)
+                        renewed.add(shard_no)
                     yield repaired
                 # A repair that is stopped leaves no ended shard with the manifest of before.
-                self._renew_manifests(renewed, inputs, but=begun[-1][0].shard_no if begun else None)
+                self._renew_manifests(renewed, but=shard_no)
         finally:
-            self._renew_manifests(renewed, inputs)
+            self._renew_manifests(renewed)
 
-    def _known(self, expected: Expected) -> tuple[ItemRow | None, Artifact | None]:
+    def _begun(
+        self, expected: Expected, lines: ShardLines[ShardLine]
+    ) -> tuple[ItemRow | None, Artifact | None, Future[Speech] | NightjarError | None]:
+        """The item of an object, its artifact, and its speech in the making; None: it does not belong to an item."""
         if expected.index is None:
-            return None, None
+            return None, None, None
         row = next(self.ledger.items(self.job.id, after=expected.index - 1, limit=1))
-        return row, self.ledger.artifacts_of(self.job.id, expected.kind, [expected.index]).get(expected.index)
+        artifact = self.ledger.artifacts_of(self.job.id, expected.kind, [expected.index]).get(expected.index)
+        if artifact is None:
+            return row, None, None
+        try:
+            request = request_of(self.store, self.job, lines.of(row), artifact.seed, artifact.kind)
+            return row, artifact, submit(self.pipeline, request)
+        except NightjarError as error:
+            return row, artifact, error
 
     def _repaired(self, row: ItemRow, artifact: Artifact, making: Future[Speech] | NightjarError) -> Repaired:
         try:
             if isinstance(making, NightjarError):
                 raise making
             speech = made_again(making, self.job)
-            audio = None if artifact.kind == "text" else self._audio(speech)
-            data = self._text(speech) if audio is None else audio.data
+            audio = None if artifact.kind == "text" else _audio(speech, self.job.spec)
+            data = _text(speech) if audio is None else audio.data
         except NightjarError as error:
             return Repaired(artifact.key, row.example_id, Mended.FAILED, str(error))
         sha256 = hashlib.sha256(data).hexdigest()
@@ -151,25 +149,26 @@ class Repair:
             raise StoreError(ErrorCode.STORE_CONFLICT, f"Another process made {artifact.key} meanwhile.", "Verify the job again.")
         return Repaired(artifact.key, row.example_id, outcome, relisted=True)
 
-    def _text(self, speech: Speech) -> bytes:
-        if speech.text_out is None:
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model wrote no text this time.")
-        return speech.text_out.encode()
-
-    def _audio(self, speech: Speech) -> EncodedAudio:
-        if not len(speech.samples) or not np.isfinite(speech.samples).all():
-            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio this time.")
-        return encoded_audio(speech, self.job.spec)
-
-    def _renew_manifests(self, renewed: set[int], inputs: Mapping[int, tuple[str, str]], but: int | None = None) -> None:
-        for shard_no in sorted(renewed - {but}):
-            self._renew_manifest(shard_no, inputs[shard_no])
+    def _renew_manifests(self, renewed: set[int], but: int | None = None) -> None:
+        due = sorted(renewed - {but})
+        inputs = self.ledger.shard_inputs(self.job.id) if due else {}
+        for shard_no in due:
+            made = self.ledger.shard_audio(self.job.id, shard_no)
+            key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, read_shard(self.store, *inputs[shard_no]))
+            self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
             renewed.discard(shard_no)
 
-    def _renew_manifest(self, shard_no: int, where: tuple[str, str]) -> None:
-        made = self.ledger.shard_audio(self.job.id, shard_no)
-        key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, read_shard(self.store, *where))
-        self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
+
+def _text(speech: Speech) -> bytes:
+    if speech.text_out is None:
+        raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model wrote no text this time.")
+    return speech.text_out.encode()
+
+
+def _audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
+    if not len(speech.samples) or not np.isfinite(speech.samples).all():
+        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio this time.")
+    return encoded_audio(speech, spec)
 
 
 def mend(
@@ -182,8 +181,6 @@ def mend(
 ) -> Counter[str]:
     """Makes lost objects of a job again, and its manifest where that says something else of them now; counts by `Mended`. Raises as
     `Repair.run`."""
-    from jobs.export.manifest import put_manifest
-
     counts: Counter[str] = Counter()
     relisted = inputs_lost = False
     with closing(Repair(ledger, store, job, pipeline).run(lost)) as repairing:
@@ -193,13 +190,11 @@ def mend(
             # Nothing makes an input again here, and the manifest says its texts.
             inputs_lost |= shard_of_input(repaired.key, job.id) is not None
             on_repaired(repaired)
-    if job.state.final and not inputs_lost and (relisted or _lacks_manifest(ledger, store, job)):
-        put_manifest(ledger, store, job.id)
+    if job.state.final and not inputs_lost:
+        lacking = store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
+        if relisted or lacking:
+            put_manifest(ledger, store, job.id)
     return counts
-
-
-def _lacks_manifest(ledger: Ledger, store: ObjectStore, job: Job) -> bool:
-    return store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
 
 
 def lost_inputs(ledger: Ledger, store: ObjectStore, job: Job) -> list[str]:
@@ -221,7 +216,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     with open_source(source, settings.s3) as opened:
         uploader = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
         written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
-        form = line_form(written_as, card, job.spec.format)
+        form = OpenAiBatchForm(card, job.spec.format) if written_as == "openai-batch" else None
         refused = {line.line for line in ledger.rejected_lines(job.id)}
         # Behind the last refused line that the ledger kept, a line may have been refused whose id a later one has.
         doubted = max(refused, default=0) if job.rejected_lines > len(refused) else None
@@ -257,7 +252,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     store.sync()
 
 
-def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
+def _dialogues(records: Records, form: OpenAiBatchForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
     """Number, text, JSON and dialogue of the lines that were not refused and can be read."""
     for batch in records.batches():
         for number, line in enumerate(batch.lines, batch.first):

@@ -1,10 +1,12 @@
-"""The lines of a shard as they travel from ingest to a worker: zstd-compressed JSONL in the store."""
+"""Shards: how a job is cut into them, of even engine time, and their lines as they travel from ingest to a worker, as zstd-compressed
+JSONL in the store."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -19,10 +21,68 @@ from pipelines.request import Generation, Message, SpokenRole
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.line_check import GoodLine
+    from pipelines.registry import ModelCard
 
 
+#: Engine time of a shard: long enough that handing it out costs nothing, short enough that losing it costs little.
+ENGINE_SECONDS = 60.0
+#: At the start of a job shards are smaller, so that a small job has some for every worker: so much engine time and so many items.
+LEAST_ENGINE_SECONDS = 1.0
+LEAST_ITEMS = 64
+#: They grow with the job: by one item for so many items that were cut before.
+ITEMS_PER_GROWTH = 128
+#: RTF of a model whose speed was not measured, by its engine. At submit nobody knows the workers' devices: `native` and `vllm` models
+#: run on GPUs as a rule.
+USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
+#: The fastest that is believed: an engine that costs nothing measures as 0.
+_LEAST_RTF = 1e-6
+#: Most bytes of lines in a shard; a worker holds a shard's lines in memory.
+MAX_SHARD_BYTES = 16 << 20
 CONTENT_TYPE = "application/zstd"
 _COMPRESSION_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSize:
+    """When a shard is full."""
+
+    audio_ms: int
+    max_items: int
+    #: A shard with less is not full because it is early in its job.
+    least_audio_ms: int = 0
+
+    @classmethod
+    def of(cls, card: ModelCard, target_seconds: float, max_items: int, measured_rtf: float | None = None) -> ShardSize:
+        """`ENGINE_SECONDS` of work, and never more than `target_seconds` of audio.
+
+        The speed is `measured_rtf`, the RTF of the model's earlier jobs; else the card's; else the usual one of its engine, which
+        may be far from the truth, so that the first shards are then no larger than their number of items says.
+        """
+        known = card.rtf if measured_rtf is None else max(measured_rtf, _LEAST_RTF)
+        seconds = min(target_seconds, ENGINE_SECONDS / (known or USUAL_RTF[card.engine]))
+        least_seconds = min(seconds, LEAST_ENGINE_SECONDS / known) if known else 0.0
+        return cls(max(1, int(seconds * 1000)), max_items, int(least_seconds * 1000))
+
+
+def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
+    """Consecutive runs of `lines`; a line that alone is more than a shard's worth is a shard of its own.
+
+    The items of a line are in one shard. `items_before`: items of the job that were cut before these lines.
+    """
+    start = audio_ms = total_bytes = items = 0
+    for end, line in enumerate(lines):
+        more = line.items
+        audio_ms += line.estimated_ms
+        total_bytes += len(line.raw) * more
+        items += more
+        early = audio_ms > size.least_audio_ms and items > LEAST_ITEMS + items_before // ITEMS_PER_GROWTH
+        if end > start and (early or audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or items > size.max_items):
+            yield lines[start:end]
+            items_before += items - more
+            start, audio_ms, total_bytes, items = end, line.estimated_ms, len(line.raw) * more, more
+    if start < len(lines):
+        yield lines[start:]
 
 
 class ShardLine(msgspec.Struct, frozen=True):
@@ -56,14 +116,6 @@ class ShardLine(msgspec.Struct, frozen=True):
 Line = TypeVar("Line", "ShardLine", "RawLine")
 
 
-class _StoredLine(msgspec.Struct, frozen=True):
-    index: int
-    line: int
-    dialogue: Dialogue
-    message: int | None = None
-    references: dict[int, str] = {}
-
-
 class RawLine(msgspec.Struct, frozen=True):
     """One item with its dialogue as it was submitted, for exports."""
 
@@ -78,7 +130,7 @@ class RawLine(msgspec.Struct, frozen=True):
 
 #: Of every line without settings of its own.
 NO_GENERATION = Generation()
-_decode = msgspec.json.Decoder(_StoredLine).decode
+_decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
@@ -107,12 +159,15 @@ def compress(lines: Iterable[bytes]) -> bytes:
 
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
     """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not those that were staged."""
-    return [_shard_line(_decode(line)) for line in _read_lines(store, key, sha256)]
+    return [_shard_line(line) for line in read_raw_shard(store, key, sha256)]
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     """As `read_shard`, with each dialogue as the undecoded JSON that was submitted."""
-    return [_decode_raw(line) for line in _read_lines(store, key, sha256)]
+    data = store.get(key)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
+    return [_decode_raw(line) for line in zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]]
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
@@ -120,15 +175,8 @@ def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     return {reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()}
 
 
-def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
-    data = store.get(key)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
-    return zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]
-
-
-def _shard_line(stored: _StoredLine) -> ShardLine:
-    dialogue, references, turn = stored.dialogue, stored.references, stored.message
+def _shard_line(stored: RawLine) -> ShardLine:
+    dialogue, references, turn = _decode_dialogue(stored.dialogue), stored.references, stored.message_index
     generation = dialogue.generation or NO_GENERATION
     if turn is not None:
         messages = turn_messages(dialogue.messages, turn, references)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import os
 import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
 import zstandard
 
 from jobs.store import is_remote
+from jobs.store.base import sha256_of
 from jobs.store.s3 import S3Settings, open_s3_object
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -35,36 +35,44 @@ _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
 
 
-class Readable(Protocol):
-    def read(self, size: int = -1, /) -> bytes: ...
+#: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line may be. Blank: no record.
+Record = bytes | InputError | None
 
 
 @dataclass(frozen=True, slots=True)
 class LineBatch:
-    """Consecutive lines; a line longer than `MAX_LINE_BYTES` is None. `first` counts from 1."""
+    """Consecutive lines, or the records that stand in their places, or rows of Parquet; `first` counts from 1."""
 
     first: int
-    lines: list[bytes | None]
+    lines: Sequence[Record]
 
 
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
     def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
+        #: The bytes as they are stored, for a format that is no lines.
+        self.file = file
         #: What a person calls it: an absolute path, `-`, or an `s3://` address.
         self.uri = uri
         #: Relative paths in its lines start here.
         self.folder = folder
-        self._file = file
         with reading(uri):
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
             #: Hex SHA-256 of the bytes as they are stored, compressed or not.
-            self.sha256 = _sha256(file)
+            self.sha256 = sha256_of(file)
         self._identity = self._stat()
 
     def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
-        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`.
+        """The lines after the first `after_line` ones, as `line_batches`."""
+        for lines in self.line_batches(max_lines, max_bytes, after_line):
+            yield LineBatch(after_line + 1, lines)
+            after_line += len(lines)
+
+    def line_batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[list[bytes | None]]:
+        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`; a line
+        longer than `MAX_LINE_BYTES` is None.
 
         Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines for the most part.
         """
@@ -82,29 +90,22 @@ class Source:
             size += some_bytes
             full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
             for start in range(0, full, max_lines):
-                lines = waiting[start : min(start + max_lines, full)]
-                yield LineBatch(after_line + 1, lines)
-                after_line += len(lines)
+                yield waiting[start : min(start + max_lines, full)]
             if full:
                 waiting, size = waiting[full:], 0
         if waiting:
-            yield LineBatch(after_line + 1, waiting)
+            yield waiting
 
     def head(self, size: int = 1 << 16) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
         with reading(self.uri):
-            self._file.seek(0)
-            return decompressed(self._file).read(size).removeprefix(_BOM)[:size]
-
-    @property
-    def file(self) -> BinaryIO:
-        """The bytes as they are stored, for a format that is no lines."""
-        return self._file
+            self.file.seek(0)
+            return decompressed(self.file).read(size).removeprefix(_BOM)[:size]
 
     @property
     def bytes_read(self) -> int:
         """How far into `bytes` the reading has come."""
-        return self._file.tell()
+        return self.file.tell()
 
     def check_unchanged(self) -> None:
         """Raises `input.unreadable` when the file was written to since it was opened."""
@@ -112,16 +113,16 @@ class Source:
             raise _unreadable(self.uri, "changed while it was read", "Submit it again when nothing writes to it any more.")
 
     def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(self.file.fileno())
         return found.st_size, found.st_mtime_ns
 
     def _line_lists(self) -> Iterator[tuple[list[bytes | None], int]]:
         with reading(self.uri):
-            self._file.seek(0)
-            yield from split_lines(decompressed(self._file))
+            self.file.seek(0)
+            yield from split_lines(decompressed(self.file))
 
 
-def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:
+def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
     """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
@@ -144,14 +145,14 @@ def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:
         yield [None if skipping else tail], len(tail)
 
 
-def decompressed(file: BinaryIO) -> Readable:
+def decompressed(file: BinaryIO) -> BinaryIO:
     """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded whatever it swells to."""
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=file, mode="rb")
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
     if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
-        return _ZstdReader(file)
+        return cast(BinaryIO, _ZstdReader(file))
     return file
 
 
@@ -239,7 +240,7 @@ def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
 
 
 @contextmanager
-def _spooled(stream: Readable, uri: str) -> Generator[BinaryIO, None, None]:
+def _spooled(stream: BinaryIO, uri: str) -> Generator[BinaryIO, None, None]:
     with tempfile.TemporaryFile(prefix="nightjar-input-") as file:
         with reading(uri):
             while chunk := stream.read(_CHUNK_BYTES):
@@ -262,13 +263,6 @@ def reading(uri: str) -> Generator[None, None, None]:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _unreadable(uri: str, reason: str, advice: str) -> InputError:

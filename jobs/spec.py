@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from jobs.dialogue import clean
+from jobs.checks import Quality, checked
+from jobs.dialogue import OpenAiBatchForm, clean
 from jobs.input_format import AskedFormat, check_format, recognized
-from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
+from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
 from jobs.line_check import LineChecker
-from jobs.openai_batch import line_form
-from jobs.quality import Quality, checked
 from jobs.source import Source
-from jobs.tables import check_columns
 from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
@@ -149,7 +147,7 @@ def _only_voice(card: ModelCard) -> str | None:
 
 
 def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:
-    form = None if format == "auto" else line_form(format, voices.card, spec.format)
+    form = OpenAiBatchForm(voices.card, spec.format) if format == "openai-batch" else None
     return LineChecker(voices.card, spec.generation, form, spec.speak, voices)
 
 

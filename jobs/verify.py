@@ -7,7 +7,6 @@ import hashlib
 import heapq
 import math
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ import numpy as np
 from jobs.encoded_audio import encoded_audio
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger.records import QUARANTINE, Artifact, ItemRow, ItemState, Job
-from jobs.packs import ArtifactReader, read_artifact
+from jobs.packs import ArtifactReader, ahead, read_artifact
 from jobs.references import load_reference
-from jobs.shard_file import ShardLine, read_shard
-from jobs.store.base import ObjectInfo, ObjectStore
+from jobs.shard_file import ShardLine, ShardLines, read_shard
+from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
 from jobs.voices import line_in_stored_voice
 from jobs.where import Where
 from pipelines.audio import decode
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
-_CHUNK_BYTES = 1 << 20
 
 
 class Fault(StrEnum):
@@ -147,24 +145,16 @@ class ObjectCheck:
 
     def __iter__(self) -> Iterator[tuple[Expected, Fault]]:
         """Raises `StoreError` when the store cannot be asked."""
+        objects = expected_objects(self._ledger, self._job.id, self._kinds)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            waiting: deque[tuple[Expected, Future[Fault | None]]] = deque()
-            for expected in expected_objects(self._ledger, self._job.id, self._kinds):
-                waiting.append((expected, threads.submit(self._look, expected)))
-                if len(waiting) > _AHEAD:
-                    yield from self._result(*waiting.popleft())
-            while waiting:
-                yield from self._result(*waiting.popleft())
-
-    def _result(self, expected: Expected, future: Future[Fault | None]) -> Iterator[tuple[Expected, Fault]]:
-        self.objects += 1
-        fault = future.result()
-        if fault is not None:
-            yield expected, fault
+            for expected, fault in ahead(threads, self._look, objects, _AHEAD):
+                self.objects += 1
+                if fault is not None:
+                    yield expected, fault
 
     def _look(self, expected: Expected) -> Fault | None:
         try:
-            found = self._member(expected) if expected.pack else self._read(expected.key) if self._deep else self._asked(expected.key)
+            found = self._sha256(expected)
         except StoreError as error:
             if error.code is ErrorCode.STORE_MISSING:
                 return Fault.MISSING
@@ -176,22 +166,17 @@ class ObjectCheck:
             return Fault.MISSING
         return None if found == expected.sha256 else Fault.CHANGED
 
-    def _member(self, expected: Expected) -> str:
-        """The hash of a member of a pack. Where the server says that the whole pack is as it was written, it is the one that is known."""
-        if self._store.remote and not self._deep and self._packs.whole(expected):
-            return expected.sha256
-        return hashlib.sha256(self._artifacts.read(expected)).hexdigest()
-
-    def _asked(self, key: str) -> str | None:
-        info = self._store.head(key)
-        return info.sha256 if info is not None else None
-
-    def _read(self, key: str) -> str:
-        digest = hashlib.sha256()
-        with self._store.open(key) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
+    def _sha256(self, expected: Expected) -> str | None:
+        """The hash of an object, None where it is missing. Where the server says that a whole pack is as it was written, that of its
+        members is the one that is known."""
+        if expected.pack:
+            whole = self._store.remote and not self._deep and self._packs.whole(expected)
+            return expected.sha256 if whole else hashlib.sha256(self._artifacts.read(expected)).hexdigest()
+        if not self._deep:
+            info = self._store.head(expected.key)
+            return None if info is None else info.sha256
+        with self._store.open(expected.key) as stream:
+            return sha256_of(stream)
 
 
 class _PackChecks:
@@ -212,11 +197,10 @@ class _PackChecks:
         return info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(pack) and expected.end <= info.bytes
 
 
-#: Above this signal-to-noise ratio two recordings are the same but for rounding.
-CLOSE_DB = 40.0
-#: In a lossy format the least difference of what is encoded makes another file: speech and the same with noise 60 dB below it are 19 to
-#: 33 dB apart when they are read back. 0 dB is a difference as loud as the speech.
-CLOSE_LOSSY_DB = 10.0
+#: Above this signal-to-noise ratio two recordings are the same but for rounding; by whether the format is lossy. In a lossy format the
+#: least difference of what is encoded makes another file: speech and the same with noise 60 dB below it are 19 to 33 dB apart when they
+#: are read back. 0 dB is a difference as loud as the speech.
+CLOSE_DB = {False: 40.0, True: 10.0}
 _TIMEOUT_SECONDS = 600.0
 
 
@@ -225,7 +209,7 @@ class Match(StrEnum):
 
     #: The same file, byte for byte.
     SAME = "same"
-    #: As long, and no further off than `CLOSE_DB`, or `CLOSE_LOSSY_DB`.
+    #: As long, and no further off than `CLOSE_DB`.
     CLOSE = "close"
     DIFFERENT = "different"
     #: It could not be synthesized again.
@@ -254,28 +238,15 @@ def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
 
 def reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int) -> Iterator[ReproducedItem]:
     """Synthesizes `count` items of a job again and compares them. An item whose line or audio cannot be read has failed."""
-    inputs = ledger.shard_inputs(job.id)
-    rows = sample_items(ledger, job.id, count)
-    lines: dict[int, ShardLine] = {}
-    unread: dict[int, StoreError] = {}
-    indexes = {row.index for row in rows}
-    close_db = CLOSE_LOSSY_DB if job.spec.format in LOSSY else CLOSE_DB
-    for shard_no in {row.shard_no for row in rows}:
-        try:
-            lines |= {line.index: line for line in read_shard(store, *inputs[shard_no]) if line.index in indexes}
-        except StoreError as error:
-            unread[shard_no] = error
-    for row in rows:
+    lines = ShardLines(ledger, store, job.id, read_shard)
+    for row in sample_items(ledger, job.id, count):
         # Rows without audio are not in a sample.
         artifact = cast(Artifact, row.artifact)
         try:
-            if row.shard_no in unread:
-                raise unread[row.shard_no]
-            speech = made_again(submit(pipeline, request_of(store, job, lines[row.index], artifact.seed)), job)
-            reproduced = _compared(row, artifact, store, encoded_audio(speech, job.spec).data, close_db)
+            speech = made_again(submit(pipeline, request_of(store, job, lines.of(row), artifact.seed)), job)
+            yield _compared(row, artifact, store, encoded_audio(speech, job.spec).data, CLOSE_DB[job.spec.format in LOSSY])
         except NightjarError as error:
-            reproduced = ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
-        yield reproduced
+            yield ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
 
 
 def request_of(store: ObjectStore, job: Job, line: ShardLine, seed: int, purpose: str = "verify") -> SynthesisRequest:

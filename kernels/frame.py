@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -59,20 +58,8 @@ class StackTensors:
         return self.layers[0].down.shape[1]
 
 
-class Heads(Protocol):
-    """The attention heads of a stack, whether it is loaded or only configured."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
-def fused_fault(stack: Heads) -> str | None:
+def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why the fused kernels cannot run a stack of these heads, in one sentence, or None."""
-    heads, kv_heads, head_dim = stack.heads, stack.kv_heads, stack.head_dim
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"The fused kernels need heads whose size is a power of two, 16 or more; this model's is {head_dim}."
     if heads % kv_heads or heads // kv_heads > LARGEST_GROUP:

@@ -1,7 +1,8 @@
-"""Triton kernels of attention while frames are made: norms, rotation and append of the new heads, then attention over the positions.
+"""Triton kernels of attention. While frames are made: norms, rotation and append of the new heads, then attention over the positions.
 
 Rounding points are those of `kernels.layers`; what a model does not have, a norm of the heads, is a weight that is None.
-Launchers take `pdl` as in `kernels.lm_triton`.
+Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts, where nothing is read on the host, so a captured launch serves
+any lengths, any first positions and any pages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
+from kernels.attention import PackedPrompts
+from kernels.lm_triton import gdc_launch_dependents, gdc_wait, normed_rope, rotated
+from kernels.triton_launch import pdl_options
 
 # ruff: noqa: N803, N806
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
@@ -49,39 +52,29 @@ def attention_tile(group: int, page_size: int) -> AttentionTile:
 
 
 @triton.jit
-def _normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
-    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos | sin]; returns [D] in the storage
-    type."""
-    at = tl.arange(0, D)
-    across = (at + D // 2) % D
-    value = tl.load(head + at)
-    turned = tl.load(head + across)
-    wide = value.to(tl.float32)
-    rstd = tl.math.rsqrt(tl.sum(wide * wide) / D + eps)
-    return _rotate(value, turned, rstd, weight, table, at, across, D, WIDE)
+def _attend(
+    q, k_cache, v_cache, pages, start, offsets, inside, seen, top, total, mixed, scale, page_stride, head_at,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys and values at `offsets` [BLOCK], from `start` on, into the maximum, sum of shares and weighted sum of queries [ROWS, D] so far.
 
-
-@triton.jit
-def _rotate(value, turned, rstd, weight, table, at, across, D: tl.constexpr, WIDE: tl.constexpr):
-    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`."""
-    kind = value.dtype
-    if weight is not None:
-        scale = tl.load(weight + at).to(tl.float32)
-        scale_turned = tl.load(weight + across).to(tl.float32)
-    cos = tl.load(table + at % (D // 2)).to(tl.float32)
-    sin = tl.load(table + D // 2 + at % (D // 2)).to(tl.float32)
-    sign = tl.where(at < D // 2, -1.0, 1.0)
-    if weight is not None:
-        value = ((value.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
-        turned = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+    pages: a request's pages in order; inside: [BLOCK], those that are there; seen: [ROWS or 1, BLOCK]; shares are powers of two.
+    """
+    if BLOCK <= PAGE:
+        page = tl.load(pages + start // PAGE).to(tl.int64)
     else:
-        value = value.to(tl.float32)
-        turned = turned.to(tl.float32)
-    if WIDE:
-        rotated = (value * cos + sign * (turned * sin)).to(kind)
-    else:
-        rotated = ((value * cos).to(kind).to(tl.float32) + sign * (turned * sin).to(kind).to(tl.float32)).to(kind)
-    return rotated
+        page = tl.load(pages + offsets // PAGE, mask=inside, other=0).to(tl.int64)
+    cell = page * page_stride + head_at + (offsets % PAGE).to(tl.int64) * D
+    place = cell[:, None] + tl.arange(0, D)[None, :]
+    k = tl.load(k_cache + place, mask=inside[:, None], other=0.0)
+    v = tl.load(v_cache + place, mask=inside[:, None], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2E)
+    scores = tl.where(seen, scores, float("-inf"))
+    peak = tl.maximum(top, tl.max(scores, axis=1))
+    shrink = tl.exp2(top - peak)
+    weights = tl.exp2(scores - peak[:, None])
+    total = total * shrink + tl.sum(weights, axis=1)
+    return peak, total, tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -112,13 +105,13 @@ def _decode_attention(
     turned = tl.load(query + across[None, :], mask=used[:, None], other=0.0)
     wide = value.to(tl.float32)
     rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
-    q = _rotate(value, turned, rstd[:, None], q_weight, angles, at[None, :], across[None, :], D, WIDE)
+    q = rotated(value, turned, rstd[:, None], q_weight, angles, at[None, :], across[None, :], D, WIDE)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, D), tl.float32)
     if split == 0:
-        key = _normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
+        key = normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
         fresh = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
         page = tl.load(page_table + slot * table_width + position // PAGE).to(tl.int64)
         target = page * page_stride + kv_head * head_stride + (position % PAGE) * D + at
@@ -133,23 +126,11 @@ def _decode_attention(
     end = tl.minimum(begin + tiles * BLOCK, position)
     for start in range(begin, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        if BLOCK <= PAGE:
-            page = tl.load(page_table + slot * table_width + start // PAGE).to(tl.int64)
-            place = page * page_stride + kv_head * head_stride + (offsets % PAGE).to(tl.int64) * D
-        else:
-            page = tl.load(page_table + slot * table_width + offsets // PAGE, mask=offsets < end, other=0).to(tl.int64)
-            place = page * page_stride + kv_head * head_stride + (offsets % PAGE) * D
         inside = offsets < end
-        k = tl.load(k_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(v_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2E)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = tl.exp2(top - peak)
-        weights = tl.exp2(scores - peak[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
-        top = peak
+        top, total, mixed = _attend(
+            q, k_cache, v_cache, page_table + slot * table_width, start, offsets, inside, inside[None, :], top, total, mixed, scale,
+            page_stride, kv_head * head_stride, D, PAGE, BLOCK, PRECISION,
+        )  # fmt: skip
 
     result = out + row.to(tl.int64) * HEADS * D + (kv_head * GROUP + lane[:, None]) * D + at[None, :]
     if SPLITS == 1:
@@ -208,7 +189,8 @@ def decode_attention(
     _decode_attention[(kv_heads, qkv.shape[0], splits)](
         qkv, q_weight, k_weight, rope_table, k_cache, v_cache, page_table, positions, slots, out,
         scratch.partial, scratch.state, scratch.arrivals, eps, scale, k_cache.stride(0), k_cache.stride(1), page_table.shape[1],
-        heads, kv_heads, head_dim, page_size, block, splits, precision, pdl, wide_rope, num_warps=warps, num_stages=stages, **launch(pdl),
+        heads, kv_heads, head_dim, page_size, block, splits, precision, pdl, wide_rope, num_warps=warps, num_stages=stages,
+        **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -231,7 +213,7 @@ def _predictor_attention(
     base = qkv + row * WIDTH
     target = out + row * HEADS * D
     if FIRST:  # two tokens a row: all first tokens, then all second ones; the first attends to itself alone
-        key0 = _normed_rope(base + (HEADS + kv_head) * D, k_weight, table, eps, D, WIDE)
+        key0 = normed_rope(base + (HEADS + kv_head) * D, k_weight, table, eps, D, WIDE)
         value0 = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
         tl.store(k_cache + cache, key0)
         tl.store(v_cache + cache, value0)
@@ -244,7 +226,7 @@ def _predictor_attention(
     else:
         angles = table + position * D
         here = position
-    key = _normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
+    key = normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
     value = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
     tl.store(k_cache + cache + here * D, key)
     tl.store(v_cache + cache + here * D, value)
@@ -255,7 +237,7 @@ def _predictor_attention(
         keys = tl.load(k_cache + cache[None, :] + past, mask=seen[:, None], other=0.0).to(tl.float32)
         values = tl.load(v_cache + cache[None, :] + past, mask=seen[:, None], other=0.0).to(tl.float32)
     for head in tl.static_range(GROUP):
-        q = _normed_rope(base + (kv_head * GROUP + head) * D, q_weight, angles, eps, D, WIDE).to(tl.float32)
+        q = normed_rope(base + (kv_head * GROUP + head) * D, q_weight, angles, eps, D, WIDE).to(tl.float32)
         newest = tl.sum(q * key.to(tl.float32)) * scale
         if FIRST:
             oldest = tl.sum(q * key0.to(tl.float32)) * scale
@@ -286,6 +268,88 @@ def predictor_attention(
     heads = out.shape[1] // head_dim
     _predictor_attention[(rows, kv_heads)](
         qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out, rows, position, eps, scale,
-        heads, kv_heads, head_dim, span, position == 0, pdl, wide_rope, num_warps=warps, **launch(pdl),
+        heads, kv_heads, head_dim, span, position == 0, pdl, wide_rope, num_warps=warps, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+#: Queries of a program, over all heads that share a kv head: as many rows as a product should have.
+_QUERIES = 64
+#: Keys of a step: a page's, as far as a product of the device knows that number.
+_LEAST_KEYS, _KEYS = 16, 64
+
+
+class QueryTiles:
+    """Which tokens each program takes: some that follow each other in one run, so that they see the same pages.
+
+    run, at: int64 [tiles], the run and the first token; run is -1 for a program that has none. Made on the device, once for all layers.
+    """
+
+    def __init__(self, prompts: PackedPrompts, total: int, heads: int, kv_heads: int) -> None:
+        #: Query heads of a kv head, filled up to a power of two, and tokens of a program.
+        self.group = triton.next_power_of_2(heads // kv_heads)
+        self.rows = max(_QUERIES // self.group, 1)
+        self.firsts = prompts.firsts()
+        each = (prompts.counts + (self.rows - 1)) // self.rows
+        ends = each.cumsum(0)
+        # Every run can have one tile that is not full.
+        tile = torch.arange(-(-total // self.rows) + len(each), device=ends.device)
+        run = torch.searchsorted(ends, tile, right=True).clamp(max=len(each) - 1)
+        self.at = self.firsts[run] + (tile - (ends[run] - each[run])) * self.rows
+        self.run = torch.where(tile < ends[-1], run, -1)
+
+
+@triton.jit
+def _packed_attention(
+    q, k_cache, v_cache, page_table, owners, starts, firsts, tile_run, tile_at, out, scale, page_stride, head_stride, table_width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    run = tl.load(tile_run + tile)
+    if run >= 0:
+        first = tl.load(firsts + run)
+        end = tl.load(firsts + run + 1)
+        begin = tl.load(tile_at + tile)
+        start = tl.load(starts + run)
+        pages = page_table + tl.load(owners + run) * table_width
+        at = tl.arange(0, D)
+        lane = tl.arange(0, ROWS * GROUP)
+        token = begin + lane // GROUP
+        used = (token < end) & (lane % GROUP < SHARED)
+        place = token * (HEADS * D) + (kv_head * SHARED + lane % GROUP) * D
+        query = tl.load(q + place[:, None] + at[None, :], mask=used[:, None], other=0.0)
+        position = (start + token - first).to(tl.int32)
+        length = (start + tl.minimum(begin + ROWS, end) - first).to(tl.int32)
+        top = tl.full((ROWS * GROUP,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS * GROUP,), tl.float32)
+        mixed = tl.zeros((ROWS * GROUP, D), tl.float32)
+        for step in range(0, length, BLOCK):
+            offsets = step + tl.arange(0, BLOCK)
+            inside = offsets < length
+            seen = inside[None, :] & (offsets[None, :] <= position[:, None])
+            top, total, mixed = _attend(
+                query, k_cache, v_cache, pages, step, offsets, inside, seen, top, total, mixed, scale, page_stride, kv_head * head_stride,
+                D, PAGE, BLOCK, PRECISION,
+            )  # fmt: skip
+        tl.store(out + place[:, None] + at[None, :], (mixed / total[:, None]).to(query.dtype), mask=used[:, None])
+
+
+def packed_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, tiles: QueryTiles, scale: float, out: Tensor
+) -> Tensor:
+    """`kernels.attention.attend_packed` into `out` [total, heads * head_dim], of which it writes the tokens of runs only.
+
+    q, caches and table contiguous; a page has a power of two of positions.
+    """
+    _, kv_heads, page_size, head_dim = k_cache.shape
+    heads = q.shape[1]
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    _packed_attention[(kv_heads, len(tiles.run))](
+        q, k_cache, v_cache, prompts.table, prompts.owners, prompts.starts, tiles.firsts, tiles.run, tiles.at, out, scale,
+        k_cache.stride(0), k_cache.stride(1), prompts.table.stride(0), heads, kv_heads, head_dim, page_size, tiles.rows, tiles.group,
+        max(_LEAST_KEYS, min(page_size, _KEYS)), precision, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -98,7 +98,7 @@ class FusedFrame:
         """Raises ValueError for heads that the kernels do not know (`kernels.frame.fused_fault`)."""
         stacks = weights.stacks
         for stack in stacks:
-            if (fault := fused_fault(stack)) is not None:
+            if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
@@ -122,14 +122,15 @@ class FusedFrame:
             return torch.empty(shape, device=device, dtype=dtype)
 
         self._widths = [stack.hidden for stack in stacks]
-        inner = max(layer.gate_up.shape[0] for stack in stacks for layer in stack.layers)
+        inner = max((len(layer.gate_up) for stack in stacks for layer in stack.layers), default=0)
         wide = max((stack.heads + 2 * stack.kv_heads) * stack.head_dim for stack in stacks)
         width, depth = max(self._widths), weights.depth
         rows = max_rows if depth is None else 2 * max_rows
         self._x = [empty(rows, w) for w in self._widths]
-        self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
-        self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
-        self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
+        self._hidden = empty(max_rows, self._widths[0])
+        self._h, self._y, self._qkv, self._mixed, self._gate_up, self._act = (
+            empty(rows * each) for each in (width, width, wide, wide, inner, inner)
+        )
         if self._products:
             self._weighted = empty(rows * width)
             self._squares = torch.empty(rows * self._parts(width), device=device, dtype=torch.float32)

@@ -16,17 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.frame import DrawRules, Feedback
-from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
+from kernels.lm_triton import gdc_launch_dependents, gdc_wait
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P
+from kernels.triton_launch import pdl_options, power_from
 
 _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
-_WEIGHT = tl.constexpr(tl.int64)
 _RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
 #: Which codebook of a frame a launch draws: the first one, one between, the last one, or the only one.
 FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
-#: Codes up to which weights have 64 bits.
-_WIDEST = 8192
 #: The row of text that the next input takes: none, that of the request's text id, or that of code 0.
 _NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
@@ -54,7 +52,7 @@ def _philox_word(seed, frame, codebook):
 
 
 @triton.jit
-def _quantized(share, KIND: tl.constexpr = _WEIGHT):
+def _quantized(share, KIND: tl.constexpr = tl.int64):
     scaled = share * _GRID
     near = (scaled + _WHOLE) - _WHOLE
     return tl.where(scaled < _WHOLE, near, scaled).to(KIND)
@@ -71,43 +69,8 @@ def _ordered(value, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
-    """Whole-number probabilities of one row's logits `value`, -inf where there is no token; HALF: the logits are bfloat16 values."""
-    scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
-    order = _ordered(value if HALF else scaled, HALF)
-    count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
-    width: tl.constexpr = 15 if HALF else 31
-    nonnegative = tl.sum((order >= 0).to(tl.int32)) >= count
-    threshold = tl.where(nonnegative, 0, -(1 << width)).to(tl.int32)
-    for step in range(width):
-        candidate = threshold + (tl.full((), 1, tl.int32) << (width - 1 - step))
-        threshold = tl.where(tl.sum((order >= candidate).to(tl.int32)) >= count, candidate, threshold)
-    kept = (order >= threshold) & (at < VOCAB)
-    likely = tl.where(kept, tl.exp(scaled - tl.max(scaled)), 0.0)
-    weights = _quantized(likely / tl.sum(likely))
-    if top_p < 1.0:
-        total = tl.sum(weights)
-        limit = (1.0 - top_p.to(tl.float64)) * total.to(tl.float64)
-        below = tl.full((), -1, tl.int64)
-        for step in range(31):
-            higher = below + (tl.full((), 1, tl.int64) << (30 - step))
-            mass = tl.sum(tl.where(weights <= higher, weights, 0))
-            below = tl.where(mass.to(tl.float64) <= limit, higher, below)
-        removed = weights <= below
-        mass = tl.sum(tl.where(removed, weights, 0))
-        edge = tl.min(tl.where(removed, 1 << 40, weights))
-        tied = (weights == edge) & (at < VOCAB)
-        rank = tl.cumsum(tied.to(tl.int64), 0)
-        removed |= tied & ((mass + edge * rank).to(tl.float64) <= limit)
-        likeliest = tl.max(tl.where((weights == tl.max(weights)) & (at < VOCAB), at, -1))
-        likely = tl.where(removed & (at != likeliest), 0.0, likely)
-        weights = _quantized(likely / tl.sum(likely))
-    return weights
-
-
-@triton.jit
-def _wide_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
-    """`_weights` of so many codes that 64-bit ones would not stay in registers: int32, which holds all of a row together.
+def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
+    """Whole-number probabilities of one row's logits `value`, -inf where there is no token: int32, which holds all of a row together.
 
     A halving ends as soon as no further step can change which codes are kept.
     """
@@ -192,22 +155,19 @@ def _drawn_again(value, at, top_k, seed, frame, codebook, VOCAB: tl.constexpr, H
     if NUCLEUS:
         weights = _nucleus_weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF)
     else:
-        weights = _weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF)
+        weights = _weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB)
     place = (_philox_word(seed, frame, frame * 0 + codebook) * tl.sum(weights)) >> 32
     return tl.sum((tl.cumsum(weights, 0) <= place).to(tl.int64))
 
 
 @triton.jit
 def _draw_code(
-    logits, rows, codes, finite, flags,
-    seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new,
-    hidden, inputs, starts, x,
-    table, table_starts, text, trailing, positions, state_inputs, recent,
-    count, codebook, end, suppress_from, dead, trailing_width,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
-    SPREAD: tl.constexpr, STAGE: tl.constexpr, HALF: tl.constexpr, COPY_HIDDEN: tl.constexpr, PDL: tl.constexpr,
-    OTHER_END: tl.constexpr, NUCLEUS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, TEXT: tl.constexpr,
-    SCALE: tl.constexpr, WIDE: tl.constexpr,
+    logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
+    seen, hidden, inputs, table, text, x, state_inputs, table_starts, recent,
+    end, suppress_from, dead, count, VOCAB: tl.constexpr, codebook, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
+    trailing_width, COPY_HIDDEN: tl.constexpr, STAGE: tl.constexpr, BLOCK: tl.constexpr, SPREAD: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr, OTHER_END: tl.constexpr, NUCLEUS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+    TEXT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -241,10 +201,8 @@ def _draw_code(
     else:
         if NUCLEUS:
             weights = _nucleus_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
-        elif WIDE:
-            weights = _wide_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB)
         else:
-            weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+            weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB)
         total = tl.cumsum(weights, 0)
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32
@@ -303,41 +261,21 @@ def _draw_code(
 
 
 def draw(
-    pointers: Sequence[Tensor],
-    numbers: Sequence[int],
-    stage: int,
-    pdl: bool = True,
-    rules: DrawRules | None = None,
-    feedback: Feedback | None = None,
-    recent: Tensor | None = None,
+    pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool, rules: DrawRules, feedback: Feedback, recent: Tensor
 ) -> None:
-    """`kernels.lm_cuda.draw` in Triton, for any sizes and for float32; the same pointers and numbers in the same order.
+    """`kernels.lm_cuda.draw` in Triton, for any sizes and rules, and for float32; the same pointers and numbers in the same order.
 
-    rules, feedback: those of the frame, for what the other does not know; recent: int64 [slots, window].
+    recent: int64 [slots, window].
     """
-    (
-        logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
-        seen, hidden, inputs, table, text, x, state_inputs,
-    ) = pointers  # fmt: skip
-    end, suppress_from, dead, count, vocab, codebook, codebooks, width, talker, trailing_width, copy_hidden = numbers
-    rules = rules or DrawRules((end,), suppress_from)
-    by = _TEXT_BY_ID
-    if feedback is not None:
-        by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
-    block, spread = triton.next_power_of_2(vocab), triton.next_power_of_2(max(width, talker))
+    logits, starts = pointers[0], pointers[8]
+    count, vocab, _, _, width, talker = numbers[3:9]
+    by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
+    half = stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16
     _draw_code[(count,)](
-        logits, rows, codes, finite, flags, seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new, hidden, inputs,
-        starts, x, table, None if feedback is None or feedback.starts is starts else feedback.starts, text, trailing, positions,
-        state_inputs, recent if rules.window else None, count, codebook, end, suppress_from, dead, trailing_width, vocab, block, codebooks,
-        width, talker, spread, stage, stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16, bool(copy_hidden), pdl,
-        rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first, rules.window, triton.next_power_of_2(max(rules.window, 1)), by,
-        1.0 if feedback is None else feedback.scale, _is_wide(vocab), num_warps=_warps(vocab), **launch(pdl),
+        *pointers, None if feedback.starts is starts else feedback.starts, recent if rules.window else None, *numbers, stage,
+        power_from(vocab), power_from(max(width, talker)), half, pdl, rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first,
+        rules.window, power_from(max(rules.window, 1)), by, feedback.scale, num_warps=_warps(vocab), **pdl_options(pdl),
     )  # fmt: skip
-
-
-def _is_wide(vocab: int) -> bool:
-    """Whether a row has more codes than registers have room for with 64-bit weights."""
-    return vocab > _WIDEST
 
 
 def _warps(vocab: int) -> int:

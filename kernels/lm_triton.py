@@ -1,4 +1,4 @@
-"""Triton kernels between the matrix products of a decoder layer; each has its twin in PyTorch.
+"""Triton kernels between the matrix products of a decoder layer; each has its twin in `kernels.layers`.
 
 Rounding points are the reference's: every value that it stores in the model's type is rounded here at the same place.
 Launchers take `pdl`: the kernel may start while the one before it still runs and waits before it reads anything.
@@ -11,13 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.triton_launch import pdl_options
+
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-
-
-def launch(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel that waits by itself for the one before it."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 @triton.jit
@@ -44,7 +41,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tenso
     behind may start early, even if this one does not."""
     rows, width = x.shape
     block, added = triton.next_power_of_2(width), y is not None
-    _add_norm[(rows,)](x, x if y is None else y, weight, out, eps, width, block, added, pdl or early, num_warps=4, **launch(pdl))
+    _add_norm[(rows,)](x, x if y is None else y, weight, out, eps, width, block, added, pdl or early, num_warps=4, **pdl_options(pdl))
     return out
 
 
@@ -65,5 +62,84 @@ def _swiglu(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.cons
 def swiglu(gate_up: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
     """silu(gate) * up. gate_up: contiguous [rows, 2 * width]; out: [rows, width]."""
     rows, width = out.shape
-    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, pdl, num_warps=4, **launch(pdl))
+    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, pdl, num_warps=4, **pdl_options(pdl))
+    return out
+
+
+@triton.jit
+def normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
+    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos | sin]; returns [D] in the storage
+    type."""
+    at = tl.arange(0, D)
+    across = (at + D // 2) % D
+    value = tl.load(head + at)
+    turned = tl.load(head + across)
+    wide = value.to(tl.float32)
+    rstd = tl.math.rsqrt(tl.sum(wide * wide) / D + eps)
+    return rotated(value, turned, rstd, weight, table, at, across, D, WIDE)
+
+
+@triton.jit
+def rotated(value, turned, rstd, weight, table, at, across, D: tl.constexpr, WIDE: tl.constexpr, first=None, other=None):
+    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`; other: the weight of heads that are not `first`."""
+    kind = value.dtype
+    if weight is not None:
+        scale = tl.load(weight + at)
+        scale_turned = tl.load(weight + across)
+        if first is not None:
+            scale = tl.where(first, scale, tl.load(other + at))
+            scale_turned = tl.where(first, scale_turned, tl.load(other + across))
+        scale = scale.to(tl.float32)
+        scale_turned = scale_turned.to(tl.float32)
+    cos = tl.load(table + at % (D // 2)).to(tl.float32)
+    sin = tl.load(table + D // 2 + at % (D // 2)).to(tl.float32)
+    sign = tl.where(at < D // 2, -1.0, 1.0)
+    if weight is not None:
+        value = ((value.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
+        turned = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+    else:
+        value = value.to(tl.float32)
+        turned = turned.to(tl.float32)
+    if WIDE:
+        placed = (value * cos + sign * (turned * sin)).to(kind)
+    else:
+        placed = ((value * cos).to(kind).to(tl.float32) + sign * (turned * sin).to(kind).to(tl.float32)).to(kind)
+    return placed
+
+
+@triton.jit
+def _norm_rope_append(
+    qkv, q_weight, k_weight, table, positions, pages, offsets, out, k_cache, v_cache, eps, page_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    cell = tl.load(pages + row) * page_stride + tl.load(offsets + row) * D
+    head = tl.arange(0, BLOCK)[:, None]
+    at = tl.arange(0, D)[None, :]
+    across = (at + D // 2) % D
+    base = qkv + row * ((HEADS + 2 * KV_HEADS) * D) + head * D
+    inside = head < HEADS + 2 * KV_HEADS
+    value = tl.load(base + at, mask=inside, other=0.0)
+    turned = tl.load(base + across, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+    placed = rotated(value, turned, rstd, q_weight, table + position * D, at, across, D, WIDE, head < HEADS, k_weight)
+    tl.store(out + row * (HEADS * D) + head * D + at, placed, mask=head < HEADS)
+    key = head - HEADS
+    tl.store(k_cache + cell + key * head_stride + at, placed, mask=(key >= 0) & (key < KV_HEADS))
+    tl.store(v_cache + cell + (key - KV_HEADS) * head_stride + at, value, mask=inside & (key >= KV_HEADS))
+
+
+def norm_rope_append(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
+    v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
+) -> Tensor:  # fmt: skip
+    """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power of two."""
+    _, kv_heads, page_size, head_dim = k_cache.shape
+    rows, heads, _ = out.shape
+    _norm_rope_append[(rows,)](
+        qkv, q_weight, k_weight, rope_table, positions, pages, offsets, out, k_cache, v_cache, eps, kv_heads * page_size * head_dim,
+        page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads), wide_rope, num_warps=4,
+    )  # fmt: skip
     return out

@@ -44,7 +44,7 @@ def compiled_together() -> Iterator[None]:
             _compiling.reset(token)
 
 
-def early(pdl: bool) -> dict[str, bool]:
+def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options of a kernel that may start while the one before it still runs, and waits for that by itself."""
     return {"launch_pdl": True} if pdl else {}
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from jobs.chat_messages import chat_dialogue
-from jobs.dialogue import chosen_id, clean
+from jobs.dialogue import chat_dialogue, chosen_id, clean
+from jobs.input_records import Columns, row_dialogue
 from jobs.ledger.records import Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
-from jobs.tables import Columns, row_dialogue
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 #: Folder of a home's state for inputs that were no file.

@@ -8,22 +8,31 @@ process that holds its descriptor has closed it or died, so a killed process lea
 from __future__ import annotations
 
 import array
+import ctypes
 import os
 import select
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pipelines import errors
+from pipelines.errors import ErrorCode, NightjarError, NoAudioError
+
 T = TypeVar("T")
+Meta = dict[str, str | int | float | bool]
 
 #: Bytes of a message, and number of descriptors that come with it.
 _HEAD = struct.Struct(">IB")
@@ -33,6 +42,11 @@ MAXIMUM_BYTES = 256 << 20
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
+#: Exit status of a child whose parent is gone.
+ORPHANED = 3
+#: The child's variable with the process id of its parent.
+_PARENT_PID = "NIGHTJAR_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
 
 
 class Received(NamedTuple, Generic[T]):
@@ -45,34 +59,30 @@ class Received(NamedTuple, Generic[T]):
 class Channel(Generic[T]):
     """One end of a socket pair. `send` may be called from any thread, `receive` from one.
 
-    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones.
+    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones. Messages go out in the order in
+    which they were sent, and nobody waits for that: at once where the socket has room, else on a thread.
     """
 
     def __init__(self, connection: socket.socket, incoming: type[T] | Any, maximum_bytes: int = MAXIMUM_BYTES) -> None:
-        # Timeouts of a socket belong to both directions; those of `send` and `receive` do not.
         connection.setblocking(False)
         self._connection = connection
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self._maximum_bytes = maximum_bytes
-        self._sending = threading.Lock()
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
+        #: What the socket had no room for; the first one may be sent in part. Descriptors are copies.
+        self._left: deque[tuple[memoryview, list[int]]] = deque()
+        self._changed = threading.Condition()
+        self._error: OSError | None = None
+        self._closed = False
+        self._sender: threading.Thread | None = None
 
-    def send(self, message: object, descriptors: Sequence[int] = (), seconds: float | None = None) -> None:
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Sends a message and copies of descriptors, which the caller may close afterwards.
 
-        Raises `ValueError` for a message that is too long, before anything is sent, `TimeoutError` when the other end has not taken it in
-        `seconds`, and `OSError` when the other end is gone. After the last two the channel takes no more messages.
+        Raises `ValueError` for a message that is too long, and `OSError` when the other end is gone.
         """
-        left = memoryview(self.pack(message, len(descriptors)))
-        deadline = None if seconds is None else time.monotonic() + seconds
-        with self._sending:
-            while left:
-                try:
-                    left = left[self._connection.sendmsg([left], _attached(descriptors)) :]
-                    descriptors = ()
-                except BlockingIOError:
-                    self._wait(select.POLLOUT, deadline)
+        self.post(self.pack(message, len(descriptors)), descriptors)
 
     def pack(self, message: object, descriptors: int = 0) -> bytes:
         """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is too long."""
@@ -81,9 +91,27 @@ class Channel(Generic[T]):
             raise ValueError(f"a message of {len(data)} bytes and {descriptors} descriptors is too long")
         return _HEAD.pack(len(data), descriptors) + data
 
-    def outbox(self, name: str) -> Outbox:
-        """What sends in place of `send`, and without waiting. It ends before the channel is closed."""
-        return Outbox(self._connection, name)
+    def post(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """As `send`, for what `pack` made."""
+        view = memoryview(data)
+        with self._changed:
+            if self._error is not None or self._closed:
+                raise self._error or BrokenPipeError("the channel is closed")
+            if not self._left:
+                view, descriptors = self._sent(view, descriptors)
+            if view:
+                self._left.append((view, [os.dup(one) for one in descriptors]))
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._send_left, name="sender", daemon=True)
+                    self._sender.start()
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Returns when everything is sent. Raises `OSError` when the other end is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left or self._error or self._closed)
+            if self._error is not None:
+                raise self._error
 
     def receive(self, seconds: float | None = None) -> Received[T]:
         """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the other end is closed, and
@@ -107,18 +135,23 @@ class Channel(Generic[T]):
             raise
 
     def shut_down(self) -> None:
-        """Ends both directions: whoever waits in `send` or `receive`, at either end, stops waiting. Safe from any thread."""
-        try:
+        """Ends both directions: whoever waits in `flush` or `receive`, at either end, stops waiting. Safe from any thread."""
+        with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
 
     def close(self) -> None:
-        """Frees the socket, once no thread uses it. May be called more than once."""
+        """Frees the socket, once no thread uses it; what is not sent is dropped. May be called more than once."""
         self.shut_down()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._sender is not None:
+            self._sender.join()
         self._connection.close()
-        close_all(self._descriptors)
+        for descriptors in (self._descriptors, *(copies for _, copies in self._left)):
+            close_all(descriptors)
         self._descriptors.clear()
+        self._left.clear()
 
     def _fill(self, size: int, deadline: float | None) -> None:
         """Reads until the buffer holds so many bytes."""
@@ -128,7 +161,8 @@ class Channel(Generic[T]):
                     max(_READ_BYTES, min(size - len(self._buffer), 1 << 20)), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
+                if not self._poll(select.POLLIN, None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
+                    raise TimeoutError("the other end did not answer in time") from None
                 continue
             for level, kind, content in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -141,101 +175,147 @@ class Channel(Generic[T]):
                 raise EOFError("the other end is closed")
             self._buffer += data
 
-    def _wait(self, event: int, deadline: float | None) -> None:
-        milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    def _poll(self, event: int, milliseconds: float | None = None) -> bool:
         poll = select.poll()
         poll.register(self._connection, event)
-        if not poll.poll(milliseconds):
-            raise TimeoutError("the other end did not answer in time")
+        return bool(poll.poll(milliseconds))
 
-
-class Outbox:
-    """Sends packed messages in their order and makes nobody wait: at once where the socket has room, else on a thread."""
-
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection = connection
-        #: What the socket had no room for; the first one may be sent in part. Descriptors are copies.
-        self._left: deque[tuple[memoryview, list[int]]] = deque()
-        self._changed = threading.Condition()
-        self._error: OSError | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def post(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Sends what `Channel.pack` made, and copies of descriptors, which the caller may close afterwards. May be called from any thread.
-
-        Raises `OSError` when the other end is gone.
-        """
-        view = memoryview(data)
-        with self._changed:
-            if self._error is not None or self._closed:
-                raise self._error or BrokenPipeError("the outbox is closed")
-            if not self._left:
-                view, descriptors = self._sent(view, descriptors)
-            if view:
-                self._left.append((view, [os.dup(one) for one in descriptors]))
-                self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Returns when everything is sent. Raises `OSError` when the other end is gone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left or self._error or self._closed)
-            if self._error is not None:
-                raise self._error
-
-    def close(self) -> None:
-        """Ends the thread; what is not sent is dropped. Shut the channel down first."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        for _, copies in self._left:
-            close_all(copies)
-        self._left.clear()
-
-    def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLOUT)
+    def _send_left(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._left or self._closed)
                 if self._closed or self._error is not None:
                     return
-            poll.poll()
-            with self._changed:
-                try:
-                    while self._left:
-                        view, copies = self._left[0]
-                        left, unsent = self._sent(view, copies)
-                        if not unsent:
-                            close_all(copies)
-                            copies = []
-                        self._left[0] = (left, copies)
-                        if left:
-                            break
-                        self._left.popleft()
-                except OSError as error:
-                    self._error = error
-                if not self._left or self._error is not None:
-                    self._changed.notify_all()
+            self._poll(select.POLLOUT)
+            with self._changed, suppress(OSError):
+                while self._left:
+                    view, copies = self._left[0]
+                    left, unsent = self._sent(view, copies)
+                    if not unsent:
+                        close_all(copies)
+                        copies = []
+                    self._left[0] = (left, copies)
+                    if left:
+                        break
+                    self._left.popleft()
+                self._changed.notify_all()
 
     def _sent(self, view: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        """Sends as much as the socket takes; what is left. Descriptors go with the first byte."""
-        while view:
-            try:
-                view = view[self._connection.sendmsg([view], _attached(descriptors)) :]
+        """Sends as much as the socket takes; what is left. Descriptors go with the first byte. Called inside the lock."""
+        try:
+            while view:
+                attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                view = view[self._connection.sendmsg([view], attached) :]
                 descriptors = ()
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._error = error
-                raise
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._error = error
+            self._changed.notify_all()
+            raise
         return view, descriptors
 
 
-def _attached(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+class Child(Generic[T]):
+    """A child process that runs a program of ours, and the channel to it, which is the child's standard input.
+
+    What libraries print goes to standard error. A session of its own keeps the terminal's signals away.
+    """
+
+    def __init__(self, program: Sequence[str], incoming: type[T] | Any, environment: Mapping[str, str] | None = None) -> None:
+        """`program`: what follows the interpreter; `environment`: variables over those of this process."""
+        flags = ["-P"] if sys.flags.safe_path else []
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, *program],
+                stdin=theirs.fileno(),
+                stdout=2,
+                env={**os.environ, **(environment or {}), _PARENT_PID: str(os.getpid())},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.channel: Channel[T] = Channel(ours, incoming)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kills the child and what it started. One that is gone is no error."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float | None = None) -> str:
+        """How it ended, once it did. Raises `subprocess.TimeoutExpired`."""
+        status = self._process.wait(seconds)
+        if status < 0:
+            return f"it was killed by {signal.Signals(-status).name}"
+        return f"its exit status was {status}"
+
+
+def beside_the_engine() -> dict[str, str]:
+    """Variables of a child that leaves GPU and cores to the engine."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def parent_channel(incoming: type[T] | Any, *, die_with_parent: bool) -> Channel[T]:
+    """The channel to the process that started this one by `Child`; standard input is empty from here on.
+
+    `die_with_parent` has the kernel kill this process when the thread that started it ends. A thread of this process would not do: a
+    library may hold the interpreter for minutes.
+    """
+    parent = int(os.environ.pop(_PARENT_PID))
+    if die_with_parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(ORPHANED)
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return Channel(connection, incoming)
+
+
+#: All but the one whose arguments differ.
+_CLASSES = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, NightjarError) and kind is not NoAudioError
+}
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """A `NightjarError` as it travels."""
+
+    #: The name of its class in `pipelines.errors`, or of the nearest one there.
+    kind: str
+    code: ErrorCode
+    message: str
+    advice: str
+    #: Of a `NoAudioError`.
+    text_out: str | None = None
+    meta: Meta = {}
+
+    @classmethod
+    def of(cls, error: NightjarError) -> ErrorRecord:
+        if isinstance(error, NoAudioError):
+            return cls(NoAudioError.__name__, error.code, error.message, error.advice, error.text_out, plain(error.meta))
+        kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
+        return cls(kind, error.code, error.message, error.advice)
+
+    @property
+    def error(self) -> NightjarError:
+        if self.text_out is not None:
+            return NoAudioError(self.message, self.advice, self.text_out, self.meta)
+        return _CLASSES[self.kind](self.code, self.message, self.advice)
+
+
+def plain(meta: Meta) -> Meta:
+    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number becomes text."""
+    values: dict[str, Any] = meta
+    own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()}
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:

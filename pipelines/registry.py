@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,12 +56,12 @@ class ModelCard:
     check_engine: Callable[[str], None] | None = field(default=None, compare=False)
 
 
-class Provider(Protocol):
-    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an object."""
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an object with both."""
 
-    def describe(self) -> ModelCard: ...
-
-    def load(self, **options: Any) -> Pipeline: ...
+    describe: Callable[[], ModelCard]
+    load: Callable[..., Pipeline]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +161,7 @@ FAMILIES: tuple[Family, ...] = (
 PUBLISHED: dict[str, tuple[Family, Published]] = {one.card.name: (family, one) for family in FAMILIES for one in family.published}
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    card: ModelCard
-    factory: Callable[..., Pipeline]
-
-    def describe(self) -> ModelCard:
-        return self.card
-
-    def load(self, **options: Any) -> Pipeline:
-        return self.factory(**options)
-
-
-_registered: dict[str, _Registered] = {}
+_registered: dict[str, Provider] = {}
 
 
 def has_option(card: ModelCard, option: str) -> bool:
@@ -186,8 +174,12 @@ def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipelin
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
     """
-    _registered[name] = _Registered(replace(card, name=name), factory)
-    return lambda: _forget(name)
+    _registered[name] = Provider(lambda: replace(card, name=name), factory)
+
+    def forget() -> None:
+        _registered.pop(name, None)
+
+    return forget
 
 
 def is_registered(model: str) -> bool:
@@ -295,12 +287,14 @@ def _provider(name: str) -> Provider | None:
     if (registered := _registered.get(name)) is not None:
         return registered
     if (module := BUILT_IN.get(name)) is not None:
-        return cast(Provider, importlib.import_module(module))
+        found = importlib.import_module(module)
+        return Provider(found.describe, found.load)
     if name in PUBLISHED:
         return None
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
-            return cast(Provider, entry.load())
+            found = entry.load()
+            return Provider(found.describe, found.load)
         except (ImportError, AttributeError) as error:
             raise ModelError(
                 ErrorCode.MODEL_MISSING_EXTRA,
@@ -376,7 +370,3 @@ def _bad_checkpoint(folder: Path, fault: str, advice: str = "Download the checkp
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
-
-
-def _forget(name: str) -> None:
-    _registered.pop(name, None)

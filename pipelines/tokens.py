@@ -20,7 +20,6 @@ Finish = Literal["stop", "length"]
 MAX_TEMPERATURE = 2.0
 
 S = TypeVar("S")
-S_co = TypeVar("S_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +107,15 @@ class TokenHost(SpeechEngine[TokenRequest], Protocol):
     def dtype(self) -> str: ...
 
 
-class TokenReader(Protocol[S_co]):
-    """Reads the tokens of one stream while they come."""
-
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """The frames [frames, codebooks] that are whole with these tokens; often none."""
-        ...
-
-    def start(self) -> S_co | None:
-        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked once there is a frame."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TokenRequestInfo(RequestInfo, Generic[S]):
-    """A request's info, and what its tokens mean. A family overrides both methods, the second only where it streams."""
+    """A request's info, and what its tokens mean, which a family says."""
 
     def read(self, tokens: Tokens) -> FinishedCodes[S]:
         """The utterance that a finished sequence holds.
 
         Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio` (`no_audio`) when it holds no speech.
         """
-        raise NotImplementedError
-
-    def reader(self) -> TokenReader[S]:
-        """A new reader of a stream."""
         raise NotImplementedError
 
 
@@ -167,12 +150,20 @@ class TokenStreamer(Streamer[S]):
     def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._read = info.read
-        self._reader = info.reader()
+
+    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """The frames [frames, codebooks] that are whole with these tokens; by itself those of every step."""
+        assert codes is not None
+        return codes
+
+    def first_state(self) -> S | None:
+        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked once there is a frame."""
+        return self._stage.new_state()
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        frames = self._reader.read(ids, codes)
+        frames = self.frames(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
-            self._state = self._reader.start()
+            self._state = self.first_state()
         self.push(frames)
 
     def finished(self, tokens: Tokens) -> None:

@@ -10,9 +10,7 @@ is there already, because objects are written once.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
@@ -29,7 +27,7 @@ from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.s3 import S3Settings, split_s3_url
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError, StoreError
-from pipelines.ipc import Channel, close_all, read_shared, share
+from pipelines.ipc import Channel, Child, ErrorRecord, beside_the_engine, close_all, parent_channel, read_shared, share
 
 log = structlog.get_logger(__name__)
 
@@ -75,8 +73,8 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int
     created: bool = False
     info: ObjectInfo | None = None
-    #: Code, message and advice of the store's error.
-    error: tuple[ErrorCode, str, str] | None = None
+    #: The store's.
+    error: ErrorRecord | None = None
 
 
 class ProcessEndedError(Exception):
@@ -93,20 +91,9 @@ class WriterProcess:
         self._numbers = count(1)
         self._waiting: dict[int, Future[_Answer]] = {}
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair()
-        flags = ["-P"] if sys.flags.safe_path else []
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        with theirs:
-            # The socket is the child's standard input. What libraries print goes to standard error.
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, "-m", "worker.writer_processes"],
-                stdin=theirs.fileno(),
-                stdout=2,
-                env=environment,
-                # A signal to the worker's group is the worker's: it drains, and this process puts until then.
-                start_new_session=True,
-            )
-        self._channel = Channel(ours, _Answer)
+        # A signal to the worker's group is the worker's: it drains, and this process puts until then.
+        self.child = Child[_Answer](("-m", "worker.writer_processes"), _Answer, beside_the_engine())
+        self._channel = self.child.channel
         with suppress(OSError):
             self._channel.send(_Start(_plain(settings), url))
         self._thread = threading.Thread(target=self._receive, name="writer-process", daemon=True)
@@ -127,7 +114,7 @@ class WriterProcess:
             raise ProcessEndedError from error
         answer = answered.result()
         if answer.error is not None:
-            raise StoreError(*answer.error)
+            raise answer.error.error
         assert answer.info is not None
         return PutResult(answer.info, answer.created)
 
@@ -135,9 +122,9 @@ class WriterProcess:
         """Ends the process, with what it has not answered. May be called more than once."""
         self._channel.shut_down()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_SECONDS)
-        self.process.kill()
-        self.process.wait()
+            self.child.wait(_KILL_SECONDS)
+        self.child.kill()
+        self.child.wait()
         self._thread.join()
         self._channel.close()
 
@@ -186,7 +173,7 @@ class WriterProcesses:
     @property
     def pids(self) -> list[int]:
         """Of the processes that are up."""
-        return [one.process.pid for one in self.processes if one.up and not one.ended]
+        return [one.child.pid for one in self.processes if one.up and not one.ended]
 
     def open(self, url: str) -> ObjectStore:
         """The store at `url`; a remote one puts through these processes. Raises as `open_store` does."""
@@ -240,11 +227,12 @@ class WriterProcesses:
         for one in [one for one in self.processes if one.ended]:
             self.processes.remove(one)
             one.close()
-            log.warning("a writer process ended", status=one.process.returncode)
+            how = one.child.wait()
+            log.warning("a writer process ended", reason=how)
             if one.up:
                 self._failed_starts = 0
             else:
-                self._count_failed_start(f"status {one.process.returncode}")
+                self._count_failed_start(how)
 
     def _count_failed_start(self, reason: str) -> None:
         self._failed_starts += 1
@@ -317,10 +305,11 @@ class _Server:
             result = self._store(task.url).put(task.key, data, content_type=task.content_type, metadata=task.metadata)
             answer = _Answer(task.number, result.created, result.info)
         except NightjarError as error:
-            answer = _Answer(task.number, error=(error.code, error.message, error.advice))
+            answer = _Answer(task.number, error=ErrorRecord.of(error))
         except Exception as error:
             log.exception("put failed")
-            answer = _Answer(task.number, error=(ErrorCode.STORE_UNREACHABLE, f"A put failed: {error!r}.", "See the worker's log."))
+            failure = StoreError(ErrorCode.STORE_UNREACHABLE, f"A put failed: {error!r}.", "See the worker's log.")
+            answer = _Answer(task.number, error=ErrorRecord.of(failure))
         with suppress(OSError):
             self._channel.send(answer)
 
@@ -333,7 +322,8 @@ class _Server:
 
 def main() -> None:
     """The child's side. Ends when the other end is closed, as it is when the worker ends in any way, whatever its puts wait for."""
-    channel: Channel[_Start | _Put] = Channel(socket.socket(fileno=os.dup(0)), _Start | _Put)
+    # Not with the thread that started it: any that puts may do that, and end before the worker does.
+    channel: Channel[_Start | _Put] = parent_channel(_Start | _Put, die_with_parent=False)
     with suppress(EOFError, OSError):
         _Server(channel).serve()
     os._exit(0)

@@ -21,9 +21,8 @@ from pipelines.errors import NightjarError
 from pipelines.request import Generation
 
 if TYPE_CHECKING:
-    from jobs.checks import Bound
+    from jobs.checks import Bound, Quality
     from jobs.provenance import Provenance
-    from jobs.quality import Quality
 
 #: Characters of a hash that tell it from others.
 _HASH_CHARACTERS = 12

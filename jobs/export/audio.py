@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import deque
+import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -18,7 +18,7 @@ import msgspec
 
 from jobs.export.files import invalid, output, path_errors, sha256_of
 from jobs.export.items import AudioItem
-from jobs.packs import ArtifactReader
+from jobs.packs import ArtifactReader, ahead
 from jobs.store.base import ObjectStore, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError
@@ -135,19 +135,9 @@ class AudioReader:
         self, items: Iterable[AudioItem], get: Callable[[AudioItem], tuple[AudioItem, Result]]
     ) -> Iterator[tuple[AudioItem, Result]]:
         if not self._store.remote and not self._conversion:
-            yield from map(get, items)
-            return
-        waiting: deque[tuple[int, Future[tuple[AudioItem, Result]]]] = deque()
-        size = 0
-        for item in items:
-            while waiting and (len(waiting) >= _AHEAD_ITEMS or size + item.artifact.bytes > _AHEAD_BYTES):
-                first, future = waiting.popleft()
-                size -= first
-                yield future.result()
-            waiting.append((item.artifact.bytes, self._threads.submit(get, item)))
-            size += item.artifact.bytes
-        while waiting:
-            yield waiting.popleft()[1].result()
+            return map(get, items)
+        found = ahead(self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES)
+        return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
         artifact = item.artifact
@@ -178,3 +168,31 @@ class AudioReader:
         with output(str(path)) as copy:
             copy.write(data)
         return item, str(path)
+
+
+class AudioNames:
+    """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths are absolute."""
+
+    def __init__(self, store: ObjectStore, folder: Path | None) -> None:
+        self._root = None if folder is None else store.root
+        self._folder = folder
+        self._prefixes: dict[str, str] = {}
+
+    @property
+    def base(self) -> str | None:
+        """The store as seen from the export's folder; None where audio is named by what it is everywhere."""
+        return None if self._root is None else self._prefix("")
+
+    def of(self, file: str, where: str) -> str:
+        """What `file`, a name in the folder of the export, calls the audio at `where`: a path of the store, or an address."""
+        if self._root is None or not where.startswith(f"{self._root}/"):
+            return where
+        return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
+
+    def _prefix(self, below: str) -> str:
+        prefix = self._prefixes.get(below)
+        if prefix is None:
+            # `..` leads out of what a link leads to.
+            folder = os.path.realpath(os.path.join(self._folder or "", below))
+            prefix = self._prefixes[below] = os.path.relpath(os.path.realpath(self._root or ""), folder)
+        return prefix

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from jobs.quality import Quality
+from jobs.checks import Quality
 from jobs.turns import Speak, row_id
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation

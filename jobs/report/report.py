@@ -25,23 +25,26 @@ from jobs.ledger.records import ItemState, Job
 from jobs.ledger.status import GAP_SECONDS, JobStatus
 from jobs.own_files import own_path
 from jobs.report import charts, clips
-from jobs.report.charts import Chart, histogram, lines, number
-from jobs.report.clips import Clips
-from jobs.report.sample import MAX_MEASURED, PACE, Sample, take_sample
-from jobs.report.timeline import (
+from jobs.report.charts import (
     BINS,
     MIN_BINS,
     MIN_FOR_ETA,
     MIN_SPANS,
+    Chart,
     EtaCheck,
     Timeline,
     WorkClock,
     checkpoints,
     eta_checks,
+    histogram,
+    lines,
+    number,
     spans_of_attempts,
     spans_of_commits,
     timeline,
 )
+from jobs.report.clips import Clips
+from jobs.report.sample import MAX_MEASURED, PACE, Sample, take_sample
 from jobs.status import (
     busy_seconds,
     cost,

@@ -1,14 +1,15 @@
-"""The protocol of an object store: write-once keys, content hashes, nothing else."""
+"""What every object store is: write-once keys, content hashes, an identity, nothing else."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar, cast
 
 from pipelines.errors import ErrorCode, StoreError
 
@@ -34,84 +35,137 @@ class PutResult:
     created: bool
 
 
-class ObjectStore(Protocol):
+class ObjectStore:
     """A bucket or a folder. Keys are relative POSIX paths; every method raises `StoreError` with a `store.*` code."""
 
+    #: Whether each request goes over a network, so that several at once are faster than one after the other.
+    remote: ClassVar[bool]
     url: str
+    #: The local folder in which every object is the file of its key; None where there is none.
+    root: Path | None
 
     def establish(self, identity: str | None = None) -> str:
         """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one.
 
         For a submit. Nothing else makes the folder of a store that is not there.
         """
-        ...
+        own = (identity or secrets.token_hex(16)).encode()
+        self.put(IDENTITY_KEY, own)
+        found = read_identity(self.get(IDENTITY_KEY))
+        if not _IDENTITY.fullmatch(found):
+            # What a power cut leaves of it before it is recorded anywhere.
+            self.delete(IDENTITY_KEY)
+            self.put(IDENTITY_KEY, own)
+            found = read_identity(self.get(IDENTITY_KEY))
+        self.sync()
+        self.confirm(found)
+        return found
 
     def confirm(self, identity: str | None) -> None:
         """Proves that the store has this identity, with which each later doubt is settled; None: its job has recorded none.
 
         Raises `store.unreachable` where it is missing or another one: the store is away.
         """
-        ...
-
-    #: Whether each request goes over a network, so that several at once are faster than one after the other.
-    remote: ClassVar[bool]
-
-    @property
-    def root(self) -> Path | None:
-        """The local folder in which every object is the file of its key; None where there is none."""
-        ...
+        raise NotImplementedError
 
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
     ) -> PutResult:
         """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
-        ...
+        return self._put(key, data, content_type, metadata or {})
 
     def put_file(
         self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
     ) -> PutResult:
-        """As `put`, with the content of a local file that may be larger than memory."""
-        ...
+        """As `put`, with the content of a local file that may be larger than memory; S3 takes a maximum of 5 GiB."""
+        with path.open("rb") as file:
+            return self._put(key, file, content_type, metadata or {})
+
+    def _put(self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+        raise NotImplementedError
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises `store.missing`."""
-        ...
+        raise NotImplementedError
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
-        ...
+        raise NotImplementedError
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream, for what may be large. Raises `store.missing`."""
-        ...
+        raise NotImplementedError
 
     def head(self, key: str) -> ObjectInfo | None:
-        """The object's facts with its SHA-256, or None."""
-        ...
+        """The object's facts with its SHA-256, or None. Where the store keeps no SHA-256 the object is read to know it."""
+        with missing_allowed():
+            return self._facts(key)
+        return None
+
+    def _facts(self, key: str) -> ObjectInfo:
+        """As `head`. Raises `store.missing`."""
+        raise NotImplementedError
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in key order, streamed."""
-        ...
+        raise NotImplementedError
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
-        ...
+        raise NotImplementedError
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes up to 1,000 objects, and in a folder the folders below `jobs/` that become empty; missing ones are no error."""
-        ...
+        raise NotImplementedError
 
     def sync(self) -> None:
         """What was put by now, or found there by a put, survives a power cut; to be called before the ledger names it."""
-        ...
+        raise NotImplementedError
 
     def uri(self, key: str) -> str:
         """Where a person finds the object: a path or an `s3://` address."""
-        ...
+        raise NotImplementedError
 
     def check(self) -> None:
-        """Proves that the store can be written, read and honours write-once, with a probe object. Raises `StoreError`."""
-        ...
+        """Proves that the store can be written, read and honours write-once: puts an object twice, reads it and removes it.
+
+        Raises also `store.conflict` when the second put replaced the first: on such a store a worker that lost its lease could
+        overwrite good audio.
+        """
+        key = f"probe-{secrets.token_hex(8)}"
+        first = key.encode()
+        try:
+            self.put(key, first)
+            again = self.put(key, b"must not be kept")
+            content, part, info = self.get(key), self.get_range(key, 2, 5), self.head(key)
+        finally:
+            self.delete(key)
+        wrong = advice = ""
+        if again.created or content != first:
+            wrong = "replaced an object that was there"
+            advice = "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."
+        elif part != first[2:7]:
+            wrong = "gave other bytes than the range that was asked for"
+            advice = "Use a store that honours ranged reads (`Range`), or jobs without --pack."
+        elif info is None or info.sha256 != hashlib.sha256(first).hexdigest():
+            wrong, advice = "gave back other bytes than were put", "Check the store."
+        if wrong:
+            raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Hex SHA-256 of what is left of a stream."""
+    return hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
+
+
+@contextmanager
+def missing_allowed() -> Generator[None, None, None]:
+    """Ends its block at an object that is missing."""
+    try:
+        yield
+    except StoreError as error:
+        if error.code is not ErrorCode.STORE_MISSING:
+            raise
 
 
 #: S3 refuses longer keys.
@@ -161,21 +215,6 @@ IDENTITY_KEY = "nightjar-store"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
-def establish(store: ObjectStore, identity: str | None) -> str:
-    """Reads the identity of a store that can be written, or gives it one; see `ObjectStore.establish`."""
-    own = identity or secrets.token_hex(16)
-    store.put(IDENTITY_KEY, own.encode())
-    found = read_identity(store.get(IDENTITY_KEY))
-    if not _IDENTITY.fullmatch(found):
-        # What a power cut leaves of it before it is recorded anywhere.
-        store.delete(IDENTITY_KEY)
-        store.put(IDENTITY_KEY, own.encode())
-        found = read_identity(store.get(IDENTITY_KEY))
-    store.sync()
-    store.confirm(found)
-    return found
-
-
 def read_identity(data: bytes) -> str:
     """The identity that an object holds."""
     return data[:200].decode(errors="replace").strip()
@@ -189,33 +228,3 @@ def store_away(where: str, found: str | None, expected: str) -> StoreError:
         f"The store {where} is away: its file {IDENTITY_KEY} {reason}, and {expected} is expected.",
         f"Mount it or start it again; the work continues. If it is the right place, write that line into {IDENTITY_KEY} there.",
     )
-
-
-def probe(store: ObjectStore) -> None:
-    """Puts an object twice, reads it and removes it.
-
-    Raises what the store raises, or `store.conflict` when the second put replaced the first: on such a store a worker that
-    lost its lease could overwrite good audio.
-    """
-    key = f"probe-{secrets.token_hex(8)}"
-    first, second = key.encode(), b"must not be kept"
-    try:
-        store.put(key, first)
-        again = store.put(key, second)
-        content, part, info = store.get(key), store.get_range(key, 2, 5), store.head(key)
-    finally:
-        store.delete(key)
-    if again.created or content != first:
-        raise StoreError(
-            ErrorCode.STORE_CONFLICT,
-            f"The store {store.url} replaced an object that was there.",
-            "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder.",
-        )
-    if part != first[2:7]:
-        raise StoreError(
-            ErrorCode.STORE_CONFLICT,
-            f"The store {store.url} gave other bytes than the range that was asked for.",
-            "Use a store that honours ranged reads (`Range`), or jobs without --pack.",
-        )
-    if info is None or info.sha256 != hashlib.sha256(first).hexdigest():
-        raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {store.url} gave back other bytes than were put.", "Check the store.")

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from jobs.store.base import IDENTITY_KEY, ObjectInfo, PutResult, establish, probe, read_identity, split_key, split_prefix, store_away
+from jobs.store.base import (
+    IDENTITY_KEY,
+    ObjectInfo,
+    ObjectStore,
+    PutResult,
+    missing_allowed,
+    read_identity,
+    sha256_of,
+    split_key,
+    split_prefix,
+    store_away,
+)
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -18,8 +29,26 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
 
-_FORBIDDEN = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AllAccessDisabled"}
-_FULL = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "XMinioAdminBucketQuotaExceeded"}
+#: What S3 answers, by the name of the error or its status.
+_CODES: Mapping[ErrorCode, set[str | int]] = {
+    ErrorCode.STORE_FULL: {
+        "InsufficientStorage",
+        "QuotaExceeded",
+        "XMinioStorageFull",
+        "StorageFull",
+        "XMinioAdminBucketQuotaExceeded",
+        507,
+    },
+    ErrorCode.STORE_FORBIDDEN: {
+        *("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AllAccessDisabled"),
+        *(401, 403),
+    },
+    ErrorCode.STORE_MISSING: {404},
+    ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
+}
+#: The key is there already; another conditional write to it is under way.
+_EXISTS: set[str | int] = {"PreconditionFailed", 412}
+_CONFLICTS: set[str | int] = {"ConditionalRequestConflict", 409}
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
     ErrorCode.STORE_FORBIDDEN: "Check the S3 credentials and the bucket's policy.",
@@ -34,7 +63,8 @@ def translated(error: Exception, uri: str) -> StoreError:
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, ClientError):
-        code, reason = _code_of(error), f"S3 answered {_name(error) or _status(error)}"
+        name, status = _signs(error)
+        code, reason = _code_of({name, status}), f"S3 answered {name or status}"
     elif isinstance(error, NoCredentialsError | PartialCredentialsError):
         code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
     else:
@@ -42,42 +72,14 @@ def translated(error: Exception, uri: str) -> StoreError:
     return StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code])
 
 
-def refused_delete(first: Mapping[str, str], count: int, url: str) -> StoreError:
-    """The `StoreError` for objects that a request for many did not delete."""
-    reason = first.get("Code", "")
-    code = ErrorCode.STORE_FORBIDDEN if reason in _FORBIDDEN else ErrorCode.STORE_UNREACHABLE
-    return StoreError(code, f"S3 answered {reason or 'with an error'} and did not delete {count} objects of {url}.", _ADVICE[code])
+def _code_of(signs: set[str | int]) -> ErrorCode:
+    return next((code for code, known in _CODES.items() if known & signs), ErrorCode.STORE_UNREACHABLE)
 
 
-def exists(error: ClientError) -> bool:
-    """The key was there (412)."""
-    return _status(error) == 412 or _name(error) == "PreconditionFailed"
-
-
-def conflicts(error: ClientError) -> bool:
-    """Another conditional write to the key is under way (409)."""
-    return _status(error) == 409 or _name(error) == "ConditionalRequestConflict"
-
-
-def _code_of(error: ClientError) -> ErrorCode:
-    name, status = _name(error), _status(error)
-    if name in _FULL or status == 507:
-        return ErrorCode.STORE_FULL
-    if name in _FORBIDDEN or status in (401, 403):
-        return ErrorCode.STORE_FORBIDDEN
-    if status == 404:
-        return ErrorCode.STORE_MISSING
-    if name == "KeyTooLongError":
-        return ErrorCode.STORE_BAD_KEY
-    return ErrorCode.STORE_UNREACHABLE
-
-
-def _name(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+def _signs(error: ClientError) -> tuple[str, int]:
+    """The name of an error and its status."""
+    response: Mapping[str, Any] = error.response
+    return str(response.get("Error", {}).get("Code", "")), int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 CONNECT_TIMEOUT_SECONDS = 5
@@ -85,7 +87,6 @@ READ_TIMEOUT_SECONDS = 60
 MAX_ATTEMPTS = 5
 #: Two writers at one key at the same moment: S3 answers 409 to one, which tries again and then learns who won.
 CONFLICT_ATTEMPTS = 6
-_CHUNK_BYTES = 1 << 20
 _METADATA_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 Result = TypeVar("Result")
@@ -106,7 +107,7 @@ class S3Settings(Protocol):
     def addressing_style(self) -> str: ...
 
 
-class S3Store:
+class S3Store(ObjectStore):
     """Objects under `s3://bucket/prefix`. Made without a request; safe to share between threads."""
 
     remote: ClassVar[bool] = True
@@ -120,46 +121,20 @@ class S3Store:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         self.url = f"s3://{bucket}/{self.prefix}".rstrip("/")
-        self.root: Path | None = None
+        self.root = None
         self._client = make_client(settings)
         self._identity: str | None = None
-
-    def establish(self, identity: str | None = None) -> str:
-        """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one."""
-        return establish(self, identity)
 
     def confirm(self, identity: str | None) -> None:
         """Proves that the store has this identity, with which each later doubt is settled. Raises `store.unreachable`."""
         if identity is None:
             return
-        try:
+        found: str | None = None
+        with missing_allowed():
             found = read_identity(self._answer(IDENTITY_KEY, lambda: self._get(IDENTITY_KEY)["Body"].read()))
-        except StoreError as error:
-            if error.code is not ErrorCode.STORE_MISSING:
-                raise
-            raise store_away(self.url, None, identity) from error
         if found != identity:
             raise store_away(self.url, found, identity)
         self._identity = identity
-
-    def put(
-        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
-    ) -> PutResult:
-        """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
-        return self._put(key, lambda: data, hashlib.sha256(data).digest(), len(data), content_type, metadata or {})
-
-    def put_file(
-        self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
-    ) -> PutResult:
-        """As `put`, with the content of a local file, streamed; S3 takes a maximum of 5 GiB."""
-        with path.open("rb") as file:
-            digest, size = hashlib.file_digest(file, "sha256").digest(), file.tell()
-
-            def rewound() -> BinaryIO:
-                file.seek(0)
-                return file
-
-            return self._put(key, rewound, digest, size, content_type, metadata or {})
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises `store.missing`."""
@@ -174,22 +149,24 @@ class S3Store:
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`; a connection lost while reading is `store.unreachable`."""
-        response = self._sought(key, lambda: self._get(key))
-        return cast(BinaryIO, _Body(response["Body"], self.uri(key)))
+        return self.opened(key, self._name(key))
 
-    def head(self, key: str) -> ObjectInfo | None:
-        """The object's facts, or None. Where the server keeps no SHA-256 the object is read to know it."""
-        try:
-            response = self._sought(key, lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"))
-        except StoreError as error:
-            if error.code is ErrorCode.STORE_MISSING:
-                return None
-            raise
+    def opened(self, key: str, name: str) -> BinaryIO:
+        """As `open`, by the object's whole name, whatever it looks like."""
+        response = self._sought(key, lambda: self._client.get_object(Bucket=self.bucket, Key=name))
+        return cast(BinaryIO, _Body(response["Body"], f"s3://{self.bucket}/{name}"))
+
+    def _facts(self, key: str) -> ObjectInfo:
+        response = self._sought(key, lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"))
         metadata = {name: unquote(value) for name, value in response.get("Metadata", {}).items()}
         checksum = response.get("ChecksumSHA256", "")
         # A checksum of a multipart upload ends in -PARTS and is not the content's.
-        known = base64.b64decode(checksum).hex() if checksum and "-" not in checksum else ""
-        return ObjectInfo(key, int(response["ContentLength"]), known or self._read_sha256(key), metadata)
+        if checksum and "-" not in checksum:
+            sha256 = base64.b64decode(checksum).hex()
+        else:
+            with self.open(key) as stream:
+                sha256 = sha256_of(stream)
+        return ObjectInfo(key, int(response["ContentLength"]), sha256, metadata)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in key order, a page of 1,000 at a time."""
@@ -215,7 +192,10 @@ class S3Store:
         wanted = {"Objects": [{"Key": self._name(key)} for key in keys], "Quiet": True}
         answer = self._call(keys[0], lambda: self._client.delete_objects(Bucket=self.bucket, Delete=wanted))
         if refused := answer.get("Errors"):
-            raise refused_delete(refused[0], len(refused), self.url)
+            reason = refused[0].get("Code", "")
+            code = ErrorCode.STORE_FORBIDDEN if _code_of({reason}) is ErrorCode.STORE_FORBIDDEN else ErrorCode.STORE_UNREACHABLE
+            message = f"S3 answered {reason or 'with an error'} and did not delete {len(refused)} objects of {self.url}."
+            raise StoreError(code, message, _ADVICE[code])
 
     def sync(self) -> None:
         """Proves that the bucket is still the one that was confirmed; a put that was answered is durable."""
@@ -224,10 +204,6 @@ class S3Store:
     def uri(self, key: str) -> str:
         """The object's `s3://` address."""
         return f"s3://{self.bucket}/{self._name(key)}"
-
-    def check(self) -> None:
-        """Proves that the bucket can be written, read and honours `If-None-Match`, with a probe object. Raises `StoreError`."""
-        probe(self)
 
     def _name(self, key: str) -> str:
         split_key(key)
@@ -242,50 +218,48 @@ class S3Store:
         try:
             return self._client.get_object(Bucket=self.bucket, Key=self._name(key), Range=asked)["Body"].read()
         except ClientError as error:
-            if _status(error) == 416:
+            if _signs(error)[1] == 416:
                 # The object ends before the range begins.
                 return b""
             raise
 
-    def _put(
-        self, key: str, body: Callable[[], Any], digest: bytes, size: int, content_type: str, metadata: Mapping[str, str]
-    ) -> PutResult:
+    def _put(self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+        if isinstance(content, bytes):
+            sha256, size = hashlib.sha256(content).hexdigest(), len(content)
+        else:
+            sha256, size = sha256_of(content), content.tell()
         request = {
             "Bucket": self.bucket,
             "Key": self._name(key),
             "IfNoneMatch": "*",
-            "ChecksumSHA256": base64.b64encode(digest).decode(),
+            "ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(),
             "ContentType": content_type,
             "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in metadata.items()},
         }
         for attempt in range(CONFLICT_ATTEMPTS):
-            outcome = self._call(key, lambda: self._put_once(body, request))
+            outcome = self._call(key, lambda: self._put_once(content, request))
             if outcome == "created":
-                return PutResult(ObjectInfo(key, size, digest.hex(), dict(metadata)), created=True)
+                return PutResult(ObjectInfo(key, size, sha256, dict(metadata)), created=True)
             if outcome == "exists" and (info := self.head(key)) is not None:
                 return PutResult(info, created=False)
             time.sleep(0.05 * 2**attempt)
         raise StoreError(ErrorCode.STORE_UNREACHABLE, f"Other writers kept {self.uri(key)} busy.", "It is tried again later.")
 
-    def _put_once(self, body: Callable[[], Any], request: dict[str, Any]) -> str:
+    def _put_once(self, content: bytes | BinaryIO, request: dict[str, Any]) -> str:
         from botocore.exceptions import ClientError
 
         try:
-            self._client.put_object(Body=body(), **request)
+            if not isinstance(content, bytes):
+                content.seek(0)
+            self._client.put_object(Body=content, **request)
         except ClientError as error:
-            if exists(error):
+            signs = {*_signs(error)}
+            if signs & _EXISTS:
                 return "exists"
-            if conflicts(error):
+            if signs & _CONFLICTS:
                 return "busy"
             raise
         return "created"
-
-    def _read_sha256(self, key: str) -> str:
-        digest = hashlib.sha256()
-        with self.open(key) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
 
     def _sought(self, key: str, request: Callable[[], Result]) -> Result:
         """The answer to a request for an object. That it is missing is believed where the identity is there before and after."""
@@ -320,14 +294,17 @@ class S3Store:
             raise translated(error, f"s3://{self.bucket}/{self.prefix}{key}") from error
 
 
-class _Body:
+class _Body(io.RawIOBase):
     """A response's body whose broken connections are `StoreError`s."""
 
     def __init__(self, body: Any, uri: str) -> None:
         self._body = body
         self._uri = uri
 
-    def read(self, size: int = -1) -> bytes:
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
         from botocore.exceptions import BotoCoreError
 
         try:
@@ -335,14 +312,14 @@ class _Body:
         except (BotoCoreError, OSError) as error:
             raise translated(error, self._uri) from error
 
+    def readinto(self, buffer: Any, /) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     def close(self) -> None:
         self._body.close()
-
-    def __enter__(self) -> _Body:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
 
 def make_client(settings: S3Settings | None) -> Any:
@@ -367,16 +344,17 @@ def make_client(settings: S3Settings | None) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    secret = settings.secret_access_key if settings else None
+    given: dict[str, Any] = {}
+    if settings is not None:
+        secret = settings.secret_access_key
+        given = {
+            "endpoint_url": settings.endpoint_url,
+            "region_name": settings.region,
+            "aws_access_key_id": settings.access_key_id,
+            "aws_secret_access_key": secret if isinstance(secret, str) or secret is None else secret.get_secret_value(),
+        }
     try:
-        return boto3.Session().client(
-            "s3",
-            endpoint_url=(settings.endpoint_url if settings else None) or None,
-            region_name=(settings.region if settings else None) or None,
-            aws_access_key_id=(settings.access_key_id if settings else None) or None,
-            aws_secret_access_key=(secret if isinstance(secret, str) or secret is None else secret.get_secret_value()) or None,
-            config=config,
-        )
+        return boto3.Session().client("s3", config=config, **{name: value for name, value in given.items() if value})
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"S3 cannot be set up: {error}.", "Check the `s3` settings.") from error
 
@@ -392,11 +370,4 @@ def split_s3_url(url: str) -> tuple[str, str]:
 def open_s3_object(url: str, settings: S3Settings | None) -> BinaryIO:
     """Any object of any bucket as a stream, whatever its key looks like. Raises `StoreError`."""
     bucket, key = split_s3_url(url)
-    client = make_client(settings)
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        response = client.get_object(Bucket=bucket, Key=key)
-    except (ClientError, BotoCoreError) as error:
-        raise translated(error, url) from error
-    return cast(BinaryIO, _Body(response["Body"], url))
+    return S3Store(bucket, "", settings).opened(key, key)

@@ -7,29 +7,13 @@
 // registers.
 #include "common.cuh"
 #include "wgmma.cuh"
+#include "codec_tiles.cuh"
 
 namespace {
 
 constexpr int C = 96, TAPS = 7, GROUPS_OF_8 = C / 8, STEPS_OF_16 = C / 16, MAX_DILATION = 9, M = 64, WARPGROUP = 128;
 constexpr int TAP_BYTES = C * C * 2, WEIGHT_BYTES = (TAPS + 1) * TAP_BYTES;  // the taps, oldest first, then the second weight
 constexpr int ALONG_K = C * 16;                                              // from 8 values of k to the next, in a weight
-enum Parameter { BIAS1, FREQUENCY1, GAIN1, BIAS2, FREQUENCY2, GAIN2, PARAMETERS };
-
-struct Args {
-    const bf16 *a, *residual;
-    const char* weights;
-    const float* parameters[PARAMETERS];  // [C]; the last two are null without `active`
-    bf16 *raw, *active;                   // null where not wanted
-    const int* ends;                      // null: all rows are whole
-    long long active_stride;              // values from a row of `active` to the next
-    int rows, steps, lead, dilation, open_ends;  // open_ends: what lies behind an end may be left as it was
-};
-
-struct TensorArgs {
-    Args p;
-    TensorMap map;  // of `a`: boxes of 32 channels x the steps of a tile with what its taps reach back for
-};
-
 constexpr int WARPGROUPS = 2, STAGES = 2, TILE = M * WARPGROUPS, THREADS = WARPGROUPS * WARPGROUP + 32;
 constexpr int BOXES = 3, STEP_BYTES = 64;  // of a box
 constexpr int BOX = (TILE + (TAPS - 1) * MAX_DILATION + 7) / 8 * 8 * STEP_BYTES;
@@ -49,49 +33,16 @@ static_assert(sizeof(Shared) + 1024 <= 232448, "the shared memory of a block");
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, int parity) {
     while (!arrived(barrier, parity)) {}
 }
-__device__ __forceinline__ float snake(float x, float frequency, float gain) {
-    const float sine = fast_sine(x * frequency);
-    return x + gain * sine * sine;
-}
-
-// The tiles of a block, in order: its share of those with steps in front of their row's end or, with `behind`, of the others.
-struct Tiles {
-    const Args& p;
-    const bool behind;
-    int row = -1, start, end = 0, limit = 0;  // limit: where those tiles of the row end
-    int item = 0;                             // tiles before this one
-
-    __device__ __forceinline__ explicit Tiles(const Args& arguments, bool others = false)
-        : p(arguments), behind(others), start(static_cast<int>(blockIdx.x) * TILE) {
-        settle();
-    }
-    __device__ __forceinline__ bool found() const { return row < p.rows; }
-    __device__ __forceinline__ void next() {
-        item += 1, start += static_cast<int>(gridDim.x) * TILE;
-        settle();
-    }
-    __device__ __forceinline__ int stage() const { return item % STAGES; }
-    __device__ __forceinline__ int parity() const { return item / STAGES & 1; }
-
-private:
-    __device__ __forceinline__ static int whole(int steps) { return (steps + TILE - 1) / TILE * TILE; }
-    // Goes on to the row that has the tile, where this one has too few.
-    __device__ __forceinline__ void settle() {
-        while (start >= limit && ++row < p.rows) {
-            start -= limit;
-            end = p.ends == nullptr ? p.steps : p.ends[row];
-            limit = whole(behind ? p.steps : end);
-            if (behind) start += whole(end);
-        }
-    }
-};
+using Tiles96 = Tiles<TILE>;
+__device__ __forceinline__ int stage_of(const Tiles96& tiles) { return tiles.item % STAGES; }
+__device__ __forceinline__ int parity_of(const Tiles96& tiles) { return tiles.item / STAGES & 1; }
 
 // One thread copies all tiles.
 __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
     const int reach = (TAPS - 1) * p.dilation;
-    for (Tiles tiles(p); tiles.found(); tiles.next()) {
-        const int stage = tiles.stage();
-        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
+    for (Tiles96 tiles(p); tiles.found(); tiles.next()) {
+        const int stage = stage_of(tiles);
+        wait_for(&s.barriers.empty[stage], parity_of(tiles) ^ 1);
         arrive_expecting(&s.barriers.full[stage], (TILE + reach) * C * 2);
         for (int box = 0; box < BOXES; ++box)
             tensor_copy(s.stages[stage][box], map, box * 32, p.lead + tiles.start - reach, tiles.row, &s.barriers.full[stage]);
@@ -111,14 +62,14 @@ struct Multiplier {
         : p(arguments), s(shared), warpgroup(number), thread(threadIdx.x % WARPGROUP), quad(threadIdx.x % 4) {}
 
     // The thread's first step, and where its first channels of it are in a [rows, steps, C] tensor. The second step is 8 further on.
-    __device__ __forceinline__ int step_of(const Tiles& tiles) const {
+    __device__ __forceinline__ int step_of(const Tiles96& tiles) const {
         return tiles.start + warpgroup * M + thread / 32 * 16 + thread % 32 / 4;
     }
-    __device__ __forceinline__ long long place_of(const Tiles& tiles) const {
+    __device__ __forceinline__ long long place_of(const Tiles96& tiles) const {
         return (static_cast<long long>(tiles.row) * p.steps + step_of(tiles)) * C + quad * 8;
     }
 
-    __device__ __forceinline__ void read_residual(const Tiles& tiles) {
+    __device__ __forceinline__ void read_residual(const Tiles96& tiles) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of a step that is not there it is any other one's: its result is not stored
             const int step = min(step_of(tiles) + half * 8, p.steps - 1);
@@ -179,7 +130,7 @@ struct Multiplier {
     }
 
     // The second weight's columns lie so that of each 32 channels a thread has 8 that follow each other.
-    __device__ __forceinline__ void write(const float (&d)[C / 2], const Tiles& tiles) {
+    __device__ __forceinline__ void write(const float (&d)[C / 2], const Tiles96& tiles) {
         bf16* const raw_at = p.raw + place_of(tiles);
         bf16* const active_at = p.active + tiles.row * p.active_stride + static_cast<long long>(step_of(tiles)) * C + quad * 8;
 #pragma unroll
@@ -206,7 +157,7 @@ struct Multiplier {
             }
         }
     }
-    __device__ __forceinline__ void clear(const Tiles& tiles) {  // a tile behind the row's end
+    __device__ __forceinline__ void clear(const Tiles96& tiles) {  // a tile behind the row's end
         const int steps = min(TILE, p.steps - tiles.start);
         bf16* to = p.active + tiles.row * p.active_stride + static_cast<long long>(tiles.start) * C;
 #pragma unroll 1
@@ -221,16 +172,16 @@ struct Multiplier {
     __device__ void run() {
         if (warpgroup == WARPGROUPS - 1) pass_turn(0);
         if (p.ends != nullptr && !p.open_ends && p.active != nullptr)
-            for (Tiles tiles(p, true); tiles.found(); tiles.next()) clear(tiles);
+            for (Tiles96 tiles(p, 0, true); tiles.found(); tiles.next()) clear(tiles);
         wait_for(&s.barriers.weights, 0);
-        for (Tiles tiles(p); tiles.found(); tiles.next()) finish(tiles);
+        for (Tiles96 tiles(p); tiles.found(); tiles.next()) finish(tiles);
     }
 
-    __device__ __forceinline__ void finish(const Tiles& tiles) {
-        const int stage = tiles.stage();
+    __device__ __forceinline__ void finish(const Tiles96& tiles) {
+        const int stage = stage_of(tiles);
         float d[C / 2];
         uint32_t hidden[STEPS_OF_16][4];
-        wait_for(&s.barriers.full[stage], tiles.parity());
+        wait_for(&s.barriers.full[stage], parity_of(tiles));
         read_residual(tiles);
         await_turn();
         convolve(d, stage);

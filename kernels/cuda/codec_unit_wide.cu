@@ -8,6 +8,7 @@
 // tensor cores busy.
 #include "common.cuh"
 #include "wgmma.cuh"
+#include "codec_tiles.cuh"
 
 namespace {
 
@@ -18,61 +19,18 @@ constexpr int CHUNK = 32 * CHANNELS * 2, TAP_CHUNKS = CHANNELS / 32, FIRST_CHUNK
 constexpr int CHUNKS = FIRST_CHUNKS + 2 * HALF_CHUNKS, MOST_STAGES = 12, SHARED_BYTES = 226 << 10;
 constexpr int PATIENCE = 1 << 25;  // looks at a barrier before the launch is given up: seconds, where a chunk takes a microsecond
 
-struct Args {
-    const bf16 *a, *residual;
-    const char* weights;  // chunks in the order of use, each as it lies in shared memory
-    const float* parameters[6];  // by `Parameter`
-    bf16 *raw, *active;  // null: not wanted
-    const int* ends;     // null: every row has all steps
-    long long active_stride;  // values from one row of `active` to the next
-    int rows, steps, lead, dilation, open_ends;  // open_ends: what lies behind an end may be left as it was
-};
-enum Parameter { BIAS1, FREQUENCY1, GAIN1, BIAS2, FREQUENCY2, GAIN2 };
-
-struct TensorArgs {
-    Args p;
-    TensorMap map;  // of `a`: boxes of 32 channels x the steps of a piece with what its taps reach back for
-};
-
 // 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on.
 struct Piece {
     long long row;
     int start, end;
 };
 
-// The pieces of a warpgroup: its share of those with steps in front of their row's end or, with `behind`, of the others. In each turn a block
-// takes one for each of its warpgroups; in its last one there may be none for the last warpgroups.
-struct Pieces {
-    const Args& p;
-    const bool behind;
-    int row = -1, start, end = 0, limit = 0;  // limit: where those pieces of the row end
-
-    __device__ __forceinline__ Pieces(const Args& args, int group, bool others = false)
-        : p(args), behind(others), start((group * gridDim.x + blockIdx.x) * STEPS) {
-        settle();
-    }
-    __device__ __forceinline__ bool found() const { return row < p.rows; }
-    __device__ __forceinline__ Piece piece() const { return {row, start, end}; }
-    __device__ __forceinline__ void next() {
-        start += GROUPS * gridDim.x * STEPS;
-        settle();
-    }
-
-private:
-    __device__ __forceinline__ static int whole(int steps) { return (steps + STEPS - 1) / STEPS * STEPS; }
-    // Goes on to the row that has the piece, where this one has too few.
-    __device__ __forceinline__ void settle() {
-        while (start >= limit && ++row < p.rows) {
-            start -= limit;
-            end = p.ends == nullptr ? p.steps : p.ends[row];
-            limit = whole(behind ? p.steps : end);
-            if (behind) start += whole(end);
-        }
-    }
-};
+// The pieces of a warpgroup.
+using Pieces = Tiles<STEPS, GROUPS>;
+__device__ __forceinline__ Piece piece_of(const Pieces& pieces) { return {pieces.row, pieces.start, pieces.end}; }
 
 struct alignas(16) Shared {
-    float parameters[6][CHANNELS];
+    float parameters[PARAMETERS][CHANNELS];
     unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
     unsigned long long brought[GROUPS], free[GROUPS];  // boxes of a warpgroup
     char padding[272];
@@ -127,7 +85,7 @@ __device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& ma
     char* const to = s.ring() + plan.stages * CHUNK + group * plan.activations();
     uint32_t parity = 0;
     for (Pieces pieces(p, group); pieces.found(); pieces.next()) {
-        const Piece piece = pieces.piece();
+        const Piece piece = piece_of(pieces);
         wait_for(&s.free[group], parity ^ 1);
         arrive_expecting(&s.brought[group], (STEPS + plan.reach) * CHANNELS * 2);
         for (int box = 0; box < TAP_CHUNKS; ++box)
@@ -210,11 +168,6 @@ struct Worker {
     __device__ __forceinline__ float2 pair(Parameter which, int n) const {
         return *reinterpret_cast<const float2*>(&s.parameters[which][n * 8 + q * 2]);
     }
-    __device__ __forceinline__ float snake(float v, float frequency, float gain) const {
-        const float wave = fast_sine(v * frequency);
-        return v + gain * wave * wave;
-    }
-
     __device__ __forceinline__ void second_product(
         float (&total)[48], const uint32_t (&hidden)[48], uint4 (&residual)[6], const Piece& piece, int half) {
 #pragma unroll
@@ -298,7 +251,7 @@ struct Worker {
     __device__ __forceinline__ void clear() const {
         if (p.ends == nullptr || p.open_ends || p.active == nullptr) return;
         for (Pieces pieces(p, group, true); pieces.found(); pieces.next()) {
-            const Piece piece = pieces.piece();
+            const Piece piece = piece_of(pieces);
             bf16* to = p.active + piece.row * p.active_stride + piece.start * CHANNELS;
             for (int i = thread; i < min(STEPS, p.steps - piece.start) * SLABS; i += 128)
                 *reinterpret_cast<uint4*>(to + i * 8) = make_uint4(0, 0, 0, 0);
@@ -324,7 +277,7 @@ struct Worker {
                 skip();
                 continue;
             }
-            const Piece piece = pieces.piece();
+            const Piece piece = piece_of(pieces);
             await_activations();
             float total[96] = {};
             uint32_t hidden[48];
@@ -338,7 +291,7 @@ struct Worker {
 
 __device__ __forceinline__ void prepare(const Args& p, Shared& s) {
 #pragma unroll
-    for (int i = 0; i < 6; ++i)
+    for (int i = 0; i < PARAMETERS; ++i)
         if (threadIdx.x < CHANNELS && p.parameters[i] != nullptr) s.parameters[i][threadIdx.x] = p.parameters[i][threadIdx.x];
     if (threadIdx.x == 0) {
         for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], WORKERS / 32);

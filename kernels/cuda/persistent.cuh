@@ -5,7 +5,6 @@
 // a codebook are one more exchange, and every block draws the code by itself.
 #pragma once
 #include "persistent_chain.cuh"
-#include "persistent_draw.cuh"
 
 namespace {
 
@@ -126,6 +125,33 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         });
     }
 
+    // The code that these logits, bfloat16 values, and 32 random bits give; logits beyond the codes are -infinity.
+    template <class Drawer, int EACH>
+    __device__ int draw(const Drawer& team, const float (&logit)[EACH], const DrawSettings& settings, unsigned word) const {
+        if (settings.greedy) return team.likeliest(logit);
+        float scaled[EACH], likely[EACH], top = -INFINITE, total = 0.f;
+        unsigned key[EACH], weight[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            scaled[i] = __fdiv_rn(logit[i], settings.temperature);
+            key[i] = ordered(logit[i]);
+            top = fmaxf(top, scaled[i]);
+        }
+        if (team.thread == 0) team.board.code = S::CODES - 1;
+        top = team.together(top, team.board.floats, Most());
+        const int k = settings.top_k > 0 ? min(settings.top_k, S::CODES) : S::CODES;
+        const unsigned threshold = k < S::CODES ? team.template kth_largest<16>(key, k) : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) likely[i] = key[i] >= threshold ? expf(scaled[i] - top) : 0.f, total += likely[i];
+        total = team.together(total, team.board.floats, Add());
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
+        if (settings.top_p < 1.f) team.keep_nucleus(likely, weight, settings.top_p);
+        team.choose(weight, word);
+        team.sync();
+        return team.board.code;
+    }
+
     __device__ __forceinline__ void run() {
         using Drawer = typename S::Drawer;
         constexpr int TEAM = S::THREADS / S::ROWS, EACH = 4 * parts(S::CODES, 4 * TEAM);
@@ -150,7 +176,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
 #pragma unroll 1
             for (int layer = 0; layer < S::LAYERS; ++layer) run_layer(step, layer, tokens);
             run_head(tokens);
-            const unsigned word = philox(request.seed, static_cast<unsigned>(request.frame), step + 1);
+            const unsigned word = philox_word(request.seed, static_cast<unsigned>(request.frame), step + 1);
             float logit[EACH];
             this->template receive<EACH / 4>(
                 [&](int i) { return team.code(4 * i) < S::CODES ? S::LOGITS_AT + (row * S::CODES + team.code(4 * i)) / 2 : -1; },
@@ -163,7 +189,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
                 if (team.code(i) >= S::CODES) logit[i] = -INFINITE;
                 else fine = fine && fabsf(logit[i]) < INFINITE;
             }
-            const int code = team.draw(logit, request.settings, word, S::CODES);
+            const int code = draw(team, logit, request.settings, word);
             if (team.thread == 0) {
                 s.codes[row][step + 1] = code;
                 if (block == 0) p.codes[row * (S::BEHIND + 1) + step + 1] = code;
@@ -186,20 +212,8 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         for (int i = thread; i < S::ROWS * parts(p.talker / 8, S::BLOCKS); i += S::THREADS) {
             const int row = i % S::ROWS, at = (block + S::BLOCKS * (i / S::ROWS)) * 8;
             if (at >= p.talker) continue;
-            float sum[8] = {};
-#pragma unroll
-            for (int book = 0; book <= S::BEHIND; ++book) {
-                const uint4 v = *reinterpret_cast<const uint4*>(p.table + (p.starts[book] + s.codes[row][book]) * p.talker + at);
-                const uint32_t four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sum[2 * j] += widen(four[j]).x, sum[2 * j + 1] += widen(four[j]).y;
-            }
-            const uint4 v = *reinterpret_cast<const uint4*>(p.text + s.requests[row].text * p.talker + at);
-            const uint32_t four[4] = {v.x, v.y, v.z, v.w};
-            uint32_t out[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) out[j] = narrow(rounded(sum[2 * j]) + widen(four[j]).x, rounded(sum[2 * j + 1]) + widen(four[j]).y);
-            *reinterpret_cast<uint4*>(p.state_inputs + s.requests[row].slot * p.talker + at) = make_uint4(out[0], out[1], out[2], out[3]);
+            write_next_input<S::BEHIND + 1>(p.state_inputs + s.requests[row].slot * p.talker, p.table, p.text + s.requests[row].text * p.talker,
+                                            p.talker, at, S::BEHIND + 1, [&](int book) { return p.starts[book] + s.codes[row][book]; });
         }
     }
 };

@@ -1,7 +1,7 @@
 // What the persistent kernel is given, how it is cut, and what a block keeps in shared memory.
 #pragma once
 #include "common.cuh"
-#include "persistent_draw.cuh"
+#include "draws.cuh"
 
 namespace {
 
@@ -85,6 +85,12 @@ struct Shape {
     static constexpr int INNER_AT = MIDDLE_AT + TOKENS * WIDTH / 2, STATE_AT = INNER_AT + TOKENS * INNER / 2;
     static constexpr int LOGITS_AT = STATE_AT + TOKENS * WIDTH / 2;
     using Drawer = Team<WARPS / ROWS, 4 * parts(CODES, 4 * THREADS / ROWS)>;
+};
+
+struct DrawSettings {
+    float temperature, top_p;
+    int top_k;
+    bool greedy;
 };
 
 // What a row's slot says; in shared memory, since it is needed seldom.

@@ -1,4 +1,4 @@
-// The kernels of persistent_talker.cuh; kernels/lm_persistent_talker.py says which model takes which.
+// The kernels of persistent_talker.cuh; kernels/lm_persistent.py says which model takes which.
 #include "persistent_talker.cuh"
 
 TALKER(persistent_talker_published_1, 232448, false, PUBLISHED_TALKER, 1, 1)

@@ -1,5 +1,5 @@
 // Products of decoding for many rows that are added to what they came from: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
-// kernels/lm_residual.py says how each is cut, and launches it.
+// kernels/lm_products.py says how each is cut, and launches it.
 //
 // A tile is 128 rows of a times 128 rows of the weights; the blocks of a cluster have parts of the inner size of the same tile. Each of two
 // warpgroups multiplies 64 of the rows; a thread beside them asks for pieces of 64 values of both into a ring, the first weights while the

@@ -1,7 +1,10 @@
-"""A codec's `ConvStack` on fused ops: each op applies the snake of the next one, so that every value is activated once.
+"""A codec on fused ops: its `ConvStack`, and what stands in front of it.
 
-It does the arithmetic of the plain stack in the same order of rounding; what it keeps of the past are activated inputs, so its stream
-states are its own.
+In the stack each op applies the snake of the next one, so that every value is activated once. It does the arithmetic of the plain stack in
+the same order of rounding; what it keeps of the past are activated inputs, so its stream states are its own.
+
+The front has five kernels a layer of the transformer and three a ConvNeXt block. Linear maps that follow each other are one, and scales
+stand in the weights beside them: the function is the same, and its states are those of the plain modules.
 """
 
 from __future__ import annotations
@@ -13,17 +16,29 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import kernels.codec_ops  # noqa: F401  (registers the ops)
 from kernels import codec_cuda
+from kernels.codec_ops import GELU, PLAIN, SWIGLU
 from kernels.registry import to_device
 from kernels.toolchain import TRITON_ADVICE, triton_fault
-from pipelines.codec.blocks import ConvStack, Past, Snake, StateSpan, UpsampleBlock
+from pipelines.codec.blocks import (
+    CONVNEXT_EPS,
+    CausalConv,
+    ConvNeXt,
+    ConvStack,
+    Past,
+    Snake,
+    StateSpan,
+    TransformerLayer,
+    UpsampleBlock,
+    UpsampleLayers,
+    WindowTransformer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,27 +49,8 @@ HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
 
-
-class SnakeParameters(Protocol):
-    """float32 [channels] each."""
-
-    @property
-    def frequency(self) -> Tensor: ...
-    @property
-    def gain(self) -> Tensor: ...
-
-
-class UnitWeights(Protocol):
-    """What `FusedUnit` is made of: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; the inner snake."""
-
-    weight1: Tensor
-    bias1: Tensor
-    weight2: Tensor
-    bias2: Tensor
-    dilation: int
-
-    @property
-    def second(self) -> SnakeParameters: ...
+#: Weight [out, in] and bias of a linear map.
+Linear = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,11 @@ class _Next:
 class FusedUnit:
     """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the snake of the next op."""
 
-    def __init__(self, unit: UnitWeights, after: SnakeParameters) -> None:
+    def __init__(self, unit: Any, after: Any) -> None:
+        """`unit`: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; biases; dilation; the inner snake `second`.
+
+        A snake has `frequency` and `gain`, float32 [channels] each.
+        """
         self._dilation, self._after = unit.dilation, (after.frequency, after.gain)
         self._taps = unit.weight1.shape[2]
         self._whole = len(unit.bias1) <= WIDEST_UNIT
@@ -225,3 +225,100 @@ def codec_kernels() -> bool:
         return True
     log.warning("%s Codecs run as single PyTorch ops instead of fused kernels, which is slower. %s", fault, TRITON_ADVICE)
     return False
+
+
+class _Layer:
+    """A transformer layer: norm and projection, attention, output, norm and SwiGLU, output. The norms and layer scales are folded in."""
+
+    def __init__(self, layer: TransformerLayer, window: int) -> None:
+        weights = layer.weights
+        self._eps, self._span, self._window = layer.eps, layer.span, window
+        self._kv_heads = layer.kv_width // layer.head_dim
+        self._heads = len(weights.qkv) // layer.head_dim - 2 * self._kv_heads
+        self._qkv = _packed(weights.qkv.float() * weights.norm1.float(), weights.qkv.dtype)
+        self._out = _packed(weights.scale1.float()[:, None] * weights.out.float(), weights.out.dtype)
+        self._gate_up = _packed(weights.gate_up.float() * weights.norm2.float(), weights.gate_up.dtype)
+        self._down = _packed(weights.scale2.float()[:, None] * weights.down.float(), weights.down.dtype)
+
+    def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None) -> Tensor:
+        """x: [B, T, dim] -> [B, T, dim]; cosine, sine: float32 [B or 1, T, head_dim / 2]."""
+        before = kept = positions = None
+        if past is not None:
+            at = slice(self._span.offset, self._span.end)
+            before, kept, positions = past.before[:, at], past.after[:, at], past.positions
+        qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
+        heard = _ops.codec_window_attention(qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window)
+        x = _ops.codec_product(heard, self._out, None, x, None, PLAIN)
+        inner = _ops.codec_product(x, self._gate_up, None, None, self._eps, SWIGLU)
+        return _ops.codec_product(inner, self._down, None, x, None, PLAIN)
+
+
+class _ConvNeXt:
+    """A ConvNeXt block: convolution and norm, wide product, narrow product."""
+
+    def __init__(self, block: ConvNeXt) -> None:
+        conv, dtype = block.depthwise, block.wide_weight.dtype
+        self._span, self._taps, self._bias = conv.span, conv.weight[:, 0].T.float().contiguous(), conv.bias.float()
+        wide, gamma = block.wide_weight.float(), block.gamma.float()
+        self._wide = _packed(wide * block.norm_weight.float(), dtype)
+        self._wide_bias = block.wide_bias.float() + wide @ block.norm_bias.float()
+        self._narrow = _packed(gamma[:, None] * block.narrow_weight.float(), dtype)
+        self._narrow_bias = gamma * block.narrow_bias.float()
+
+    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
+        history = None if past is None else past.swap(self._span, x)
+        hidden = _ops.codec_depthwise_norm(x, history, self._taps, self._bias, CONVNEXT_EPS)
+        hidden = _ops.codec_product(hidden, self._wide, self._wide_bias, None, None, GELU)
+        return _ops.codec_product(hidden, self._narrow, self._narrow_bias, x, None, PLAIN)
+
+
+class FusedFront:
+    """From the sums of codebook vectors to upsampled latents: [B, T, codebook_dim] -> [B, T * factors, latent].
+
+    The entry is folded into the convolution before it; the last norm and the exit are folded into the first repetition.
+    """
+
+    def __init__(self, conv: CausalConv, entry: Linear, transformer: WindowTransformer, exit_: Linear, upsample: UpsampleLayers) -> None:
+        """`conv`, then the linear map `entry`, the transformer, the linear map `exit_`, and at least one upsampling."""
+        dtype, (into, into_bias), (out, out_bias) = conv.weight.dtype, entry, exit_
+        self._conv_span, self._conv_taps = conv.span, conv.weight.shape[2]
+        self._conv = tap_major(torch.einsum("hl,ldk->hdk", into.float(), conv.weight.float())).to(dtype)
+        self._conv_bias = into.float() @ conv.bias.float() + into_bias.float()
+        self._layers = [_Layer(layer, transformer.window) for layer in transformer.layers]
+        self._eps, self._rotary = transformer.eps, transformer.rotary
+        first = upsample.layers[0][0]
+        wide = first.weight.float()
+        exits = _packed(wide @ (out.float() * transformer.norm.float()), dtype), first.bias.float() + wide @ out_bias.float()
+        repeats = [exits, *((_packed(repeat.weight, dtype), repeat.bias.float()) for repeat, _ in upsample.layers[1:])]
+        self._upsample = [(repeat.factor, *made, _ConvNeXt(block)) for made, (repeat, block) in zip(repeats, upsample.layers)]
+
+    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
+        steps, lead, positions = x.shape[1], 0, torch.arange(x.shape[1], device=x.device)[None]
+        if past is not None:
+            lead, positions = self._conv_span.steps, past.positions[:, None] + positions
+            x = torch.cat((past.swap(self._conv_span, x), x), dim=1)
+        hidden = x.new_empty(len(x), steps, len(self._conv_bias))
+        _ops.codec_active_conv(x, lead, self._conv, self._conv_bias, self._conv_taps, 1, None, hidden, None, 0, None, None)
+        cosine, sine = (table[:, 0].chunk(2, dim=-1)[0].contiguous() for table in self._rotary(positions, torch.float32))
+        for layer in self._layers:
+            hidden = layer(hidden, cosine, sine, past)
+        eps: float | None = self._eps
+        for factor, weight, bias, block in self._upsample:
+            rows, steps, _ = hidden.shape
+            hidden = block(_ops.codec_product(hidden, weight, bias, None, eps, PLAIN).view(rows, steps * factor, -1), past)
+            eps = None
+        return hidden
+
+
+def prepared_front(
+    conv: CausalConv, entry: Linear, transformer: WindowTransformer, exit_: Linear, upsample: UpsampleLayers, device: torch.device
+) -> FusedFront:
+    """The front on fused ops, which have kernels on a GPU with Triton in bfloat16 and run as their twins elsewhere."""
+    if device.type == "cuda" and codec_kernels():
+        import_module("kernels.codec_front_triton")
+    return FusedFront(conv, entry, transformer, exit_, upsample)
+
+
+def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A linear map's weight [out, in] as [in, out]."""
+    return weight.T.to(dtype).contiguous()

@@ -73,10 +73,6 @@ class Engine:
         """Adds text to a request that was submitted with open text; see `EngineCore.append`. Never waits."""
         self._call(partial(self.core.append, request, ids, final))
 
-    def abort(self, request_id: str) -> None:
-        """Ends all requests with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
-        self._call(partial(self.core.abort, request_id))
-
     def cancel(self, request: object) -> None:
         """Ends this one request, or the one of this origin; its receiver hears `synth.aborted`. Does nothing when it is over."""
         self._call(partial(self.core.abort, request))

@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import paged_prefill_attention
+from kernels.attention import PackedRuns, paged_prefill_attention
 from kernels.frame import FrameTensors
 from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags
-from kernels.varlen_attention import PackedRuns
 from pipelines.engine.state import PagedKV, SlotState
 
 

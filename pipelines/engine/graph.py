@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import PackedPrompts
 from kernels.cuda_graphs import FRAME_PRIORITY, GraphPool, capture
 from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
-from kernels.prefill_triton import prefill_packed, prefill_padded
+from kernels.prefill import prefill_packed, prefill_padded
 from kernels.registry import send
-from kernels.varlen_attention import PackedPrompts
 from pipelines.engine.buckets import Buckets, buckets_for
 from pipelines.engine.executor import EngineOptions, FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.frame_model import FrameModel

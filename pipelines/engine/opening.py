@@ -15,7 +15,7 @@ import torch
 
 from kernels import lm_persistent
 from kernels.cuda_graphs import lacks_memory
-from kernels.frame import Heads, fused_fault
+from kernels.frame import StackTensors, fused_fault
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import BATCH_FRAMES
@@ -24,11 +24,15 @@ from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecuto
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
+from pipelines.nn.config_keys import StackConfig
 
 if TYPE_CHECKING:
     from pipelines.engine.graph import GraphExecutor
 
 log = logging.getLogger(__name__)
+
+#: A stack of layers as it is configured, or loaded.
+Stack = StackConfig | StackTensors
 
 #: Executors that can be asked for.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
@@ -238,7 +242,7 @@ def memory_told() -> Iterator[None]:
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
-def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool, page_size: int = 64, stacks: Sequence[Heads] = ()) -> None:
+def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool, page_size: int = 64, stacks: Sequence[Stack] = ()) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
     loaded."""
     on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
@@ -265,8 +269,8 @@ def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool,
         raise _no_graphs(fault)
 
 
-def _unknown_heads(stacks: Sequence[Heads]) -> str | None:
-    return next((fault for stack in stacks if (fault := fused_fault(stack)) is not None), None)
+def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
+    return next((fault for stack in stacks if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None), None)
 
 
 def _no_graphs(fault: str) -> ConfigError:

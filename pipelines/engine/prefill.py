@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import PackedPrompts
 from kernels.registry import send, to_device
-from kernels.varlen_attention import PackedPrompts
 from pipelines.engine.buckets import BUCKETS, Buckets
 from pipelines.engine.frame_model import PrefillRun
 from pipelines.engine.state import PagedKV, SlotState
@@ -35,8 +35,6 @@ _USUAL = 2048
 
 #: (prompts, pages of new positions, pages before them) that a padded prefill is captured for.
 SHAPES = ((8, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
-#: Up to so many prompts are copied into a graph's inputs one by one.
-_FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +185,9 @@ class PaddedPrefills:
         counts = [len(run.embeddings) for run in runs]
         slots = [*(run.slot for run in runs), *[self._state.dead] * empty]
         send(np.array((slots, [*counts, *[0] * empty]), np.int64), row.runs)
-        if len(runs) <= _FEW:
-            for at, run in enumerate(runs):
-                row.embeddings[at * new : at * new + len(run.embeddings)].copy_(run.embeddings)
-        else:
-            targets = np.concatenate([np.arange(at * new, at * new + count) for at, count in enumerate(counts)])
-            sent = to_device(torch.from_numpy(targets), row.embeddings.device)
-            row.embeddings.index_copy_(0, sent, torch.cat([run.embeddings for run in runs]))
+        targets = np.concatenate([np.arange(at * new, at * new + count) for at, count in enumerate(counts)])
+        sent = to_device(torch.from_numpy(targets), row.embeddings.device)
+        row.embeddings.index_copy_(0, sent, torch.cat([run.embeddings for run in runs]))
         row.replay()
 
     @torch.inference_mode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,6 @@ Finish = Literal["eos", "length"]
 
 #: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
-
-
-class PromptLike(Protocol):
-    """A prompt as its family builds it; the engine only needs its length and the text that follows it."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def trailing(self) -> NDArray[np.int64]: ...
 
 
 class FrameReceiver(Protocol):
@@ -54,7 +45,8 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt: PromptLike
+    #: As its family builds it; the engine only needs its length, and the text that follows it: `trailing`, int64.
+    prompt: Any
     sampling: SamplingParams
     seed: int
     max_tokens: int

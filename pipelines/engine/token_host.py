@@ -44,8 +44,8 @@ class NativeHost:
         self._prompt = prompt
         self._prefixes = prefixes
         self._codebooks = codebooks
-        #: Ends the engine's thread, one sequence, or all with one id: those fail with `synth.aborted`.
-        self.close, self.cancel, self.abort, self.stats = engine.close, engine.cancel, engine.abort, engine.stats
+        #: Ends the engine's thread, or one sequence: those fail with `synth.aborted`.
+        self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
 
     @property
     def max_context(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipelines.engine_process.child import PROGRAM, Child
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
@@ -25,15 +24,17 @@ from pipelines.engine_process.messages import (
     Opened,
     RequestFailed,
     RequestRecord,
+    SentRecordings,
     SpeechMade,
     Start,
     Stats,
     Taken,
     ToClient,
+    recordings_of,
+    with_recordings,
 )
-from pipelines.engine_process.recordings import SentRecordings, recordings_of, with_recordings
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
-from pipelines.ipc import close_all, read_shared
+from pipelines.ipc import Child, close_all, read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import (
     AudioChunk,
@@ -55,6 +56,9 @@ from pipelines.request import (
 from pipelines.validation import no_character
 
 log = logging.getLogger(__name__)
+
+#: The child's program, behind the interpreter.
+PROGRAM = ("-m", "pipelines.engine_process.server")
 
 #: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the child never waits for one.
 ON_THE_WAY = 32
@@ -90,7 +94,7 @@ class EngineProcess:
         #: Why `start` takes nothing more.
         self._over: NightjarError | None = None
         self._opened: Future[Opened] = Future()
-        self._child: Child | None = None
+        self._child: Child[ToClient] | None = None
         # The kernel ends the child together with this thread.
         self._host = threading.Thread(target=self._run, args=(Open(model, options or {}),), name="engine-host", daemon=True)
         self._host.start()
@@ -131,11 +135,14 @@ class EngineProcess:
                 self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
             if (error := self._over or self._gone) is not None:
                 raise error
-            self._send(Start(number, wanted, stream))
+            packed = self._packed(Start(number, wanted, stream))
+            # Before it is sent: its first chunk may come at once.
             self._requests[number] = heard
             if not stream:
                 self._on_the_way.add(number)
-        return _OpenText(number, heard, pieces, self._post) if text_open else heard
+            # Inside the lock, so that nothing of the request overtakes it, and it no recording.
+            self._post(*packed)
+        return _OpenText(number, heard, pieces, self._tell_child) if text_open else heard
 
     def stats(self) -> EngineStats:
         """The child's last message about its engine; `broken` when the child is gone."""
@@ -149,7 +156,7 @@ class EngineProcess:
             entries = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
-        self._post(Close())
+        self._tell_child(Close())
         for entry in entries:
             _tell(entry, Failed(_closed()))
         if threading.current_thread() is self._host:
@@ -182,14 +189,6 @@ class EngineProcess:
             hash(recording)
         return wanted, pieces
 
-    def _send(self, message: Start) -> None:
-        """Called inside the lock, so that nothing of the request overtakes it, and it no recording. Raises as `_packed`."""
-        assert self._child is not None
-        packed = self._packed(message)
-        with suppress(OSError):  # the host's thread sees that too, and tells everyone
-            for data in packed:
-                self._child.outbox.post(data)
-
     def _packed(self, message: Start) -> list[bytes]:
         """A request behind the recordings that the child does not have. Raises `InputError` for what cannot be sent."""
         assert self._child is not None
@@ -209,10 +208,15 @@ class EngineProcess:
             advice = "Give shorter recordings."
             raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
 
-    def _post(self, message: Append | Cancel | Close) -> None:
+    def _post(self, *messages: bytes) -> None:
         if self._child is not None:
-            with suppress(OSError):
-                self._child.outbox.post(self._child.channel.pack(message))
+            with suppress(OSError):  # the host's thread sees that too, and tells everyone
+                for message in messages:
+                    self._child.channel.post(message)
+
+    def _tell_child(self, message: Append | Cancel | Close) -> None:
+        if self._child is not None:
+            self._post(self._child.channel.pack(message))
 
     def _open_frontend(self, model: str) -> None:
         """Reads the family's frontend, if it has one. Until then, and without one, the child prepares whole requests."""
@@ -226,13 +230,13 @@ class EngineProcess:
         with self._changed:
             known = self._requests.pop(number, None)
         if known is not None:
-            self._post(Cancel(number))
+            self._tell_child(Cancel(number))
 
     def _run(self, wanted: Open) -> None:
         """The host's thread: the child's life from start to end."""
         reason = "it could not be started"
         try:
-            child = self._child = Child(self._program)
+            child = self._child = Child[ToClient](self._program, ToClient)
             try:
                 self._open(wanted, child)
                 while True:
@@ -243,7 +247,7 @@ class EngineProcess:
                     log.warning("the channel to the engine's process broke: %s", error)
             child.kill()
             reason = child.wait()
-            child.close()
+            child.channel.close()
         except Exception as error:
             log.exception("the engine's host failed")
             self._kill()
@@ -251,15 +255,15 @@ class EngineProcess:
         finally:
             self._end(reason)
 
-    def _open(self, wanted: Open, child: Child) -> None:
+    def _open(self, wanted: Open, child: Child[ToClient]) -> None:
         """Sends the first message."""
         try:
-            child.outbox.post(child.channel.pack(wanted))
+            child.channel.send(wanted)
         except (TypeError, ValueError, OverflowError) as error:
             advice = "Give numbers, texts and lists of them."
             self._opened.set_exception(ConfigError(ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice))
         if self._closed:
-            self._post(Close())
+            self._tell_child(Close())
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""

@@ -1,24 +1,19 @@
-"""What an engine process and its client say to each other. A request has a number of its own, because its id may come twice."""
+"""What an engine process and its client say to each other. A request has a number of its own, because its id may come twice.
+
+The recording of a voice is sent once, and requests name it by a number: a voice speaks many requests, sentence by sentence or item by item,
+and its recording is a thousand times as long as a text.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from pipelines.errors import (
-    ConfigError,
-    EngineCrashError,
-    ErrorCode,
-    InputError,
-    ModelError,
-    NightjarError,
-    NoAudioError,
-    NotFoundError,
-    ServiceError,
-    StoreError,
-    SynthesisError,
-)
+from pipelines.ipc import ErrorRecord, Meta, plain
 from pipelines.request import (
     Capabilities,
     EngineInfo,
@@ -32,58 +27,8 @@ from pipelines.request import (
     SynthesisRequest,
 )
 
-Meta = dict[str, str | int | float | bool]
-
-#: The child's variable with the process id of its client.
-CLIENT_PID = "NIGHTJAR_ENGINE_CLIENT_PID"
-
-_CLASSES: dict[str, type[NightjarError]] = {
-    kind.__name__: kind
-    for kind in (
-        ConfigError,
-        EngineCrashError,
-        InputError,
-        ModelError,
-        NightjarError,
-        NotFoundError,
-        ServiceError,
-        StoreError,
-        SynthesisError,
-    )
-}
-
-
-class ErrorRecord(msgspec.Struct, frozen=True):
-    """A `NightjarError` as it travels."""
-
-    #: The name of its class in `pipelines.errors`, or of the nearest one there.
-    kind: str
-    code: ErrorCode
-    message: str
-    advice: str
-    #: Of a `NoAudioError`.
-    text_out: str | None = None
-    meta: Meta = {}
-
-    @classmethod
-    def of(cls, error: NightjarError) -> ErrorRecord:
-        if isinstance(error, NoAudioError):
-            return cls(NoAudioError.__name__, error.code, error.message, error.advice, error.text_out, plain(error.meta))
-        kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
-        return cls(kind, error.code, error.message, error.advice)
-
-    @property
-    def error(self) -> NightjarError:
-        if self.text_out is not None:
-            return NoAudioError(self.message, self.advice, self.text_out, self.meta)
-        return _CLASSES[self.kind](self.code, self.message, self.advice)
-
-
-def plain(meta: Meta) -> Meta:
-    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number becomes text."""
-    values: dict[str, Any] = meta
-    own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()}
+#: Of the recordings used last, which the child keeps.
+MAXIMUM_BYTES = 64 << 20
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
@@ -216,3 +161,55 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 #: What the client receives.
 ToClient = Opened | NotOpened | Taken | SpeechMade | RequestFailed | ChunkMade | Stats
+
+
+class SentRecordings:
+    """What the child keeps, as its client knows it. Numbers are never used again."""
+
+    def __init__(self, maximum_bytes: int = MAXIMUM_BYTES) -> None:
+        self._maximum_bytes = maximum_bytes
+        self._bytes = 0
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._unused = itertools.count(1)
+
+    def numbered(self, recordings: Sequence[bytes]) -> tuple[list[int], list[Keep]]:
+        """The numbers of the recordings of one request, and those that the child has to be given before it."""
+        new: dict[bytes, int] = {}
+        numbers: list[int] = []
+        for recording in recordings:
+            if recording in self._numbers:
+                self._numbers.move_to_end(recording)
+                numbers.append(self._numbers[recording])
+            else:
+                numbers.append(new.setdefault(recording, next(self._unused)))
+        return numbers, [Keep(number, recording) for recording, number in new.items()]
+
+    def sent(self, given: Sequence[Keep]) -> list[int]:
+        """The child is given these; the numbers of those that it has to forget after the request."""
+        for keep in given:
+            self._numbers[keep.recording] = keep.number
+            self._bytes += len(keep.recording)
+        forgotten: list[int] = []
+        while self._bytes > self._maximum_bytes:
+            recording, number = self._numbers.popitem(last=False)
+            self._bytes -= len(recording)
+            forgotten.append(number)
+        return forgotten
+
+
+def recordings_of(request: RequestRecord | PreparedRequest) -> list[bytes]:
+    """The recordings of a request, in their order."""
+    if isinstance(request, PreparedRequest):
+        return [] if request.recording is None else [request.recording]
+    return [content for _, _, content in request.messages if isinstance(content, bytes)]
+
+
+def with_recordings(request: RequestRecord | PreparedRequest, recordings: Sequence[bytes]) -> RequestRecord | PreparedRequest:
+    """The request with these in the places of its recordings."""
+    if not recordings:
+        return request
+    if isinstance(request, PreparedRequest):
+        return msgspec.structs.replace(request, recording=recordings[0])
+    left = iter(recordings)
+    messages = tuple([(role, kind, next(left) if isinstance(content, bytes) else content) for role, kind, content in request.messages])
+    return msgspec.structs.replace(request, messages=messages)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,11 +16,9 @@ import numpy as np
 
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
-    CLIENT_PID,
     Append,
     Cancel,
     ChunkMade,
-    ErrorRecord,
     Forget,
     Keep,
     NotOpened,
@@ -35,11 +31,11 @@ from pipelines.engine_process.messages import (
     Taken,
     ToChild,
     ToClient,
+    with_recordings,
 )
-from pipelines.engine_process.recordings import with_recordings
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel, close_all, share
+from pipelines.ipc import ORPHANED, Channel, ErrorRecord, close_all, parent_channel, share
 from pipelines.registry import open_pipeline
 from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Event, Failed, Handle, Pipeline, PreparedRequest
 
@@ -49,24 +45,18 @@ log = logging.getLogger(__name__)
 STATS_SECONDS = 0.02
 #: Threads that start streams whose recording is encoded first, or whose text is read here. More would only share the device.
 _STARTING_THREADS = 4
-#: Exit status of a child whose client is gone.
-ORPHANED = 3
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
-    _end_with_client(int(os.environ.pop(CLIENT_PID)))
+    channel = parent_channel(ToChild, die_with_parent=True)
     # The client ends this process, once its work is done. A signal to all processes of a terminal or a service must not do it before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
     status = 1
     try:
-        status = EngineServer(Channel(connection, ToChild)).run()
+        status = EngineServer(channel).run()
     except OSError:
         status = ORPHANED
     except BaseException:
@@ -76,15 +66,6 @@ def main() -> None:
         sys.stderr.flush()
         # What still runs is a library that does not end.
         os._exit(status)
-
-
-def _end_with_client(client: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends. A thread of this process would not do: a library may hold the
-    interpreter for minutes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != client:
-        os._exit(ORPHANED)
 
 
 class _Request:
@@ -107,7 +88,6 @@ class EngineServer:
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
-        self._outbox = channel.outbox("sender")
         self._open: queue.SimpleQueue[Open] = queue.SimpleQueue()
         self._whole: queue.SimpleQueue[Start] = queue.SimpleQueue()
         #: Ends of whole utterances to deliver; None: the client closes.
@@ -131,7 +111,7 @@ class EngineServer:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client reports it
             self._send(NotOpened(ErrorRecord.of(_error_of(error, "The model could not be opened"))))
-            self._outbox.wait()
+            self._channel.flush()
             return 0
         serve_threads()
         threading.Thread(target=self._feed, name="feeder", daemon=True).start()
@@ -289,9 +269,9 @@ class EngineServer:
             close_all(descriptors)
             descriptors, data = [], self._channel.pack(refused)
         try:
-            self._outbox.post(data, descriptors)
+            self._channel.post(data, descriptors)
             if wait:
-                self._outbox.wait()
+                self._channel.flush()
         except OSError as error:
             if wait:
                 raise
@@ -301,13 +281,13 @@ class EngineServer:
 
     def _send(self, message: ToClient) -> None:
         """For the main thread, which waits for a client that does not read, rather than gather speech. Raises `OSError`."""
-        self._outbox.post(self._channel.pack(message))
-        self._outbox.wait()
+        self._channel.send(message)
+        self._channel.flush()
 
     def _post(self, message: ToClient) -> None:
         """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends the process."""
         try:
-            self._outbox.post(self._channel.pack(message))
+            self._channel.send(message)
         except OSError as error:
             log.warning("the client takes no messages: %s", error)
 
@@ -320,3 +300,8 @@ def _error_of(error: Exception, what: str) -> NightjarError:
     if what.startswith("The engine"):
         return SynthesisError(ErrorCode.SYNTH_ENGINE, f"{what}: {error!r}")
     return EngineCrashError(ErrorCode.WORKER_CRASH, f"{what}: {error!r}", "See the log.")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    main()

@@ -20,15 +20,18 @@ from pipelines.codec.blocks import (
     CausalConv,
     ConvNeXt,
     ConvStack,
+    LayerWeights,
     Past,
     ResidualUnit,
     Snake,
     StateLayout,
+    TransformerLayer,
     UpsampleLayers,
+    WindowTransformer,
+    angles,
 )
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
-from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, PickledTensors, TensorSource, shown, take_normed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +18,30 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 63
 
 
+@dataclass(slots=True, eq=False)
 class TurnPlan:
     """What is left to say of one item, and the sequence under way."""
 
-    def __init__(
-        self,
-        request_id: str,
-        conversation: Conversation,
-        texts: Sequence[str],
-        sampling: TokenSampling,
-        frames: int | None,
-        context: int,
-        keep_unfinished: bool,
-    ) -> None:
-        """`texts`: the user messages; `sampling`: of every turn, with its most columns; `frames`: of all turns, None: no limit;
-        `context`: positions that the engine holds; `keep_unfinished`: whether a turn that was cut is followed by the next one.
-        """
-        self.request_id = request_id
-        self.closed = False
-        #: Whether a turn has reached its limit without an end, or there was no time left for one.
-        self.cut = False
-        self._keep_unfinished = keep_unfinished
-        self._conversation = conversation
-        self._texts = texts
-        self._sampling = sampling
-        self._frames = frames
-        self._context = context
-        self._turn = 0
+    request_id: str
+    conversation: Conversation
+    #: The user messages.
+    texts: Sequence[str]
+    #: Of every turn, with its most columns.
+    sampling: TokenSampling
+    #: Of all turns that are left; None: no limit.
+    frames: int | None
+    #: Positions that the engine holds.
+    context: int
+    #: Whether a turn that was cut is followed by the next one.
+    keep_unfinished: bool
+    closed: bool = False
+    #: Whether a turn has reached its limit without an end, or there was no time left for one.
+    cut: bool = False
+    turn: int = 0
+    prompt: Prompt = field(init=False)
+    current: TokenRequest = field(init=False)
+
+    def __post_init__(self) -> None:
         self.prompt = self._ask()
         self.current = self._request(self.prompt)
 
@@ -58,34 +55,34 @@ class TurnPlan:
 
         Raises `InputError` (`input.too_long`) when the dialogue has outgrown the engine.
         """
-        self._turn += 1
+        self.turn += 1
         self.cut |= cut
-        if self._turn == len(self._texts) or not len(frames) or (cut and not self._keep_unfinished):
+        if self.turn == len(self.texts) or not len(frames) or (cut and not self.keep_unfinished):
             return False
-        if self._frames is not None:
-            self._frames -= len(frames)
-            if self._frames < 1:
+        if self.frames is not None:
+            self.frames -= len(frames)
+            if self.frames < 1:
                 self.cut = True
                 return False
-        self._conversation.answer(frames)
+        self.conversation.answer(frames)
         self.current = self._request(self._ask())
         if self.most < 2:
             raise InputError(
                 ErrorCode.INPUT_TOO_LONG,
-                f"The dialogue has outgrown the engine's {self._context} positions before its message {self._turn + 1}.",
+                f"The dialogue has outgrown the engine's {self.context} positions before its message {self.turn + 1}.",
                 "Split it into several lines, or open the model with a larger max_context.",
             )
         return True
 
     def _ask(self) -> Prompt:
-        return self._conversation.ask(self._texts[self._turn], self._turn + 1 < len(self._texts))
+        return self.conversation.ask(self.texts[self.turn], self.turn + 1 < len(self.texts))
 
     def _request(self, prompt: Prompt) -> TokenRequest:
-        most = min(self._sampling.max_tokens, self._context - len(prompt.ids))
-        if self._frames is not None:
-            most = min(most, self._frames + 1)
-        seed = (self._sampling.seed + self._turn * _SEED_STEP) % _SEEDS
-        sampling = replace(self._sampling, max_tokens=max(most, 1), seed=seed)
+        most = min(self.sampling.max_tokens, self.context - len(prompt.ids))
+        if self.frames is not None:
+            most = min(most, self.frames + 1)
+        seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
+        sampling = replace(self.sampling, max_tokens=max(most, 1), seed=seed)
         return TokenRequest(self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -34,9 +32,7 @@ from pipelines.vllm_engine.library import load_vllm
 
 @dataclass(frozen=True, slots=True)
 class FishRequestInfo(TokenRequestInfo[CodecState]):
-    """What results need to know of a request, and the codec that its streams start in."""
-
-    decoder: CodecDecoder
+    """What results need to know of a request."""
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
         """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn has none."""
@@ -45,23 +41,6 @@ class FishRequestInfo(TokenRequestInfo[CodecState]):
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
         return FinishedCodes(tokens.codes, tokens.finish)
-
-    def reader(self) -> FishReader:
-        return FishReader(self.decoder)
-
-
-class FishReader:
-    """A `pipelines.tokens.TokenReader` of frames that are whole as they come."""
-
-    def __init__(self, decoder: CodecDecoder) -> None:
-        self._decoder = decoder
-
-    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        assert codes is not None
-        return codes
-
-    def start(self) -> CodecState:
-        return self._decoder.new_state()
 
 
 class FishStreamer(TokenStreamer[CodecState]):
@@ -76,10 +55,6 @@ class NativeFishStreamer(FishStreamer):
     chunk_frames = ()
 
 
-#: Positions of a sequence: a dialogue of ten minutes with its references and texts.
-_CONTEXT = 16_384
-#: Of the GPU's memory: the LM has nine billion bytes, and the codec works beside it.
-_MEMORY_SHARE = 0.6
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their frames.
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
@@ -114,7 +89,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.slow.max_positions))
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
@@ -125,7 +100,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     config = FishConfig.from_folder(folder)
     stacks = [config.slow, config.fast]
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks)
-    sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
+    sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)
     with torch.inference_mode():
@@ -184,7 +159,7 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished)
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
-        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
+        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished)
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""

@@ -12,11 +12,19 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from kernels.codec_ops import snake_parameters
-from pipelines.codec.blocks import CausalConv, ConvStack, Past, StateLayout, UpsampleLayers
+from pipelines.codec.blocks import (
+    CausalConv,
+    ConvStack,
+    LayerWeights,
+    Past,
+    StateLayout,
+    TransformerLayer,
+    UpsampleLayers,
+    WindowTransformer,
+    angles,
+)
 from pipelines.codec.decoder import CausalDecoder
-from pipelines.codec.fused import prepared_stack
-from pipelines.codec.fused_front import FusedFront, prepared_front
-from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
+from pipelines.codec.fused import FusedFront, prepared_front, prepared_stack
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 

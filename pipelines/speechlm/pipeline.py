@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from pipelines.results import SpeechPipeline
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
-from pipelines.speechlm.lm import Script, StreamSampling, model_spec
-from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
+from pipelines.speechlm.lm import Prompt, Script, StreamSampling, TextCoder, build_prompt, chosen_messages, model_spec
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmStreamer, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenRequest
@@ -31,10 +28,6 @@ from pipelines.validation import bounded, bounded_top_k, check_room, check_seed,
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
-#: Positions of a sequence, as the published servers have it.
-_CONTEXT = 16_384
-#: Of the GPU's memory: the tower and the codec have about 2 GB, and work beside the backbone.
-_MEMORY_SHARE = 0.85
 _CODEC_BATCH = 64
 #: Recordings whose features are kept.
 _RECORDINGS = 64
@@ -76,8 +69,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         windows = chosen.n_window, chosen.window_infer
         encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    wanted = chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.backbone.max_positions)
-    host = VllmHost(model_spec(config, chosen.share_prefixes), wanted)
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
 
@@ -105,7 +97,6 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self.capabilities = CAPABILITIES
         self._options = options
         self._heard: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
-        self._pairs = itertools.count()
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
@@ -126,18 +117,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        info = SpeechLmRequestInfo(
-            task.text,
-            self.sample_rate,
-            meta,
-            self._options.keep_unfinished,
-            self.config,
-            self.coder,
-            script,
-            self._pair_name,
-            self.host.submit,
-            self.host.cancel,
-        )
+        parts = self.config, self.coder, script, self.host
+        info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, *parts)
         return script.first_request(self.config), info
 
     def _script(self, request: SynthesisRequest, mode: Mode, prompt: Prompt, features: list[Tensor], salt: str | None, room: int) -> Script:
@@ -190,6 +171,3 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
 
         samples, _ = decode(recording, SAMPLE_RATE, max_seconds=2 * TOWER_SECONDS)
         return self.encoder.encode(samples)
-
-    def _pair_name(self) -> str:
-        return f"{os.getpid()}-{next(self._pairs)}"

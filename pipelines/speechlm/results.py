@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,14 +15,15 @@ from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisEr
 from pipelines.request import AudioChunk, Listener, Speech
 from pipelines.results import FinishedCodes, RequestInfo, Utterance
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import ModelOutput, Script, deinterleave, read_output
-from pipelines.speechlm.prompt import TextCoder
-from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
+from pipelines.speechlm.lm import ModelOutput, Script, TextCoder, deinterleave, read_output
+from pipelines.tokens import TokenHost, TokenRequest, Tokens
 
 #: Characters of the text that an error without audio quotes.
 _QUOTED = 2000
 #: Times that a pair is asked for again when it broke.
 _REDOS = 3
+#: No pair has the name of another one.
+_pairs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,7 @@ class SpeechLmRequestInfo(RequestInfo):
     config: SpeechLmConfig
     coder: TextCoder
     script: Script
-    #: A name for a pair that no other pair has.
-    pair_name: Callable[[], str]
-    submit: Callable[[TokenRequest, TokenReceiver], None]
-    cancel: Callable[[TokenRequest], None]
+    host: TokenHost
 
 
 class SpeechLmUtterance(Utterance[None]):
@@ -45,7 +44,6 @@ class SpeechLmUtterance(Utterance[None]):
     def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
-        self._output: ModelOutput | None = None
         self._written: list[int] = []
         self._redone = 0
         #: The pair that is under way.
@@ -73,7 +71,7 @@ class SpeechLmUtterance(Utterance[None]):
 
     def _end_pair(self) -> None:
         if self._pair is not None:
-            self._request.cancel(self._pair)
+            self._request.host.cancel(self._pair)
 
     def _goes_on(self, tokens: Tokens) -> bool:
         """Whether the text ended with eot and room is left for the assistant token, the marker and audio."""
@@ -91,8 +89,8 @@ class SpeechLmUtterance(Utterance[None]):
         info = self._request
         if not self._listener.is_open:
             return
-        self._pair = info.script.audio_pair(info.config, self._written, info.pair_name())
-        info.submit(self._pair, self)
+        self._pair = info.script.audio_pair(info.config, self._written, f"{os.getpid()}-{next(_pairs)}")
+        info.host.submit(self._pair, self)
         if not self._listener.is_open:  # meanwhile
             self._end_pair()
 
@@ -115,7 +113,6 @@ class SpeechLmUtterance(Utterance[None]):
         """Text alone settles the future; audio goes to the codec first."""
         info = self._request
         answer = read_output(info.config, ids, codes, finished=finished)
-        self._output = answer
         text = info.coder.decode(answer.text_ids)
         info.meta["tokens"] = len(answer.ids)
         finish = "length" if answer.end == "length" else "stop"

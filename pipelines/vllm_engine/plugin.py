@@ -26,6 +26,7 @@ _CHILDREN = ("EngineCore", "VllmWorker")
 _PR_SET_PDEATHSIG = 1
 
 
+@register_config_parser(CONFIG_FORMAT)
 class _GivenConfig(ConfigParserBase):
     """A config in the words of Qwen3, as our own process gives it."""
 
@@ -36,7 +37,6 @@ class _GivenConfig(ConfigParserBase):
 def register() -> None:
     """Makes our models known to vLLM, and its processes end with ours. May be called more than once."""
     _die_with_parent()
-    register_config_parser(CONFIG_FORMAT)(_GivenConfig)
     known = ModelRegistry.get_supported_archs()
     for family in FAMILIES:
         if family.vllm_model and architecture(family.vllm_model) not in known:

@@ -22,8 +22,7 @@ from pipelines.request import Message, Mode
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
 from pipelines.speechlm.codec import XcodecDecoder, load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Script, StreamSampling, deinterleave, interleave
-from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
+from pipelines.speechlm.lm import Prompt, Script, StreamSampling, TextCoder, build_prompt, chosen_messages, deinterleave, interleave
 from pipelines.speechlm.weights import check_names
 from tests.conformance.listing import Case, listed
 from tests.conformance.speechlm_oracle import Oracle, Written, drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.random_models.frames import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from benchmarks.random_models.qwen3_tts import dummy_model
-from kernels import layers, lm_frame, lm_products, lm_sampler
+from kernels import layers, lm_frame, lm_products
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
@@ -140,8 +141,13 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
     monkeypatch.setattr(lm_products, "splits_for", splits_for)
     monkeypatch.setattr(lm_products, "add_product", add_product)
     early: list[bool] = []
-    starts = FusedFrame._pdl
-    monkeypatch.setattr(FusedFrame, "_pdl", lambda self, x: (early.append(self._starts_early), starts(self, x))[1])
+    norm = FusedFrame._added_norm
+
+    def added_norm(self: FusedFrame, *given: Any, **how: Any) -> Tensor:
+        early.append(self._starts_early)
+        return norm(self, *given, **how)
+
+    monkeypatch.setattr(FusedFrame, "_added_norm", added_norm)
     plan = dataclasses.replace(PLAN, pdl=False, skinny_rows=0, residual_products=True)
     maker = Maker(DEVICE, torch.float32, seed=4)
     assert lm_checks.check_frame(maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST)
@@ -238,9 +244,8 @@ def test_first_draws_are_the_twins_whatever_the_settings(nucleus_first: bool) ->
 
 
 @pytest.mark.parametrize("vocab", [80, SPARK.vocab])
-def test_draws_of_a_wide_head_are_the_twins_whatever_the_settings(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_of_a_wide_head_are_the_twins_whatever_the_settings(vocab: int) -> None:
     """As the published head is drawn, also where few codes have many ties."""
-    monkeypatch.setattr(lm_sampler, "_WIDEST", min(lm_sampler._WIDEST, vocab - 1))
     rows = 240 if not INTERPRETED else 45 if vocab == 80 else 24
     draws = Draws(dataclasses.replace(TINY_SPARK, layers=1, vocab=vocab), rows)
     first = draws.state.first
@@ -338,8 +343,8 @@ def test_attention_has_a_tile_for_few_heads_of_a_kv_head_and_one_for_many_within
 
 def test_heads_that_the_kernels_do_not_know_are_refused_in_one_sentence() -> None:
     for heads, kv_heads, head_dim, word in ((34, 2, 64, "34 for 2"), (8, 8, 80, "80"), (7, 2, 64, "7 for 2")):
-        assert word in (fused_fault(Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)) or "")
-    assert fused_fault(Shape(heads=32, kv_heads=2)) is None
+        assert word in (fused_fault(heads, kv_heads, head_dim) or "")
+    assert fused_fault(32, 2, 128) is None
     draws = Draws(dataclasses.replace(TINY_SPARK, heads=34), 1)
     with pytest.raises(ValueError, match="34 for 2"):
         draws.run()

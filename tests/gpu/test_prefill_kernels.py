@@ -14,13 +14,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.random_models.frames import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from benchmarks.random_models.qwen3_tts import dummy_model
-from kernels import lm_products, prefill_triton
+from kernels import lm_products, prefill
+from kernels.attention import PackedPrompts, attend_packed
 from kernels.cuda_driver import available, processors
 from kernels.cuda_graphs import GraphPool, capture
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
-from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
-from kernels.varlen_attention import PackedPrompts, attend_packed
-from kernels.varlen_triton import QueryTiles, packed_attention
+from kernels.lm_attention import QueryTiles, packed_attention
+from kernels.lm_triton import norm_rope_append
+from kernels.prefill import prefill_packed, prefill_padded
 from pipelines.engine.executor import EngineOptions, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.opening import graph_executor
@@ -214,10 +215,10 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
         return launch(x, weight, y, pdl=pdl)
 
     def error(model: FrameModel, fills: Callable[[int, Tensor], bool]) -> float:
-        monkeypatch.setattr(prefill_triton, "_fills", fills)
+        monkeypatch.setattr(prefill, "_fills", fills)
         return float((written_packed(model, fused=True) - wide).norm())
 
-    fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill_triton._fills
+    fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill._fills
     monkeypatch.setattr(lm_products, "swiglu", counted)
     if not INTERPRETED and (not available(0, lm_products.WIDE_PRODUCTS) or processors(0) < 132):
         pytest.skip("needs a Hopper GPU of 132 multiprocessors and the kernel's code")

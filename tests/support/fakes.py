@@ -20,7 +20,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.store.base import ObjectInfo, PutResult, store_away
+from jobs.store.base import ObjectInfo, ObjectStore, PutResult, store_away
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from tests.support.called import CalledPipeline
@@ -265,7 +265,7 @@ class FakeClock:
             self._now += seconds
 
 
-class MemoryStore:
+class MemoryStore(ObjectStore):
     """An `ObjectStore` in memory. `fail_next` errors are raised by the next calls of `put` or `get`, one each."""
 
     remote: ClassVar[bool] = False

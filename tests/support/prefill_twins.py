@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.attention import attend_padded, padded_places
+from kernels.attention import PackedPrompts, attend_packed, attend_padded, padded_places
 from kernels.reference import TokenPositions
-from kernels.varlen_attention import PackedPrompts, attend_packed
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 

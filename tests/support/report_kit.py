@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from jobs.checks import Quality
 from jobs.ingest import submit
 from jobs.ledger.records import Job, JobSpec
-from jobs.quality import Quality
 from jobs.report import ReportOptions, ReportResult, write_report
 from jobs.store import open_store
 from pipelines.registry import register_pipeline

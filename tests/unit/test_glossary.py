@@ -65,7 +65,7 @@ NOT_OF_FILES = {
     "names": "weights",
     "own_file": "destination",
     "pace": "duration",
-    "packed_runs": "varlen_attention",
+    "packed_runs": "attention",
     "redraw": "reproduce",
     "refusal": "errors",
     "refusals": "errors",

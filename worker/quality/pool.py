@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -130,18 +130,6 @@ HANGS_IN_A_ROW = 3
 OUTAGES_IN_A_ROW = 5
 
 
-class MeterHost(Protocol):
-    """What measures: a process, or in a test this thread."""
-
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings: ...
-
-    def stop(self) -> None:
-        """Ends the current measurement, from another thread, and refuses later ones."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class MeterTask:
     """A draw to measure."""
@@ -201,11 +189,11 @@ class MeterPool:
     `OUTAGES_IN_A_ROW` outages were reported.
     """
 
-    def __init__(self, processes: int = 1, *, in_memory: int = IN_MEMORY, open_host: Callable[[], MeterHost] = MeterProcess) -> None:
+    def __init__(self, processes: int = 1, *, in_memory: int = IN_MEMORY, open_host: Callable[[], MeterProcess] = MeterProcess) -> None:
         self._in_memory = in_memory
         self._open_host = open_host
         self._threads = DaemonThreads(processes, "meter")
-        self._hosts: dict[int, MeterHost] = {}
+        self._hosts: dict[int, MeterProcess] = {}
         self._spool = Spool()
         self._breaker = Breaker()
         self._lock = threading.Lock()
@@ -264,7 +252,7 @@ class MeterPool:
         self._breaker.answered(task.meters)
         return Measured(utterance.samples, readings)
 
-    def _host(self) -> MeterHost:
+    def _host(self) -> MeterProcess:
         """The host of this thread."""
         with self._lock:
             if self._closing:

@@ -7,22 +7,17 @@ then their readings.
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from jobs.checks import METERS, Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from pipelines.ipc import Channel, read_shared, share
+from pipelines.ipc import Child, ErrorRecord, beside_the_engine, parent_channel, read_shared, share
 from worker.quality.meters import Meter, Reading, Readings, Utterance, open_meter
 
-_KILL_SECONDS = 5.0
 #: Time limit for opening the meters, which may fetch their weights.
 OPENING_SECONDS = 600.0
 #: Time limit for one draw, and how much longer it is for each second of audio.
@@ -50,16 +45,10 @@ class _Task(msgspec.Struct, frozen=True):
 
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     readings: dict[str, tuple[float, str, bool]] = {}
-    #: Code, message and advice of an error that every draw would have.
-    model_error: tuple[ErrorCode, str, str] | None = None
+    #: An error that every draw would have.
+    model_error: ErrorRecord | None = None
     #: What failed on this draw.
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    channel: Channel[_Answer]
 
 
 class MeterProcess:
@@ -74,20 +63,20 @@ class MeterProcess:
         self._draw_seconds = draw_seconds
         self._seconds_per_second = seconds_per_second
         self._opening_seconds = opening_seconds
-        self._child: _Child | None = None
+        self._child: Child[_Answer] | None = None
         self._stopped = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
         cannot be opened (`model.unreachable` where that takes too long)."""
-        child = self._child if self._child is not None and self._child.process.poll() is None else self._start()
+        child = self._child if self._child is not None and self._child.alive else self._start()
         options = {name: dict(chosen) for name, chosen in meters.items()}
         task = _Task(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
         samples = share(np.ascontiguousarray(utterance.samples, np.float32))
         seconds = self._draw_seconds + self._seconds_per_second * len(utterance.samples) / utterance.sample_rate
         opened = False
         try:
-            child.channel.send(task, [samples], self._opening_seconds)
+            child.channel.send(task, [samples])
             answer = child.channel.receive(self._opening_seconds).message
             if answer.model_error is None and not answer.error:
                 opened = True
@@ -103,11 +92,11 @@ class MeterProcess:
             ) from error
         except (OSError, EOFError) as error:
             self.close()
-            raise MeterError(f"The meters' process ended with status {child.process.returncode}.") from error
+            raise MeterError(f"The meters' process ended: {child.wait()}.") from error
         finally:
             os.close(samples)
         if answer.model_error is not None:
-            raise ModelError(*answer.model_error)
+            raise answer.model_error.error
         if answer.error:
             raise MeterError(f"A meter failed: {answer.error}")
         return {name: Reading(*reading) for name, reading in answer.readings.items()}
@@ -116,29 +105,24 @@ class MeterProcess:
         """Kills the process, and each that is started later; safe from another thread than the one that measures."""
         self._stopped = True
         if (child := self._child) is not None:
-            child.process.kill()
+            child.kill()
 
     def close(self) -> None:
         """Ends the process. May be called more than once."""
         child, self._child = self._child, None
         if child is not None:
-            child.process.kill()
-            child.process.wait(_KILL_SECONDS)
+            child.kill()
+            child.wait()
             child.channel.close()
 
-    def _start(self) -> _Child:
+    def _start(self) -> Child[_Answer]:
         self.close()
         # Meters run on the CPU, each process on one core, at a lower priority than what feeds the engine.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The socket is the child's standard input. What libraries print goes to standard error.
-            process = subprocess.Popen([sys.executable, "-m", "worker.quality.process"], stdin=theirs.fileno(), stdout=2, env=environment)
-        self._child = _Child(process, Channel(ours, _Answer))
+        child = self._child = Child[_Answer](("-m", "worker.quality.process"), _Answer, beside_the_engine())
         if self._stopped:
             # `stop` came while this process was started.
-            process.kill()
-        return self._child
+            child.kill()
+        return child
 
 
 class _Meters:
@@ -179,7 +163,7 @@ def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_An
                 readings[name] = float(reading.value), str(reading.detail), bool(reading.judged)
         yield _Answer(readings)
     except ModelError as error:
-        yield _Answer(model_error=(error.code, error.message, error.advice))
+        yield _Answer(model_error=ErrorRecord.of(error))
     except Exception as error:  # noqa: BLE001 - whatever a meter raises belongs to this draw
         yield _Answer(error=f"{type(error).__name__}: {error}"[:500])
 
@@ -188,7 +172,7 @@ def main() -> None:
     """The child's side. Answers tasks until the other end is closed, as it is when the worker ends in any way."""
     os.nice(5)
     meters = _Meters()
-    channel = Channel(socket.socket(fileno=os.dup(0)), _Task)
+    channel = parent_channel(_Task, die_with_parent=True)
     with suppress(EOFError, OSError):
         while True:
             task, (samples,) = channel.receive()

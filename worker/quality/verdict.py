@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from jobs.checks import Bound, Option, code_of
+from jobs.checks import Bound, Option, Quality, code_of
 from jobs.ledger.records import Draw, Score
-from jobs.quality import Quality
 from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality
 from jobs.export import ExportReport, Part, export
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, JobSpec
-from jobs.quality import Quality
 from jobs.settings import Settings
 from jobs.store import FolderStore
 from jobs.where import FilteredOut, parse_where

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality
 from jobs.export import export, parse_splits
 from jobs.export.folder_formats import one_line
 from jobs.ledger.records import JobSpec
-from jobs.quality import Quality
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
 from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality
 from jobs.export import export
 from jobs.ledger.records import JobSpec
-from jobs.quality import Quality
 from jobs.store import FolderStore
 from tests.support.export_kit import Finished, finished_job
 

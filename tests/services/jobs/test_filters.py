@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.checks import Quality
 from jobs.ledger import Ledger, queries
 from jobs.ledger.records import Failed, ItemState, Job, JobSpec, NewShard, Ticket
-from jobs.quality import Quality
 from jobs.where import Comparison, Condition, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 from tests.support.ledger_kit import done, failed, lease_next, measured, new_job, rows, submit

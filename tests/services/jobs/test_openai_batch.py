@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from jobs.dialogue import OpenAiBatchForm
 from jobs.export import export
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.openai_batch import OpenAiBatchForm
 from jobs.shard_file import read_shard
 from pipelines.errors import ErrorCode, InputError, ServiceError
 from pipelines.request import Generation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.quality import PRESETS
+from jobs.checks import PRESETS
 from tests.support.browser import Browser, require_browser
 from tests.support.report_kit import HOSTILE, open_desk
 

@@ -15,13 +15,13 @@ import pytest
 import soundfile
 from click.testing import CliRunner
 
+from jobs.checks import PRESETS
 from jobs.cli import cli
 from jobs.cli.export import report
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
-from jobs.quality import PRESETS
 from jobs.report import ReportOptions, clips, sample
 from jobs.report.report import SHOWN_ITEMS
 from jobs.settings import S3Settings

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.checks import Option
+from jobs.checks import Option, quality_of
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import JobState
-from jobs.quality import quality_of
 from pipelines.errors import ErrorCode
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card

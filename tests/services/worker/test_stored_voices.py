@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality
 from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
-from jobs.quality import Quality
 from jobs.repair import mend, restore_inputs
 from jobs.verify import Expected, Match, reproduce
 from jobs.voices import voice_folder

@@ -127,7 +127,7 @@ def test_a_job_goes_on_when_every_process_dies(rig: Rig, moto: MotoS3) -> None:
         runner.start()
         until(lambda: sum(one.in_flight for one in doomed) > 4)
         for one in doomed:
-            one.process.kill()
+            one.child.kill()
         runner.join()
         audio = list(rig.ledger.shard_audio(job.id, 0))
         assert all(hashlib.sha256(rig.store.get(one.key)).hexdigest() == one.sha256 for one in audio)

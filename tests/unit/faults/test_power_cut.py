@@ -18,7 +18,6 @@ from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.spec import item_seed
 from jobs.store import FolderStore
 from jobs.store import folder as folder_module
-from jobs.store import handles as handles_module
 from jobs.verify import ObjectCheck
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
@@ -171,8 +170,7 @@ def test_without_a_call_for_all_each_file_and_folder_is_synced(tmp_path: Path, m
         synced.append((name, (tmp_path / "store/jobs/x").exists()))
 
     monkeypatch.setattr(os, "fsync", note)
-    for module in (folder_module, handles_module):
-        monkeypatch.setattr(module, "SYNCS_AT_ONCE", False)
+    monkeypatch.setattr(folder_module, "SYNCS_AT_ONCE", False)
     (tmp_path / "store").mkdir()
     FolderStore(tmp_path / "store").put("jobs/x", b"1")
     # A new folder's name, the content before the name, then the name.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_dialogue, parse_line, speech_position, spoken_text
+from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_line, speech_position, spoken_text
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message
 
@@ -18,7 +18,7 @@ def line(example_id: object = "a", messages: object = None, **rest: object) -> b
 
 
 def test_a_whole_line() -> None:
-    parsed = parse_dialogue(line("utt 1", [["system", "text", "calm"], ["user", "audio", "x.wav"]], generation={"voice": "v", "cfg": 2}))
+    parsed, _ = parse_line(line("utt 1", [["system", "text", "calm"], ["user", "audio", "x.wav"]], generation={"voice": "v", "cfg": 2}))
     assert parsed.example_id == "utt 1"
     assert parsed.typed_messages() == (Message("system", "text", "calm"), Message("user", "audio", "x.wav"))
     assert parsed.generation == Generation(voice="v", cfg=2.0)
@@ -29,7 +29,7 @@ def test_a_whole_line() -> None:
     ["../../x", "x" * MAX_EXAMPLE_ID_CHARACTERS, "日本語", "two\nlines", "'; DROP TABLE items; --", "$(rm -rf /)", " ", "\x7f"],
 )
 def test_an_example_id_is_data(example_id: str) -> None:
-    assert parse_dialogue(line(example_id)).example_id == example_id
+    assert parse_line(line(example_id))[0].example_id == example_id
 
 
 MESSAGES = b'"messages":[["user","text","hi"]]}'
@@ -55,10 +55,10 @@ def test_an_id_is_an_example_id(raw: bytes, example_id: str) -> None:
 
 def test_two_ids_that_differ_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="`example_id` and `id` differ: 'a' and 'b'") as caught:
-        parse_dialogue(b'{"example_id":"a","id":"b",%b' % MESSAGES)
+        parse_line(b'{"example_id":"a","id":"b",%b' % MESSAGES)
     assert caught.value.code is ErrorCode.INPUT_BAD_LINE
     with pytest.raises(InputError, match="no `example_id`"):
-        parse_dialogue(b"{%b" % MESSAGES)
+        parse_line(b"{%b" % MESSAGES)
 
 
 BAD = [
@@ -119,14 +119,14 @@ BAD = [
 )
 def test_a_wrong_shape_is_one_sentence(raw: bytes, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        parse_dialogue(raw)
+        parse_line(raw)
     assert caught.value.message == message
 
 
 @pytest.mark.parametrize(("raw", "code"), BAD)
 def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
     with pytest.raises(InputError) as caught:
-        parse_dialogue(raw)
+        parse_line(raw)
     assert caught.value.code is code
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 600
@@ -139,7 +139,7 @@ def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
 def test_an_integer_that_python_cannot_read_is_refused_wherever_it_stands(number: str) -> None:
     for raw in (line()[:-1] + b',"n":%b}' % number.encode(), b'{"n":%b,' % number.encode() + line()[1:]):
         with pytest.raises(InputError, match="integer of") as caught:
-            parse_dialogue(raw)
+            parse_line(raw)
         assert caught.value.code is ErrorCode.INPUT_BAD_JSON
 
 
@@ -148,14 +148,14 @@ def test_an_integer_that_python_cannot_read_is_refused_wherever_it_stands(number
 )
 def test_long_numbers_that_python_reads_pass(value: str) -> None:
     raw = line()[:-1] + b',"n":%b}' % value.encode()
-    parse_dialogue(raw)
+    parse_line(raw)
     assert "n" in json.loads(raw)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: json.dumps([text]).encode()))
 def test_any_bytes_end_in_a_dialogue_or_an_input_error(raw: bytes) -> None:
     with pytest.raises(InputError):
-        parse_dialogue(raw)
+        parse_line(raw)
 
 
 def test_the_place_of_the_speech() -> None:

@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from jobs.chat_messages import chat_dialogue
+from jobs.dialogue import chat_dialogue
 from jobs.input_format import InputFormat, check_format, recognized
-from jobs.input_records import Records
+from jobs.input_records import MAX_RECORD_LINES, Records
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, open_source
-from jobs.tables import MAX_RECORD_LINES, csv_records
 from pipelines.errors import ErrorCode, InputError
 
 ALL = Reading()
@@ -223,6 +223,25 @@ def test_a_cell_may_be_as_long_as_a_line(tmp_path: Path, format: InputFormat) ->
     assert list(found.values())[-2:] == [ErrorCode.INPUT_TOO_LONG, (f"line-{max(found)}", "end", None)]
 
 
+class Lines:
+    """A source of lines that are read when they are needed."""
+
+    uri = "in"
+
+    def __init__(self, lines: Sequence[bytes]) -> None:
+        self._lines = lines
+        self.pulled = 0
+
+    def line_batches(self, *_: int) -> Iterator[list[bytes | None]]:
+        for line in self._lines:
+            self.pulled += 1
+            yield [line]
+
+    def csv_records(self) -> Iterator[Any]:
+        batches = Records(self, "csv", ALL, 0).batches(1)  # type: ignore[arg-type]
+        return (batch.lines[0] for batch in batches)
+
+
 CELLS = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]), max_size=12)
 
 
@@ -231,7 +250,7 @@ def test_what_python_writes_as_csv_is_read_back(rows: list[tuple[str, str]]) -> 
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([("id", "text"), *rows])
     lines = file.getvalue().encode().split(b"\n")
-    records = list(csv_records(iter(lines[:-1]), ALL, "in"))
+    records = list(Lines(lines[:-1]).csv_records())
     assert len(records) == len(lines) - 1
     read = [json.loads(record) for record in records if isinstance(record, bytes) and record]
     assert [one["messages"][0][2] for one in read] == [text for _, text in rows]
@@ -242,13 +261,13 @@ def test_what_python_writes_as_csv_is_read_back(rows: list[tuple[str, str]]) -> 
 
 def test_a_quote_that_never_closes_costs_its_line_alone() -> None:
     content = b'text\n"open\n' + b"fine\n" * (3 * MAX_RECORD_LINES)
-    pulled: list[bytes] = []
-    records = csv_records((pulled.append(line) or line for line in content.splitlines()), ALL, "in")
+    lines = Lines(content.splitlines())
+    records = lines.csv_records()
     assert next(records) == b""
     refused = next(records)
     assert isinstance(refused, InputError)
     assert "does not close" in refused.message
-    assert len(pulled) == 1 + MAX_RECORD_LINES
+    assert lines.pulled == 1 + MAX_RECORD_LINES
     assert len([record for record in records if isinstance(record, bytes)]) == 3 * MAX_RECORD_LINES
 
 
@@ -383,7 +402,7 @@ def test_a_sample_is_the_same_each_time_and_of_the_whole_input(tmp_path: Path) -
 LARGE = r"""
 import re, sys
 from pathlib import Path
-from jobs.input_records import Records
+from jobs.input_records import MAX_RECORD_LINES, Records
 from jobs.ledger.records import Reading
 from jobs.source import open_source
 import pyarrow.parquet

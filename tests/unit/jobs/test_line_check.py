@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.line_check import GoodLine, LineChecker
-from jobs.sharding import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
+from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard

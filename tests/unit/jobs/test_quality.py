@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.checks import CHECKS, METERS, Bound, Check, MeterCard, scores_with, strict_meters
+from jobs.checks import CHECKS, METERS, PRESETS, Bound, Check, MeterCard, Quality, quality_of, scores_with, strict_meters
 from jobs.ledger.records import JobSpec, Score
-from jobs.quality import PRESETS, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.duration import Pace, is_prose, pace_of, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError

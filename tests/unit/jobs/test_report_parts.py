@@ -15,8 +15,8 @@ from PIL import Image
 from jobs.ledger.queries import Attempt, Commit
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.report import charts, clips
+from jobs.report.charts import COMMIT_SECONDS, Span, WorkClock, checkpoints, eta_checks, spans_of_attempts, spans_of_commits, timeline
 from jobs.report.sample import PACE, SampleItem, _chosen, _judge
-from jobs.report.timeline import COMMIT_SECONDS, Span, WorkClock, checkpoints, eta_checks, spans_of_attempts, spans_of_commits, timeline
 from pipelines.errors import ErrorCode
 
 RATE = 16_000

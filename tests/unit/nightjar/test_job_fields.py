@@ -10,10 +10,10 @@ import click
 import pytest
 
 import nightjar
+from jobs.checks import Quality, quality_of
 from jobs.cli.options import job_options
 from jobs.job_options import SubmitOptions, checked_options, job_of, settable, user_name
 from jobs.ledger.records import JobSpec, Reading
-from jobs.quality import Quality, quality_of
 from pipelines.request import Generation
 from tests.support.field_tables import changed, fields_of
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipelines.codec.blocks import window_mask
 from pipelines.codec.decoder import CodecState
-from pipelines.codec.transformer import window_mask
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 

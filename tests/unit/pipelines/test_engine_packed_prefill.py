@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.varlen_attention import PackedPrompts
+from kernels.attention import PackedPrompts
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, PrefillRun

@@ -21,8 +21,7 @@ import pytest
 
 from pipelines.engine_process import client
 from pipelines.engine_process.client import ON_THE_WAY, EngineProcess
-from pipelines.engine_process.messages import ErrorRecord, plain
-from pipelines.engine_process.recordings import SentRecordings
+from pipelines.engine_process.messages import SentRecordings
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -33,6 +32,7 @@ from pipelines.errors import (
     NoAudioError,
     SynthesisError,
 )
+from pipelines.ipc import ErrorRecord, plain
 from pipelines.request import Event, Failed, Generation, Handle, Message, Speech, SynthesisRequest, stream, submit
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
@@ -99,8 +99,8 @@ def test_a_recording_travels_once_and_every_request_has_its_own(open_process: Op
     child = process._child
     assert child is not None
     posted: list[int] = []
-    post = child.outbox.post
-    monkeypatch.setattr(child.outbox, "post", lambda data: (posted.append(len(data)), post(data)))
+    post = child.channel.post
+    monkeypatch.setattr(child.channel, "post", lambda data: (posted.append(len(data)), post(data)))
     recordings = [os.urandom(1_000_000) for _ in range(4)]
     asked = [(0,), (0,), (1, 0), (0, 0), (2,), (0,), (3,), (1,), (0, 1, 2, 3), (), (2, 0)]
     made: list[Future[Speech]] = []

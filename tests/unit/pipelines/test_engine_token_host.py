@@ -131,12 +131,12 @@ def test_what_the_engine_cannot_do_is_refused(host: NativeHost, asked: TokenRequ
         host.submit(asked, Waiter())
 
 
-def test_an_abort_ends_all_of_a_name_and_a_cancel_one(host: NativeHost) -> None:
+def test_a_cancel_ends_one_of_a_name(host: NativeHost) -> None:
     endless = [request(400, name, ignore_end=True, stop_ids=()) for name in ("a", "a", "b")]
     waiters = [Waiter() for _ in endless]
     for one, waiter in zip(endless, waiters):
         host.submit(one, waiter)
-    host.abort("b")
+    host.cancel(endless[2])
     host.cancel(endless[0])
     host.cancel(request(3))
     for waiter in (waiters[0], waiters[2]):

@@ -10,8 +10,8 @@ import pytest
 import soundfile
 import torch
 
+from pipelines.codec import blocks
 from pipelines.codec import decoder as decoder_module
-from pipelines.codec import transformer
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.fish_speech.codec import Codec, ReferenceEncoder, codec_from, load_codec, open_codec, resample
 from pipelines.fish_speech.config import FishConfig
@@ -77,7 +77,7 @@ def test_attention_in_pieces_is_attention(codec: Codec, monkeypatch: pytest.Monk
     samples = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
     latents = codec.encoder.features(samples)
-    monkeypatch.setattr(transformer, "ATTENTION_STEPS", 7)
+    monkeypatch.setattr(blocks, "ATTENTION_STEPS", 7)
     assert (codec.encoder.features(samples) - latents).abs().max() < NEAR
     assert torch.equal(codec.encoder.encode(samples), codes)
 

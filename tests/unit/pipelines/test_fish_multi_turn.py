@@ -10,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
-from pipelines.fish_speech.codec import CodecDecoder
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.pipeline import FishRequestInfo
@@ -158,7 +157,7 @@ def test_a_turn_without_a_frame_fails_the_item() -> None:
     host, _, _ = start(["One.", "Two."], heard)
     host.answer([1])
     host.answer([])
-    info = FishRequestInfo("", 44_100, {}, False, None)  # pyright: ignore[reportArgumentType]
+    info = FishRequestInfo("", 44_100, {}, False)
     with pytest.raises(SynthesisError) as caught:
         info.read(end_of(heard))
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
@@ -190,8 +189,8 @@ def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
 
 def test_an_abort_between_two_turns_starts_no_further_one() -> None:
     heard = Heard()
-    host, engine, _ = start(["One.", "Two."], heard)
-    engine.abort("item")
+    host, engine, plan = start(["One.", "Two."], heard)
+    engine.cancel(plan)
     host.answer([1, 2])
     assert len(host.sent) == 1
     assert isinstance(heard.end, SynthesisError)
@@ -207,11 +206,11 @@ def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> Non
 
     def submit(request: TokenRequest, receiver: Any) -> None:
         if before:
-            engine.abort("item")
+            engine.cancel(plan)
             host.cancelled.clear()
         send(request, receiver)
         if not before:
-            engine.abort("item")
+            engine.cancel(plan)
 
     host.submit = submit
     host.answer([1, 2])
@@ -233,13 +232,3 @@ def test_a_host_that_refuses_a_turn_fails_the_item() -> None:
     host.refusal = SynthesisError(ErrorCode.SYNTH_ENGINE, "gone")
     host.answer([1])
     assert heard.end is host.refusal
-
-
-def test_a_stream_starts_with_a_state_of_its_own() -> None:
-    class Decoder:
-        def new_state(self) -> object:
-            return object()
-
-    info = FishRequestInfo("", 44_100, {}, False, Decoder())  # pyright: ignore[reportArgumentType]
-    assert info.reader().start() is not info.reader().start()
-    assert hasattr(CodecDecoder, "new_state")

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelines.ipc import Channel, close_all, read_shared, share
+from pipelines.ipc import Channel, Child, close_all, read_shared, share
 
 
 class _Text(msgspec.Struct, frozen=True, tag="text"):
@@ -134,8 +134,6 @@ def test_shut_down_ends_who_waits(ends: Ends) -> None:
 def test_time_limits(ends: Ends) -> None:
     with pytest.raises(TimeoutError):
         ends[0].receive(0.01)
-    with pytest.raises(TimeoutError):
-        ends[0].send(_Data(bytes(20_000_000)), seconds=0.01)
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
@@ -174,6 +172,7 @@ from pipelines.ipc import Channel, share
 channel = Channel(socket.socket(fileno=0), _Text)
 while True:
     channel.send(_Text("chunk"), [share(bytes(1 << 20))])
+    channel.flush()
 """
 
 
@@ -194,41 +193,58 @@ def test_a_killed_child_leaves_nothing_behind() -> None:
     assert open_descriptors() == before
 
 
-def test_an_outbox_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
+def test_sending_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
     """The socket takes a few hundred kB; what it has no room for goes out as it is read, with its descriptors."""
     before = open_descriptors()
-    outbox = ends[0].outbox("outbox")
     data = bytes(20_000)
     for number in range(200):
         descriptor = share(str(number).encode())
-        outbox.post(ends[0].pack(_Data(data), 1), [descriptor])
+        ends[0].send(_Data(data), [descriptor])
         os.close(descriptor)
     for number in range(200):
         message, (descriptor,) = ends[1].receive()
         assert message == _Data(data)
         assert read_shared(descriptor, np.uint8).tobytes() == str(number).encode()
-    outbox.wait()
+    ends[0].flush()
     assert open_descriptors() == before
-    outbox.post(ends[0].pack(_Text("at once")))
+    ends[0].send(_Text("at once"))
     assert ends[1].receive().message == _Text("at once")
-    ends[0].shut_down()
-    outbox.close()
 
 
-def test_an_outbox_to_nobody_says_so(ends: Ends) -> None:
+def test_sending_to_nobody_says_so(ends: Ends) -> None:
     before = open_descriptors()
-    outbox = ends[0].outbox("outbox")
     descriptor = share(b"x")
     for _ in range(100):
-        outbox.post(ends[0].pack(_Data(bytes(20_000)), 1), [descriptor])
+        ends[0].send(_Data(bytes(20_000)), [descriptor])
     os.close(descriptor)
     ends[1].shut_down()
     with pytest.raises(OSError, match="Broken pipe"):
-        outbox.wait()
+        ends[0].flush()
     with pytest.raises(OSError, match="Broken pipe"):
-        outbox.post(ends[0].pack(_Text("late")))
-    ends[0].shut_down()
-    outbox.close()
+        ends[0].send(_Text("late"))
     ends[1].close()
     ends[0].close()
     assert open_descriptors() == before - 2
+
+
+_ASKING = """
+import sys, time
+from tests.unit.pipelines.test_ipc import _Text
+from pipelines.ipc import parent_channel
+channel = parent_channel(_Text, die_with_parent=True)
+assert sys.stdin.read() == ""
+channel.send(_Text(channel.receive().message.text.upper()))
+time.sleep(3600)
+"""
+
+
+def test_a_child_answers_at_its_standard_input_and_says_how_it_ended() -> None:
+    child = Child[_Text](("-c", _ASKING), _Text)
+    child.channel.send(_Text("hello"))
+    assert child.channel.receive(60).message == _Text("HELLO")
+    assert child.alive
+    child.kill()
+    assert child.wait(60) == "it was killed by SIGKILL"
+    child.kill()
+    assert not child.alive
+    child.channel.close()

@@ -23,8 +23,19 @@ from pipelines.request import Listener, Message
 from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, Script, StreamSampling, next_phase, phase_after, read_output
-from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
+from pipelines.speechlm.lm import (
+    ENDED_BY_EOT,
+    ENDED_BY_LIMIT,
+    Phase,
+    Script,
+    StreamSampling,
+    TextCoder,
+    build_prompt,
+    chosen_messages,
+    next_phase,
+    phase_after,
+    read_output,
+)
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
@@ -162,7 +173,9 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
     def talker() -> tuple[SpeechLmUtterance, Listener]:
         script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0)
         send = lambda request, receiver: submitted.append(request)  # noqa: E731
-        order = SpeechLmRequestInfo("", 16_000, {}, True, config, TextCoder(config), script, lambda: "pair", send, cancelled.append)
+        order = SpeechLmRequestInfo(
+            "", 16_000, {}, True, config, TextCoder(config), script, SimpleNamespace(submit=send, cancel=cancelled.append)
+        )
         listener = Listener(print, lambda _done: speaker.hang_up())
         speaker = SpeechLmUtterance(order, None, listener)  # pyright: ignore[reportArgumentType]
         return speaker, listener

@@ -10,9 +10,8 @@ import pytest
 
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Script
+from pipelines.speechlm.lm import Prompt, Script
 from pipelines.speechlm.pipeline import SpeechLmOptions, SpeechLmPipeline
-from pipelines.speechlm.prompt import Prompt
 from tests.support.field_tables import changed, fields_of
 
 CONFIG = SpeechLmConfig.from_folder(Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint")

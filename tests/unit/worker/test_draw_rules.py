@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jobs.quality import Quality, quality_of
+from jobs.checks import Quality, quality_of
 from jobs.repair import Mended, mend
 from jobs.verify import Match, ObjectCheck, reproduce
 from pipelines.request import Generation, Speech, SynthesisRequest

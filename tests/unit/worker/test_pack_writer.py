@@ -11,10 +11,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from jobs.checks import quality_of
 from jobs.layout import packs_prefix
 from jobs.ledger.records import Artifact, Done, Job, JobState
 from jobs.packs import read_artifact
-from jobs.quality import quality_of
 from jobs.times import Times
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from jobs.checks import ENTRY_POINT_GROUP, METERS, lacking, missing_libraries
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.request import Message, Speech, SynthesisRequest
+from pipelines.request import Message, Speech, SynthesisRequest, submit
 from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
@@ -166,8 +167,8 @@ class TestMeters:
         process.measure({}, sample)
         child = process._child  # pyright: ignore[reportPrivateUsage]
         assert child is not None
-        child.process.kill()
-        child.process.wait()
+        child.kill()
+        child.wait()
         assert process.measure({}, sample) == {}
         process.close()
 
@@ -198,11 +199,11 @@ class TestMeters:
     def test_a_process_that_does_not_read_holds_nobody_up(self) -> None:
         process = MeterProcess(240, opening_seconds=0.3)
         child = process._start()  # pyright: ignore[reportPrivateUsage]
-        child.process.send_signal(signal.SIGSTOP)
+        os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(ModelError) as caught:
             process.measure({}, Utterance(np.zeros(40 * RATE, np.float32), RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
-        assert child.process.returncode is not None
+        assert not child.alive
 
     def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         code = (
@@ -239,7 +240,7 @@ class TestBuiltInMeters:
 
         voice = HibariPipeline(threads=1)
         message = Message("user", "text", "The captain read a long letter beside the window.")
-        yield voice.submit(SynthesisRequest("a", (message,), seed=1)).result()
+        yield submit(voice, SynthesisRequest("a", (message,), seed=1)).result()
         voice.close()
 
     @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality, quality_of
 from jobs.job_options import hints
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT
-from jobs.quality import Quality, quality_of
 from jobs.settings import Schedule, Settings
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.checks import quality_of
 from jobs.ingest import SubmitOptions
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState, ShardState
-from jobs.quality import quality_of
 from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Build, Recording, wait_for
 from worker.shard_run import ShardEnd

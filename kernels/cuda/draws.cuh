@@ -1,17 +1,11 @@
-// One draw by some warps of a block: top-k, top-p and the choice, in the meaning of kernels/sampler.py, as kernels/cuda/sampler.cu does it
-// with a whole block. Probabilities are whole multiples of 2^-30, so sums are exact in any order.
+// What all draws share, in the meaning of kernels/sampler.py: the random word, top-k, top-p and the choice, by all warps of a block
+// (sampler.cu) or by some (persistent.cuh). Probabilities are whole multiples of 2^-30, so sums are exact in any order.
 #pragma once
 #include "common.cuh"
 
 namespace {
 
-struct DrawSettings {
-    float temperature, top_p;
-    int top_k;
-    bool greedy;
-};
-
-__device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned frame, unsigned codebook) {
+__device__ __forceinline__ unsigned philox_word(unsigned long long seed, unsigned frame, unsigned codebook) {
     unsigned c0 = frame, c1 = codebook, c2 = 0, c3 = 0, k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
 #pragma unroll
     for (int i = 0; i < 10; ++i) {
@@ -22,22 +16,32 @@ __device__ __forceinline__ unsigned philox(unsigned long long seed, unsigned fra
     return c0;
 }
 
-struct Sum {
+__device__ __forceinline__ unsigned ordered(float v) {  // greater float, greater integer; -0 as 0
+    const unsigned bits = __float_as_uint(v + 0.f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ unsigned quantized(float share) { return __float2uint_rn(share * 1073741824.f); }
+
+struct Add {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
 };
-struct Largest {
+struct Most {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a > b ? a : b; }
 };
 
-// A team of WARPS warps with a barrier of its own; thread i holds the logits of codes i * EACH and on.
+constexpr int WHOLE_BLOCK = 0;
+
+// A team of WARPS warps with a barrier of its own, or all of a block's; thread i holds the logits of codes i * EACH and on.
 template <int WARPS, int EACH>
 struct Team {
+    static constexpr int MOST_WARPS = WARPS == WHOLE_BLOCK ? 32 : WARPS;
     struct Board {
-        unsigned long long longs[WARPS];
-        unsigned counts[2][WARPS], sums[WARPS];
-        float floats[WARPS];
+        unsigned long long longs[MOST_WARPS];
+        unsigned counts[2][MOST_WARPS], sums[MOST_WARPS];
+        float floats[MOST_WARPS];
         int code;
     };
     static_assert(32 * EACH < 1024, "three counts of a warp in one word");
@@ -45,8 +49,21 @@ struct Team {
     Board& board;
     const int thread, barrier;
 
-    __device__ void sync() const { sync_some(barrier, WARPS * 32); }
+    __device__ void sync() const {
+        if constexpr (WARPS == WHOLE_BLOCK) __syncthreads();
+        else sync_some(barrier, WARPS * 32);
+    }
     __device__ int code(int i) const { return thread * EACH + i; }
+
+    template <typename Visit>
+    __device__ void each_warp(int from, Visit visit) const {
+        if constexpr (WARPS == WHOLE_BLOCK) {
+            for (int i = from; i < blockDim.x / 32; ++i) visit(i);
+        } else {
+#pragma unroll
+            for (int i = from; i < WARPS; ++i) visit(i);
+        }
+    }
 
     template <typename T, typename Join>
     __device__ T together(T v, T* places, Join join) const {
@@ -56,8 +73,7 @@ struct Team {
         if (thread % 32 == 0) places[thread / 32] = v;
         sync();
         v = places[0];
-#pragma unroll
-        for (int i = 1; i < WARPS; ++i) v = join(v, places[i]);
+        each_warp(1, [&](int i) { v = join(v, places[i]); });
         return v;
     }
 
@@ -74,25 +90,24 @@ struct Team {
         sync();
         unsigned earlier = 0;
         all = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            earlier += i < thread / 32 ? board.sums[i] : 0;
-            all += board.sums[i];
-        }
+        each_warp(0, [&](int i) { earlier += i < thread / 32 ? board.sums[i] : 0, all += board.sums[i]; });
         return earlier + scan - mine;
     }
 
-    // Greater logit, greater key. Logits are bfloat16, so keys differ in their upper half.
-    __device__ static unsigned key_of(float v) {
-        const unsigned bits = __float_as_uint(v + 0.f);
-        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    // The code of the greatest logit, the first one of several.
+    __device__ int likeliest(const float (&logit)[EACH]) const {
+        unsigned long long best = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) best = Most()(best, static_cast<unsigned long long>(ordered(logit[i])) << 32 | (0xffffffffu - code(i)));
+        return static_cast<int>(0xffffffffu - static_cast<unsigned>(together(best, board.longs, Most())));
     }
 
-    // The k-th largest of all keys, two bits a round.
+    // The k-th largest of all keys, two bits a round; keys differ in no bit below LOWEST.
+    template <int LOWEST>
     __device__ unsigned kth_largest(const unsigned (&key)[EACH], int k) const {
         unsigned threshold = 0;
 #pragma unroll 1
-        for (int bit = 30; bit >= 16; bit -= 2) {
+        for (int bit = 30; bit >= LOWEST; bit -= 2) {
             const unsigned step = 1u << bit, one = threshold + step, two = one + step, three = two + step;
             unsigned counts = 0;
 #pragma unroll
@@ -102,37 +117,37 @@ struct Team {
             if (thread % 32 == 0) places[thread / 32] = counts;
             sync();
             int above_one = 0, above_two = 0, above_three = 0;
-#pragma unroll
-            for (int i = 0; i < WARPS; ++i) above_one += places[i] & 1023, above_two += (places[i] >> 10) & 1023, above_three += places[i] >> 20;
+            each_warp(0, [&](int i) {
+                const unsigned c = places[i];
+                above_one += c & 1023, above_two += (c >> 10) & 1023, above_three += c >> 20;
+            });
             threshold = above_three >= k ? three : above_two >= k ? two : above_one >= k ? one : threshold;
         }
         return threshold;
     }
 
-    __device__ static unsigned quantized(float share) { return __float2uint_rn(share * 1073741824.f); }
-
     // Weights of the codes that top-p keeps: a code goes when it and all less likely ones have at most 1 - p; never the likeliest.
     __device__ void keep_nucleus(float (&likely)[EACH], unsigned (&weight)[EACH], float top_p) const {
         unsigned long long local = 0;
         for (int i = 0; i < EACH; ++i) local += weight[i];
-        const double limit = (1.0 - static_cast<double>(top_p)) * static_cast<double>(together(local, board.longs, Sum()));
+        const double limit = (1.0 - static_cast<double>(top_p)) * static_cast<double>(together(local, board.longs, Add()));
         long long below = -1;
         for (int bit = 30; bit >= 0; --bit) {
             const long long higher = below + (1ll << bit);
             local = 0;
             for (int i = 0; i < EACH; ++i) local += static_cast<long long>(weight[i]) <= higher ? weight[i] : 0;
-            if (static_cast<double>(together(local, board.longs, Sum())) <= limit) below = higher;
+            if (static_cast<double>(together(local, board.longs, Add())) <= limit) below = higher;
         }
         unsigned long long mass = 0, edge = 0, best = 0;
         for (int i = 0; i < EACH; ++i) {
             const bool gone = static_cast<long long>(weight[i]) <= below;
             mass += gone ? weight[i] : 0;
-            if (!gone) edge = Largest()(edge, 0xffffffffull - weight[i]);
-            best = Largest()(best, static_cast<unsigned long long>(weight[i]) << 32 | code(i));
+            if (!gone) edge = Most()(edge, 0xffffffffull - weight[i]);
+            best = Most()(best, static_cast<unsigned long long>(weight[i]) << 32 | code(i));
         }
-        mass = together(mass, board.longs, Sum());
-        edge = 0xffffffffull - together(edge, board.longs, Largest());
-        best = together(best, board.longs, Largest());
+        mass = together(mass, board.longs, Add());
+        edge = 0xffffffffull - together(edge, board.longs, Most());
+        best = together(best, board.longs, Most());
         unsigned tied = 0, all = 0;
         for (int i = 0; i < EACH; ++i) tied += weight[i] == edge;
         unsigned rank = before(tied, all);
@@ -143,36 +158,12 @@ struct Team {
             if (gone && (best & 0xffffffffull) != static_cast<unsigned>(code(i))) likely[i] = 0.f;
             total += likely[i];
         }
-        total = together(total, board.floats, Sum());
+        total = together(total, board.floats, Add());
         for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
     }
 
-    // The code that these logits and 32 random bits give; of `codes` ones, the logits beyond are -infinity.
-    __device__ int draw(const float (&logit)[EACH], const DrawSettings& settings, unsigned word, int codes) const {
-        if (settings.greedy) {
-            unsigned long long best = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) best = Largest()(best, static_cast<unsigned long long>(key_of(logit[i])) << 32 | (0xffffffffu - code(i)));
-            return static_cast<int>(0xffffffffu - static_cast<unsigned>(together(best, board.longs, Largest())));
-        }
-        float scaled[EACH], likely[EACH], top = -INFINITE, total = 0.f;
-        unsigned key[EACH], weight[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            scaled[i] = __fdiv_rn(logit[i], settings.temperature);
-            key[i] = key_of(logit[i]);
-            top = fmaxf(top, scaled[i]);
-        }
-        if (thread == 0) board.code = codes - 1;
-        top = together(top, board.floats, Largest());
-        const int k = settings.top_k > 0 ? min(settings.top_k, codes) : codes;
-        const unsigned threshold = k < codes ? kth_largest(key, k) : 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) likely[i] = key[i] >= threshold ? expf(scaled[i] - top) : 0.f, total += likely[i];
-        total = together(total, board.floats, Sum());
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
-        if (settings.top_p < 1.f) keep_nucleus(likely, weight, settings.top_p);
+    // The code at the place that 32 random bits give in the sum of all weights goes to the board, which had the last code; then `sync`.
+    __device__ void choose(const unsigned (&weight)[EACH], unsigned word) const {
         unsigned local = 0, all = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) local += weight[i];
@@ -185,9 +176,27 @@ struct Team {
                 reached += weight[i];
             }
         }
-        sync();
-        return board.code;
     }
 };
+
+// The next input of a slot, 8 elements from `at` on: the sum of its codes' rows in `table`, rounded, and a row of text.
+// row_of: the row of a codebook's code.
+template <int UNROLL, typename Row>
+__device__ __forceinline__ void write_next_input(bf16* input, const bf16* table, const bf16* text, int width, int at, int codebooks, Row row_of) {
+    float sum[8] = {};
+#pragma unroll UNROLL
+    for (int book = 0; book < codebooks; ++book) {
+        const uint4 v = *reinterpret_cast<const uint4*>(table + row_of(book) * width + at);
+        const uint32_t four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[2 * i] += widen(four[i]).x, sum[2 * i + 1] += widen(four[i]).y;
+    }
+    const uint4 v = *reinterpret_cast<const uint4*>(text + at);
+    const uint32_t four[4] = {v.x, v.y, v.z, v.w};
+    uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = narrow(rounded(sum[2 * i]) + widen(four[i]).x, rounded(sum[2 * i + 1]) + widen(four[i]).y);
+    *reinterpret_cast<uint4*>(input + at) = make_uint4(out[0], out[1], out[2], out[3]);
+}
 
 }  // namespace

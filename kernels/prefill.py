@@ -1,80 +1,18 @@
-"""Prefill in fused kernels, padded and packed, and the one between a layer's projection and its attention, whose twin is
-`kernels.layers.qk_norm_rope_append`."""
+"""Prefill in fused kernels, padded and packed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels import lm_products
-from kernels.attention import attend_padded, padded_places
+from kernels.attention import PackedPrompts, attend_padded, padded_places
 from kernels.cuda_driver import processors
 from kernels.frame import StackTensors
-from kernels.lm_triton import add_norm, swiglu
-from kernels.varlen_attention import PackedPrompts
-from kernels.varlen_triton import QueryTiles, packed_attention
-
-# ruff: noqa: N803
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false
-
-
-@triton.jit
-def _norm_rope_append(
-    qkv, q_weight, k_weight, table, positions, pages, offsets, out, k_cache, v_cache, eps, page_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    cell = tl.load(pages + row) * page_stride + tl.load(offsets + row) * D
-    head = tl.arange(0, BLOCK)[:, None]
-    at = tl.arange(0, D)[None, :]
-    across = (at + D // 2) % D
-    base = qkv + row * ((HEADS + 2 * KV_HEADS) * D) + head * D
-    inside = head < HEADS + 2 * KV_HEADS
-    value = tl.load(base + at, mask=inside, other=0.0)
-    turned = tl.load(base + across, mask=inside, other=0.0)
-    kind = value.dtype
-    wide = value.to(tl.float32)
-    rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    if q_weight is not None:
-        scale = tl.where(head < HEADS, tl.load(q_weight + at), tl.load(k_weight + at)).to(tl.float32)
-        scale_turned = tl.where(head < HEADS, tl.load(q_weight + across), tl.load(k_weight + across)).to(tl.float32)
-    cos = tl.load(table + position * D + at % (D // 2)).to(tl.float32)
-    sin = tl.load(table + position * D + D // 2 + at % (D // 2)).to(tl.float32)
-    sign = tl.where(at < D // 2, -1.0, 1.0)
-    # Rounded wherever the twin stores a value in the model's type.
-    if q_weight is not None:
-        straight = ((wide * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
-        crossed = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
-    else:
-        straight = wide
-        crossed = turned.to(tl.float32)
-    if WIDE:
-        rotated = (straight * cos + sign * (crossed * sin)).to(kind)
-    else:
-        rotated = ((straight * cos).to(kind).to(tl.float32) + sign * (crossed * sin).to(kind).to(tl.float32)).to(kind)
-    tl.store(out + row * (HEADS * D) + head * D + at, rotated, mask=head < HEADS)
-    key = head - HEADS
-    tl.store(k_cache + cell + key * head_stride + at, rotated, mask=(key >= 0) & (key < KV_HEADS))
-    tl.store(v_cache + cell + (key - KV_HEADS) * head_stride + at, value, mask=inside & (key >= KV_HEADS))
-
-
-def norm_rope_append(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
-    v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
-) -> Tensor:  # fmt: skip
-    """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power of two."""
-    _, kv_heads, page_size, head_dim = k_cache.shape
-    rows, heads, _ = out.shape
-    _norm_rope_append[(rows,)](
-        qkv, q_weight, k_weight, rope_table, positions, pages, offsets, out, k_cache, v_cache, eps, kv_heads * page_size * head_dim,
-        page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads), wide_rope, num_warps=4,
-    )  # fmt: skip
-    return out
+from kernels.lm_attention import QueryTiles, packed_attention
+from kernels.lm_triton import add_norm, norm_rope_append, swiglu
 
 
 def prefill_padded(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import paged_prefill_attention
-from kernels.varlen_attention import PackedRuns
+from kernels.attention import PackedRuns, paged_prefill_attention
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
