@@ -131,5 +131,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> 
     dtype = "bfloat16" if bench.on_gpu else "float32"
     chosen = TokenModelOptions(memory_share=options.memory_share, slots=slots, dtype=dtype, eager=options.eager or None)
     spec = model_spec(parts.config, kept_voices, **parts.load_format)
-    host = VllmHost(spec, chosen.vllm(options.memory_share, CONTEXT, CONTEXT))
+    host = VllmHost(spec, replace(chosen, max_context=CONTEXT))
     return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)

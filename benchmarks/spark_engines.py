@@ -38,7 +38,6 @@ from pipelines.spark_tts.pipeline import (
     SparkStreamer,
     model_spec,
     open_stage,
-    vllm_options,
 )
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
 from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
@@ -215,5 +214,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: Sequence[int], memory_share
     from pipelines.vllm_engine.host import VllmHost
 
     chosen = TokenModelOptions(memory_share=memory_share, slots=max(slots), max_context=2 * CONTEXT)
-    host = VllmHost(parts.spec, vllm_options(chosen, parts.config))
+    host = VllmHost(parts.spec, chosen)
     return parts.pipeline(host, {"engine": "vllm", "dtype": host.dtype})

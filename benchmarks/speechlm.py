@@ -28,11 +28,12 @@ from typing import Any
 
 from benchmarks.gpu import Bench, Row, parser
 from pipelines.errors import NightjarError
+from pipelines.nn.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, VllmOptions, load_vllm
+from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
 
 #: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should and must reach.
 STOCK, AIM, MUST = 18_147, 15_000, 9_000
@@ -235,9 +236,9 @@ def main() -> int:
         spec = model_spec(config, share_prefixes=True)
         spec = replace(spec, engine={**spec.engine, "load_format": "dummy"})
         most = max(load.requests for load in chosen)
-        wanted = VllmOptions(
+        wanted = TokenModelOptions(
             memory_share=None if tiny else options.memory_share,
-            max_sequences=2 * most,
+            slots=2 * most,
             waiting_room=most,
             max_context=256 if tiny else 2048,
             step_tokens=None if tiny else 16_384,

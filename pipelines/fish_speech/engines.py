@@ -23,6 +23,10 @@ from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import NativeModelOptions
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
+#: Positions of a sequence: a dialogue of ten minutes with its references and texts.
+_CONTEXT = 16_384
+#: Of the GPU's memory on vLLM: the LM has nine billion bytes, and the codec works beside it.
+_MEMORY_SHARE = 0.6
 #: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
 #: Of a prefix: as many as make two that are equal by chance no matter.
@@ -33,10 +37,10 @@ _SALT_BYTES = 16
 PROMPT_CODES = "codes"
 
 
-def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded; `context`: where nobody chose. Raises as `NativeModelOptions.plan`."""
+def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
     needs = memory_needs(config, dtype, options.page_size)
-    return options.plan(needs, device, config.slow.max_positions, context, frame_seconds=1 / config.frames_per_second)
+    return options.plan(needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second)
 
 
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
@@ -88,6 +92,9 @@ def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine:
         "FishForCausalLM",
         codes_per_step=1 + config.codebooks,
         share_prefixes=share_prefixes,
+        memory_share=_MEMORY_SHARE,
+        context=_CONTEXT,
+        max_positions=config.slow.max_positions,
         engine=engine,
         extra=lambda request: as_extra(prompt_of(request), config.semantic),
     )

@@ -55,10 +55,6 @@ class NativeFishStreamer(FishStreamer):
     chunk_frames = ()
 
 
-#: Positions of a sequence: a dialogue of ten minutes with its references and texts.
-_CONTEXT = 16_384
-#: Of the GPU's memory: the LM has nine billion bytes, and the codec works beside it.
-_MEMORY_SHARE = 0.6
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their frames.
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
@@ -93,7 +89,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.slow.max_positions))
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
@@ -104,7 +100,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     config = FishConfig.from_folder(folder)
     stacks = [config.slow, config.fast]
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks)
-    sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
+    sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)
     with torch.inference_mode():

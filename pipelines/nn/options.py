@@ -15,10 +15,8 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.opening import MemoryNeeds, context_of, open_executor, plan_engine
 from pipelines.engine_choice import EngineKind
-from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
 from pipelines.options import Count, read_options
-from pipelines.vllm_engine.library import VllmOptions
 
 #: The option that chooses the engine of a model that both can run.
 ENGINE = "engine"
@@ -101,29 +99,12 @@ class NativeModelOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class TokenModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device. The LM's are those of `VllmOptions`."""
+    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device."""
 
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
     cpu_kv_gib: Count = 1
+    #: Tokens of one engine step.
     step_tokens: Count | None = None
     tensor_parallel: int = 1
+    #: Without compilation and CUDA graphs.
     eager: bool | None = None
-
-    def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
-        """What vLLM is told, with a model's own memory share and context where nothing was asked for.
-
-        Raises `ConfigError` (`config.invalid`) for the reproducible mode.
-        """
-        if self.reproducible:
-            advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
-        return VllmOptions(
-            dtype=self.dtype,
-            memory_share=memory_share if self.memory_share is None else self.memory_share,
-            cpu_kv_gib=self.cpu_kv_gib,
-            max_sequences=self.slots,
-            waiting_room=self.waiting_room,
-            max_context=min(self.context(context), max_positions),
-            step_tokens=self.step_tokens,
-            tensor_parallel=self.tensor_parallel,
-            eager=self.eager,
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
-from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
+from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.tokens import (
-    Finish,
     TokenHost,
     TokenRequest,
     TokenRequestInfo,
@@ -36,7 +35,7 @@ from pipelines.tokens import (
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import ModelSpec, VllmOptions, load_vllm
+from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +50,19 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
     #: Semantic tokens of the longest speech that was asked for; None: as many as the LM may write.
     most: int | None = None
 
-    def codes(self, tokens: Tokens) -> SparkCodes:
-        """The tokens of BiCodec in a finished sequence.
-
-        Raises `SynthesisError`: `synth.no_eos` when it did not end, `synth.no_audio` when it holds no speech or no whole voice.
-        """
-        return self._codes(tokens)[0]
-
-    def _codes(self, tokens: Tokens) -> tuple[SparkCodes, Finish]:
-        """As `codes`, and how the speech ended: it is cut where the LM wrote more than was asked for."""
+    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
+        """As `TokenRequestInfo.read`; speech is cut where the LM wrote more than was asked for."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
-        if self.most is not None and len(found.semantic) > self.most:
-            found, finish = replace(found, semantic=found.semantic[: self.most]), "length"
-        self.check_end(finish, len(found.semantic), "speech tokens")
+        semantic = found.semantic[: self.most]
+        if len(semantic) < len(found.semantic):
+            finish = "length"
+        self.check_end(finish, len(semantic), "speech tokens")
         voice = found.voice if self.voice is None else self.voice
-        if not found.semantic:
+        if not semantic:
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        return SparkCodes(found.semantic, voice), finish
-
-    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
-        codes, finish = self._codes(tokens)
-        return FinishedCodes(column(codes.semantic), finish, Voice(torch.tensor(codes.voice)))
+        return FinishedCodes(column(semantic), finish, Voice(torch.tensor(voice)))
 
 
 class SparkStreamer(TokenStreamer[Voice]):
@@ -115,7 +104,7 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 def model_spec(config: SparkConfig) -> ModelSpec:
     """What vLLM is told."""
-    return ModelSpec(config.folder / LLM)
+    return ModelSpec(config.folder / LLM, memory_share=_MEMORY_SHARE, context=CONTEXT, max_positions=config.lm.max_positions)
 
 
 #: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
@@ -148,7 +137,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     check_weights(config)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = VllmHost(model_spec(config), vllm_options(chosen, config))
+    host = VllmHost(model_spec(config), chosen)
     meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
     return SparkPipeline(config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished)
 
@@ -255,8 +244,3 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         limit = self.config.sampling.max_new_tokens
         before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
         return limit if longest is None else min(limit, before + longest + 1)
-
-
-def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:
-    """What vLLM is told of a person's choice, with the defaults of this model."""
-    return options.vllm(_MEMORY_SHARE, CONTEXT, config.lm.max_positions)

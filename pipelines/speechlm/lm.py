@@ -120,6 +120,12 @@ def next_phase(phase: Tensor, token: Tensor, eot: int) -> Tensor:
     return after_text.where(text, (phase + 1).clamp(max=int(Phase.AUDIO)))
 
 
+#: Positions of a sequence, as the published servers have it.
+_CONTEXT = 16_384
+#: Of the GPU's memory: the tower and the codec have about 2 GB, and work beside the backbone.
+_MEMORY_SHARE = 0.85
+
+
 def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> ModelSpec:
     """What vLLM is told."""
     return ModelSpec(
@@ -129,6 +135,9 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
         codes_per_step=config.streams,
         share_prefixes=share_prefixes,
         pairs=True,
+        memory_share=_MEMORY_SHARE,
+        context=_CONTEXT,
+        max_positions=config.backbone.max_positions,
     )
 
 

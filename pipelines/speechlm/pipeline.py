@@ -28,10 +28,6 @@ from pipelines.validation import bounded, bounded_top_k, check_room, check_seed,
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
-#: Positions of a sequence, as the published servers have it.
-_CONTEXT = 16_384
-#: Of the GPU's memory: the tower and the codec have about 2 GB, and work beside the backbone.
-_MEMORY_SHARE = 0.85
 _CODEC_BATCH = 64
 #: Recordings whose features are kept.
 _RECORDINGS = 64
@@ -73,8 +69,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         windows = chosen.n_window, chosen.window_infer
         encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    wanted = chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.backbone.max_positions)
-    host = VllmHost(model_spec(config, chosen.share_prefixes), wanted)
+    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
 

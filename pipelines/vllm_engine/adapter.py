@@ -19,13 +19,13 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.nn.options import TokenModelOptions
 from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.library import (
     AT_ONCE,
     CODE_SPAN,
     EngineMoment,
     ModelSpec,
-    VllmOptions,
     architecture,
     check_plugin,
     on_cpu,
@@ -34,7 +34,6 @@ from pipelines.vllm_engine.library import (
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
-_CONTEXT = 8192
 #: The default of vLLM's asynchronous engine on a GPU is a quarter of this: a burst of requests would enter in four times as many steps.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 #: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched from Python.
@@ -44,11 +43,11 @@ _GRAPH_STEP = 16
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
-def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
+def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
     """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for what the model cannot run with."""
     cpu, frames = on_cpu(), bool(spec.model)
-    sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
-    context = options.max_context or _CONTEXT
+    sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
+    memory_share, context = spec.chosen(options)
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
         "hf_overrides": dict(spec.config),
@@ -63,7 +62,6 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         "trust_remote_code": False,
         "async_scheduling": not cpu,
         "max_num_batched_tokens": _step_tokens(frames, options, cpu, sequences, context),
-        "scheduler_cls": _scheduler(spec.pairs, asynchronous=not cpu),
     }
     if cpu:
         arguments["disable_custom_all_reduce"] = True
@@ -72,8 +70,8 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
             arguments["enable_chunked_prefill"] = False
     elif sequences > _GRAPHED_SEQUENCES:
         arguments["max_cudagraph_capture_size"] = -(-sequences // _GRAPH_STEP) * _GRAPH_STEP
-    if options.memory_share is not None:
-        arguments["gpu_memory_utilization"] = options.memory_share
+    if memory_share is not None:
+        arguments["gpu_memory_utilization"] = memory_share
     if spec.codes_per_step > 1:
         arguments["max_logprobs"] = spec.codes_per_step
     if frames:
@@ -84,6 +82,7 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     arguments |= spec.engine
+    arguments.setdefault("scheduler_cls", _scheduler(spec.pairs, arguments["async_scheduling"]))
     register()
     if frames:
         check_plugin()
@@ -97,7 +96,7 @@ def _scheduler(pairs: bool, asynchronous: bool) -> str:
     return f"pipelines.vllm_engine.{kind.lower()}_scheduler.{'Async' if asynchronous else ''}{kind}Scheduler"
 
 
-def _step_tokens(frames: bool, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
+def _step_tokens(frames: bool, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
     """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a prompt where none may be cut."""
     # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one beside all that runs.
     tokens = options.step_tokens or (max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences))

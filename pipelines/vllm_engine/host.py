@@ -7,7 +7,7 @@ import itertools
 import logging
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
-from pipelines.vllm_engine.library import EngineMoment, ModelSpec, VllmOptions, load_vllm, on_cpu
+from pipelines.vllm_engine.library import EngineMoment, ModelSpec, load_vllm, on_cpu
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ class VllmHost:
     as soon as the old one is gone; meanwhile `submit` waits.
     """
 
-    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
+    def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
         """Starts the engine core.
 
         Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
         cannot run with.
         """
-        options = options or VllmOptions()
+        options = options or TokenModelOptions()
         load_vllm(options.cpu_kv_gib)
         from pipelines.vllm_engine import adapter
 
@@ -114,13 +115,16 @@ class VllmHost:
             self._taken += 1
             self._loop.call_soon_threadsafe(self._enter, request, receiver)
 
-    def abort(self, request_id: str) -> None:
-        """Ends all sequences with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
-        self._cancel(lambda request: request.request_id == request_id)
-
     def cancel(self, request: TokenRequest) -> None:
         """Ends this one sequence; its receiver hears `synth.aborted`. Does nothing when it is over."""
-        self._cancel(lambda one: one is request)
+
+        def cancel() -> None:
+            if (task := self._tasks.get(request)) is not None:
+                task.cancel()
+
+        with self._changed:
+            if not self._stopped:
+                self._loop.call_soon_threadsafe(cancel)
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         with self._changed:
@@ -173,16 +177,6 @@ class VllmHost:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
         # A task that is cancelled before its first step runs no line of its own: what must happen at the end happens here.
         task.add_done_callback(lambda task: self._ended(task, request, receiver))
-
-    def _cancel(self, which: Callable[[TokenRequest], bool]) -> None:
-        def cancel() -> None:
-            for request, task in list(self._tasks.items()):
-                if which(request):
-                    task.cancel()
-
-        with self._changed:
-            if not self._stopped:
-                self._loop.call_soon_threadsafe(cancel)
 
     def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: TokenReceiver) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 if TYPE_CHECKING:
+    from pipelines.nn.options import TokenModelOptions
     from pipelines.tokens import TokenRequest
 
 #: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
@@ -31,27 +32,6 @@ AT_ONCE = "at_once"
 #: bytes of one length); and whether the KV that the sequence generates depends on more than its ids, so that no other one may share it.
 SALTS = "kv_salts"
 PRIVATE = "private_kv"
-
-
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """What a person may choose; None means the best for the device."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    #: Share of the device's memory that vLLM may take, weights and KV cache; the rest is for the other stages.
-    memory_share: float | None = None
-    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
-    cpu_kv_gib: int = 1
-    #: Sequences that run at once, and requests that wait behind them before `submit` blocks.
-    max_sequences: int | None = None
-    waiting_room: int | None = None
-    #: Positions of a sequence: prompt and new tokens.
-    max_context: int | None = None
-    #: Tokens of one engine step.
-    step_tokens: int | None = None
-    tensor_parallel: int = 1
-    #: Without compilation and CUDA graphs.
-    eager: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +50,26 @@ class ModelSpec:
     share_prefixes: bool | None = False
     #: Whether its sequences come in guidance pairs.
     pairs: bool = False
+    #: Where nobody chose: its share of the GPU's memory, weights and KV cache, and positions of a sequence, of which it knows a maximum.
+    memory_share: float | None = None
+    context: int = 8192
+    max_positions: int | None = None
     #: Further arguments of vLLM's engine.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the model.
     extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
+
+    def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
+        """Memory share and positions of a sequence, a person's choice before the model's.
+
+        Raises `ConfigError` (`config.invalid`) for the reproducible mode.
+        """
+        if options.reproducible:
+            advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
+        context = options.context(self.context)
+        share = self.memory_share if options.memory_share is None else options.memory_share
+        return share, min(context, self.max_positions or context)
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
+from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import VllmOptions, load_vllm, on_cpu
+from pipelines.vllm_engine.library import load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
 from tests.support.wide_heads import widened
@@ -52,7 +55,7 @@ def cases(golden: Golden) -> Iterator[Case]:
 
 def _check_named(golden: Golden, model_type: str, case: str) -> None:
     """A case on the same checkpoint, whose config.json has another `model_type`."""
-    opened = Opened(golden.under(named(model_type, golden.checkpoint)), VllmOptions(max_context=512, max_sequences=4))
+    opened = Opened(golden.under(named(model_type, golden.checkpoint)), TokenModelOptions(max_context=512, slots=4))
     try:
         opened.check([case])
     finally:
@@ -62,9 +65,9 @@ def _check_named(golden: Golden, model_type: str, case: str) -> None:
 class Opened:
     """An engine on a golden folder's checkpoint, started at the first case."""
 
-    def __init__(self, golden: Golden, options: VllmOptions | None = None, **engine: Any) -> None:
+    def __init__(self, golden: Golden, options: TokenModelOptions | None = None, **engine: Any) -> None:
         self.golden = golden
-        self._options = options or VllmOptions(max_context=512, max_sequences=48)
+        self._options = options or TokenModelOptions(max_context=512, slots=48)
         self._engine = engine
         self._stack = ExitStack()
 
@@ -84,11 +87,10 @@ class Opened:
 
     def ask(self, script: Script) -> Heard:
         """Sends a request as the pipeline does, guided audio and all."""
-
         golden, host = self.golden, self.host
         order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, host)
-        heard = Heard(order)
-        host.submit(script.first_request(golden.config), heard)
+        heard = Heard(order, script.first_request(golden.config))
+        host.submit(heard.first, heard)
         return heard
 
     def check(self, names: Iterable[str], arrivals: list[int] | None = None) -> None:
@@ -114,7 +116,8 @@ class Opened:
 class Heard(SpeechLmUtterance):
     """A talker that keeps ids and rows instead of having them decoded."""
 
-    def __init__(self, order: SpeechLmRequestInfo) -> None:
+    def __init__(self, order: SpeechLmRequestInfo, first: TokenRequest) -> None:
+        self.first = first
         #: Ids and rows, or what ended the request early.
         self.future: Future[Any] = Future()
         super().__init__(order, None, Listener(self._ended, lambda _done: None))  # pyright: ignore[reportArgumentType]
@@ -127,6 +130,19 @@ class Heard(SpeechLmUtterance):
         """Stream-0 ids as golden sets have them, and rows of codec token ids. Raises what ended the request early."""
         made: Any = self.future.result(seconds)
         return made
+
+    def cancel(self) -> None:
+        """Ends the text, or the guided audio behind it."""
+        self._listener.cancel()
+        self._request.host.cancel(self.first)
+        self.hang_up()
+        with suppress(InvalidStateError):
+            self.future.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+
+    @property
+    def paired(self) -> bool:
+        """Whether its guided audio was asked for."""
+        return self._pair is not None
 
     @property
     def redone(self) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from pipelines.nn.options import TokenModelOptions
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import model_spec
-from pipelines.vllm_engine.library import VllmOptions, load_vllm
+from pipelines.vllm_engine.library import load_vllm
 from tests.support.vllm_kit import wide_checkpoint
 
 load_vllm()
@@ -38,7 +39,7 @@ def scheduler(
 ) -> Any:
     """A scheduler of this kind with so much of everything; blocks of KV hold `BLOCK` tokens."""
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
-    arguments = {**engine_arguments(spec, VllmOptions(max_sequences=sequences, max_context=512)), "enable_prefix_caching": caching}
+    arguments = {**engine_arguments(spec, TokenModelOptions(slots=sequences, max_context=512)), "enable_prefix_caching": caching}
     chunked = {"max_num_batched_tokens": step_tokens, "enable_chunked_prefill": True}
     config = AsyncEngineArgs(**{**arguments, **chunked}).create_engine_config()
     config.scheduler_config.async_scheduling = issubclass(kind, AsyncScheduler)

@@ -24,10 +24,11 @@ from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.engines import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
+from pipelines.nn.options import TokenModelOptions  # noqa: E402
 from pipelines.request import Event, Generation, Message, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
-from pipelines.vllm_engine.library import VllmOptions, load_vllm  # noqa: E402
+from pipelines.vllm_engine.library import load_vllm  # noqa: E402
 from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 240
@@ -55,7 +56,7 @@ def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     config = FishConfig.from_folder(widened(whole()))
     spec = model_spec(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
-        host = VllmHost(spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
+        host = VllmHost(spec, TokenModelOptions(dtype="float32", max_context=416, slots=6))
         pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), host, keep_unfinished=True)
         with closing(pipeline):
             yield pipeline

@@ -13,10 +13,11 @@ from tests.support.vllm_kit import require_vllm, wide_checkpoint
 
 require_vllm()
 
+from pipelines.nn.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
-from pipelines.vllm_engine.library import AT_ONCE, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.library import AT_ONCE  # noqa: E402
 from tests.support.scheduler_rig import END, Run, hashed, newcomer, scheduler  # noqa: E402
 
 from vllm.config import SchedulerConfig  # noqa: E402  # isort: skip
@@ -104,7 +105,7 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
 def test_engines_run_on_it(monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
     spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
-    arguments = engine_arguments(spec, VllmOptions())
+    arguments = engine_arguments(spec, TokenModelOptions())
     assert SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
     assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)
 

@@ -22,13 +22,13 @@ from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, held_start, kill_co
 require_vllm()
 
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
+from pipelines.nn.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import (  # noqa: E402
     ModelSpec,
-    VllmOptions,
     load_vllm,
 )
 
@@ -44,7 +44,7 @@ def host() -> Iterator[VllmHost]:
     load_vllm()
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
-    host = VllmHost(spec, VllmOptions(max_context=32_768, max_sequences=16, waiting_room=ROOM - 16))
+    host = VllmHost(spec, TokenModelOptions(max_context=32_768, slots=16, waiting_room=ROOM - 16))
     yield host
     host.close()
     host.close()
@@ -128,8 +128,8 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     assert merged.tolist() == steps.tolist()
 
 
-@pytest.mark.parametrize(("cpu", "options"), [(True, VllmOptions(step_tokens=1000)), (False, VllmOptions(step_tokens=100))])
-def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: VllmOptions) -> None:
+@pytest.mark.parametrize(("cpu", "options"), [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))])
+def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions) -> None:
     from pipelines.vllm_engine import adapter
 
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
@@ -167,13 +167,14 @@ def test_thirty_two_clients_at_once(host: VllmHost) -> None:
 
 
 def test_submit_waits_while_the_room_is_full(host: VllmHost) -> None:
-    long = [ask(host, sequence(f"long{n}", prompt(n), ENDLESS)) for n in range(ROOM)]
+    endless = [sequence(f"long{n}", prompt(n), ENDLESS) for n in range(ROOM)]
+    long = [ask(host, one) for one in endless]
     one_more = threading.Thread(target=lambda: long.append(ask(host, sequence("one more", prompt(0), 2))))
     one_more.start()
     one_more.join(0.5)
     assert one_more.is_alive(), "the waiting room took one more than it has"
-    for n in range(ROOM):
-        host.abort(f"long{n}")
+    for one in endless:
+        host.cancel(one)
     one_more.join(PATIENCE_SECONDS)
     assert len(long[-1].future.result(PATIENCE_SECONDS).ids) == 2
 
@@ -181,10 +182,11 @@ def test_submit_waits_while_the_room_is_full(host: VllmHost) -> None:
 @pytest.mark.parametrize("delay", [0.0, 0.05])
 def test_an_abort_frees_the_slot_and_spares_the_others(host: VllmHost, delay: float) -> None:
     other = ask(host, sequence("other", prompt(5), 60, seed=5))
-    victims = [ask(host, sequence("victim", prompt(n), ENDLESS)) for n in range(3)]
+    doomed = [sequence("victim", prompt(n), ENDLESS) for n in range(3)]
+    victims = [ask(host, one) for one in doomed]
     time.sleep(delay)
-    host.abort("victim")
-    host.abort("nobody")
+    for one in (*doomed, sequence("nobody", [5], 1)):
+        host.cancel(one)
     for victim in victims:
         with pytest.raises(SynthesisError) as caught:
             victim.future.result(PATIENCE_SECONDS)
@@ -206,9 +208,10 @@ def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
     plain = sequence("main", prompt(3), 10, seed=1)
     pair = TokenRequest("main", plain.prompt_ids, plain.sampling, shadow=sequence("null", [11, 12], ENDLESS))
     assert ask(host, pair).future.result(PATIENCE_SECONDS).ids == ask(host, plain).future.result(PATIENCE_SECONDS).ids
-    aborted = ask(host, TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS)))
+    doomed = TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS))
+    aborted = ask(host, doomed)
     time.sleep(0.05)
-    host.abort("pair")
+    host.cancel(doomed)
     with pytest.raises(SynthesisError):
         aborted.future.result(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -273,4 +276,4 @@ def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
         assert caught.value.code is ErrorCode.SYNTH_ABORTED
     with pytest.raises(SynthesisError):
         ask(host, sequence("late", [5], 1))
-    host.abort("late")
+    host.cancel(sequence("late", [5], 1))

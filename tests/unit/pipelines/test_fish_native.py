@@ -335,6 +335,6 @@ class TestOpening:
         assert needs.weights > (whole() / "codec.pth").stat().st_size
 
     def test_its_sizes_follow_from_the_checkpoint(self) -> None:
-        sizes = plan_sizes(CONFIG, NativeModelOptions(slots=3, max_context=300), CPU, torch.float32, 16_384)
+        sizes = plan_sizes(CONFIG, NativeModelOptions(slots=3, max_context=300), CPU, torch.float32)
         assert (sizes.slots, sizes.max_context) == (3, 300)
         assert sizes.frame_seconds == pytest.approx(2048 / 44_100)

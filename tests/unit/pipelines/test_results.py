@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
-from pipelines.nn.config_keys import Keys
+from pipelines.nn.config_keys import Keys, Size, Sizes, Whole
 from pipelines.nn.options import TokenModelOptions
 from pipelines.options import read_options
 from pipelines.recording import read_recording
@@ -27,6 +27,7 @@ from pipelines.request import Capabilities, EngineStats, Generation, Message, Sy
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.tokens import TokenRequest, TokenRequestInfo, Tokens, TokenSampling, TokenStreamer, TokenUtterance, token_sampling
 from pipelines.validation import frames_within
+from pipelines.vllm_engine.library import ModelSpec
 
 RATE = 100
 
@@ -202,11 +203,11 @@ def test_options_are_checked_by_name_and_type() -> None:
     for given, words in (({"slot": 3}, "'slot'"), ({"slots": "many"}, "slots"), ({"dtype": "int3"}, "dtype")):
         with pytest.raises(ConfigError, match=words):
             read_options(TokenModelOptions, given)
+    spec = ModelSpec(Path(), memory_share=0.5, context=8192, max_positions=4096)
     with pytest.raises(ConfigError, match="The engine vllm has no reproducible mode"):
-        TokenModelOptions(reproducible=True).vllm(0.5, 8192, 4096)
-    chosen = TokenModelOptions(memory_share=0.2).vllm(0.5, 8192, 4096)
-    assert (chosen.memory_share, chosen.max_context) == (0.2, 4096)
-    assert TokenModelOptions(max_context=100).vllm(0.5, 8192, 4096).max_context == 100
+        spec.chosen(TokenModelOptions(reproducible=True))
+    assert spec.chosen(TokenModelOptions(memory_share=0.2)) == (0.2, 4096)
+    assert spec.chosen(TokenModelOptions(max_context=100)) == (0.5, 100)
 
 
 def test_no_setting_leaves_the_range_of_an_engine() -> None:
@@ -251,9 +252,9 @@ def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float
 def test_keys_name_file_section_and_key(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     part = Keys.read(tmp_path / name, "Get another.").section("part")
-    assert (part.size("size"), part.wholes("list"), "size" in part, part.get("other", 7)) == (3, (1, 2), True, 7)
-    with pytest.raises(ModelError, match=rf"{name}: part\.list must be a whole number\. Get another\."):
-        part.whole("list")
+    assert (part.value("size", Size), part.value("list", Sizes), "size" in part, part.value("other", Size, 7)) == (3, (1, 2), True, 7)
+    with pytest.raises(ModelError, match=rf"{name}: part\.list must be a whole number that is not negative\. Get another\."):
+        part.value("list", Whole)
     (tmp_path / name).write_text("[1, 2")
     with pytest.raises(ModelError, match=f"{name} cannot be read"):
         Keys.read(tmp_path / name, "Get another.")
