@@ -28,7 +28,6 @@ def test_batches_of_any_size_arrive_whole_though_the_device_writes_their_memory_
             under_way.append((kept, samples))
     for kept, samples in under_way:
         samples.wait()
-        assert samples.over
         for at, wave in enumerate(kept):
             found = samples.of(at)
             assert torch.equal(torch.from_numpy(found), wave.cpu())
@@ -56,6 +55,6 @@ def test_a_copy_waits_for_its_samples_and_they_for_the_copy_before() -> None:
 
 def test_a_sender_without_samples_of_a_device_needs_none() -> None:
     samples = Sender()([torch.ones(3), torch.zeros(0)])
-    assert samples.over
+    assert samples.event is None
     assert samples.of(0).tolist() == [1.0, 1.0, 1.0]
     assert len(samples.of(1)) == 0
