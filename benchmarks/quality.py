@@ -23,7 +23,7 @@ from benchmarks.jobs import run_job, run_seconds, whole_path
 from benchmarks.sentences import sentences
 from jobs.ledger import Ledger
 from jobs.ledger.records import Draw, ItemState
-from worker.quality.wer import normalizer_of
+from worker.quality.meters import normalizer_of
 
 
 @click.command()

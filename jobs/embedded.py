@@ -30,10 +30,9 @@ from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.ledger.location import embedded_workers
 from jobs.own_files import full_disk_explained, open_own, own_path, read_own
-from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
+from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, plan_workers
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 START_SECONDS = 30

@@ -28,6 +28,8 @@ class EngineMetrics(Collector):
         yield opened
         yield _gauge("speech_engine_slots", "Utterances that can run at the same time.", sum(info.slots for info in infos))
         yield _gauge("speech_engine_waiting_room", "Requests that can wait for a slot.", sum(info.waiting_room for info in infos))
+        yield _gauge("speech_engine_batch_size", "Requests in the engine's running batch.", sum(one.running for one in stats))
+        yield _gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", sum(one.waiting for one in stats))
         yield _gauge("speech_engine_kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos))
         yield _gauge("speech_engine_kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0.0))
 

@@ -74,7 +74,6 @@ class HeldLease:
         self._gone: GoneReason | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._wake = threading.Event()
 
     @property
     def gone(self) -> GoneReason | None:
@@ -93,7 +92,6 @@ class HeldLease:
                 return
             self._gone = reason
             callbacks, self._callbacks = self._callbacks, []
-        self._wake.set()
         for callback in callbacks:
             callback()
 
@@ -128,7 +126,6 @@ class HeldLease:
                 elif not error.code.retryable or error.code in LASTING_OUTAGES:
                     raise
                 self._on_retry(error)
-            self.check()
             self.pause(pause_seconds)
             self.check()
             pause_seconds = min(pause_seconds * 2, LONGEST_RETRY_SECONDS)
@@ -137,8 +134,6 @@ class HeldLease:
         """Waits, but not past the end of the lease."""
         deadline = self._clock.monotonic() + seconds
         while self.gone is None and (left := deadline - self._clock.monotonic()) > 0:
-            if self._wake.is_set():
-                return
             self._clock.sleep(min(left, 0.1))
 
 
@@ -171,20 +166,15 @@ class LeaseBook:
         with self._lock:
             return [ticket for ticket, held in self._held.items() if held.gone is None]
 
-    def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> int:
-        """Handles the answer to a heartbeat sent at `at`. Returns how many leases were lost."""
-        lost_here = 0
-        for ticket in tickets:
-            with self._lock:
-                held = self._held.get(ticket)
-            if held is None:
-                continue
-            if ticket in lost:
-                held.give_up(GoneReason.LOST)
-                lost_here += 1
+    def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> None:
+        """Handles the answer to a heartbeat of these leases that was sent at `at`."""
+        with self._lock:
+            held = [self._held[ticket] for ticket in tickets if ticket in self._held]
+        for one in held:
+            if one.lease.ticket in lost:
+                one.give_up(GoneReason.LOST)
             else:
-                held.renew(at)
-        return lost_here
+                one.renew(at)
 
     def drain(self) -> None:
         """Gives up every lease, and each later one."""

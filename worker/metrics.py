@@ -39,8 +39,6 @@ class Metrics:
         self.dropped_messages = counter("speech_dropped_messages", "Dropped messages of the broker that this worker cannot read.")
         self.consumer_restarts = counter("speech_consumer_restarts", "Reconnections of this worker to the broker.")
         self.leases_held = gauge("speech_leases_held", "Shards in flight on this worker.")
-        self.batch_size = gauge("speech_engine_batch_size", "Requests in the engine's running batch.")
-        self.engine_waiting = gauge("speech_engine_waiting", "Requests that wait for a slot in the engine.")
         self.queue_depth = gauge("speech_queue_depth", "Messages waiting in the broker.")
         self.commit_seconds = Histogram(
             "speech_commit_seconds",
@@ -77,8 +75,6 @@ class Metrics:
     def watch(self, leases_held: Callable[[], int], pipelines: Callable[[], Sequence[Pipeline]]) -> None:
         """Sets what gauges read at each scrape: shards in flight, and the open pipelines."""
         self.leases_held.set_function(leases_held)
-        self.batch_size.set_function(lambda: sum(pipeline.stats().running for pipeline in pipelines()))
-        self.engine_waiting.set_function(lambda: sum(pipeline.stats().waiting for pipeline in pipelines()))
         self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:

@@ -228,13 +228,23 @@ def _encoded(job: Job, line: ShardLine, speech: Speech, seed: int, number: int, 
     found: list[EncodedArtifact] = []
     if not text_only(speech):
         encoded = encoded_audio(speech, job.spec)
-        key_of = quarantine_key if kind == QUARANTINE else audio_key
-        key, size = key_of(job.id, line.index, line.example_id, job.spec.format, number), len(encoded.data)
-        facts = (encoded.duration_ms, encoded.sample_rate, encoded.samples, seed, dict(speech.meta))
-        found.append(EncodedArtifact(Artifact(line.index, kind, key, "", size, *facts), encoded.data))
+        made = Artifact(
+            index=line.index,
+            kind=kind,
+            key=(quarantine_key if kind == QUARANTINE else audio_key)(job.id, line.index, line.example_id, job.spec.format, number),
+            sha256="",
+            bytes=len(encoded.data),
+            duration_ms=encoded.duration_ms,
+            sample_rate=encoded.sample_rate,
+            samples=encoded.samples,
+            seed=seed,
+            meta=dict(speech.meta),
+        )
+        found.append(EncodedArtifact(made, encoded.data))
     if speech.text_out is not None and kind != QUARANTINE:
         key, data = text_key(job.id, line.index, line.example_id, number), speech.text_out.encode()
-        found.append(EncodedArtifact(Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+        made = Artifact(line.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed)
+        found.append(EncodedArtifact(made, data))
     return found
 
 

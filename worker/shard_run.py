@@ -233,8 +233,6 @@ class ShardRun:
             alone=self._only_waits_for,
         )
 
-    # Feeds.
-
     @property
     def _stopped(self) -> bool:
         """Whether nothing more is fed."""
@@ -324,8 +322,6 @@ class ShardRun:
         draw.engine_ms = round(self._runner.timer.leave(draw.entered_at))
         return True
 
-    # Counts.
-
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
         """Takes what became of a draw: an outcome (of an item only the first one counts), another draw, or an error."""
         index = draw.line.index
@@ -398,8 +394,6 @@ class ShardRun:
     def _flush_packs(self) -> None:
         if self._output.packs is not None:
             self._output.packs.flush_due()
-
-    # Commits.
 
     def _collect(self, pipeline: Pipeline) -> bool:
         """Commits outcomes until the shard is finished. Returns whether some items are left for another attempt."""

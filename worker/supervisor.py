@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import structlog
 
 from jobs.child_process import UpPipe, pinned_to
-from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings
-from jobs.worker_group import WorkerGroup, WorkerPlan
+from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan
 
 log = structlog.get_logger(__name__)
 

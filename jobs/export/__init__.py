@@ -3,8 +3,7 @@
 from jobs.export.export import PART_BYTES, ExportReport, export
 from jobs.export.files import PartFiles, own_output
 from jobs.export.formats import ExportFormat, find_format, format_names
-from jobs.export.items import AudioItem, ItemMetadata, item_metadata
-from jobs.export.plan import LeftOut, Part, Splits, parse_splits
+from jobs.export.items import AudioItem, ItemMetadata, LeftOut, Part, Splits, item_metadata, parse_splits
 
 __all__ = [
     "PART_BYTES",

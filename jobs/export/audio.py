@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -167,3 +168,31 @@ class AudioReader:
         with output(str(path)) as copy:
             copy.write(data)
         return item, str(path)
+
+
+class AudioNames:
+    """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths are absolute."""
+
+    def __init__(self, store: ObjectStore, folder: Path | None) -> None:
+        self._root = None if folder is None else store.root
+        self._folder = folder
+        self._prefixes: dict[str, str] = {}
+
+    @property
+    def base(self) -> str | None:
+        """The store as seen from the export's folder; None where audio is named by what it is everywhere."""
+        return None if self._root is None else self._prefix("")
+
+    def of(self, file: str, where: str) -> str:
+        """What `file`, a name in the folder of the export, calls the audio at `where`: a path of the store, or an address."""
+        if self._root is None or not where.startswith(f"{self._root}/"):
+            return where
+        return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
+
+    def _prefix(self, below: str) -> str:
+        prefix = self._prefixes.get(below)
+        if prefix is None:
+            # `..` leads out of what a link leads to.
+            folder = os.path.realpath(os.path.join(self._folder or "", below))
+            prefix = self._prefixes[below] = os.path.relpath(os.path.realpath(self._root or ""), folder)
+        return prefix

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from jobs.export.audio import AudioReader, Conversion
+from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.files import (
     AGAIN,
     END,
@@ -34,9 +34,8 @@ from jobs.export.files import (
     own_output,
 )
 from jobs.export.formats import ExportFormat, find_format
-from jobs.export.items import AudioItem, AudioNames, audio_items, score_names, text_answers
+from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, audio_items, left_out, make_plan, score_names, text_answers
 from jobs.export.manifest import manifest_line
-from jobs.export.plan import WHOLE, LeftOut, Part, Plan, Splits, left_out, make_plan
 from jobs.ledger.records import ItemState, Job
 from jobs.provenance import exporters_record, records
 from jobs.recent_jobs import out_words

@@ -19,15 +19,17 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, ClassVar, cast
+from typing import IO, TYPE_CHECKING, ClassVar, cast
 
 import msgspec
 
-from jobs.export.items import AudioNames
 from jobs.store import ObjectStore, S3Settings, is_remote, open_store
 from jobs.store.base import split_key
 from jobs.store.folder import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.export.audio import AudioNames
 
 _BUFFER_BYTES = 1 << 20
 #: Text of manifests shrinks little more at higher levels, and these take most of an export's time.

@@ -31,9 +31,8 @@ import msgspec
 
 from jobs.export.files import PartFiles, invalid
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, Part, facts, item_metadata, picked
 from jobs.export.line_formats import espnet_line
-from jobs.export.plan import Part
 from jobs.ledger.records import Job
 
 _encode = msgspec.json.Encoder().encode

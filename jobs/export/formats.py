@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from jobs.export.audio import Conversion
     from jobs.export.files import PartFiles
-    from jobs.export.items import AudioItem
-    from jobs.export.plan import Part, Plan, Splits
+    from jobs.export.items import AudioItem, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, RejectedLine
 
 ENTRY_POINT_GROUP = "nightjar.exports"

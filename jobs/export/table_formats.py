@@ -21,8 +21,7 @@ import msgspec
 
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, facts, picked
-from jobs.export.plan import Part, Plan
+from jobs.export.items import AudioItem, Part, Plan, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:

@@ -90,8 +90,6 @@ class _Now(Collector):
         yield _gauge("speech_server_running", "Requests that hold a slot of the server.", self._gate.running)
         yield _gauge("speech_server_waiting", "Requests that wait for a slot of the server.", self._gate.waiting)
         yield _gauge("speech_engine_up", "Whether the engine takes requests.", stats.state == "ready")
-        yield _gauge("speech_engine_batch_size", "Requests in the running batch.", stats.running)
-        yield _gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", stats.waiting)
         yield from _counters(stats)
 
 

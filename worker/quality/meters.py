@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import types
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +29,6 @@ import numpy as np
 from jobs.checks import ENTRY_POINT_GROUP, METERS, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
-from worker.quality.wer import error_rates, normalizer_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,13 +82,79 @@ class Meter(Protocol):
     def measure(self, utterance: Utterance) -> Readings: ...
 
 
+#: Languages whose script puts no spaces between words: their word error rate means nothing.
+UNSPACED = frozenset({"zh", "chinese", "yue", "cantonese", "ja", "japanese", "th", "thai", "lo", "lao", "km", "khmer", "my", "burmese"})
+#: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good speech too.
+LEAST_WORDS, LEAST_CHARACTERS, LEAST_UNSPACED = 4, 12, 6
+MAX_HEARD_CHARACTERS = 500
+
+#: Signs as an English voice reads them and an ASR model may write them.
+_ENGLISH_SIGNS = tuple(
+    (re.compile(sign), spoken)
+    for sign, spoken in (
+        (r"&", " and "),
+        (r"(?<=\d)\s*%", " percent"),
+        (r"#(?=\d)|\b[Nn]o\.\s*(?=\d)", " number "),
+        (r"\+", " plus "),
+        (r"=", " equals "),
+        (r"@", " at "),
+        (r"°\s*C\b", " degrees celsius "),
+        (r"°\s*F\b", " degrees fahrenheit "),
+        (r"°", " degrees "),
+    )
+)
+#: `3:16`, `3.16` and `3 16` are heard alike, as are `5th` and `5`.
+_BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+
+
+@lru_cache(maxsize=8)
+def normalizer_of(language: str) -> Callable[[str], str]:
+    """Whisper's English rules (numbers, spellings, contractions), or its basic ones for other languages (Radford et al., 2022, C)."""
+    if language.casefold() in ("", "en", "english"):
+        from whisper_normalizer.english import EnglishTextNormalizer
+
+        whisper = EnglishTextNormalizer()
+        return lambda text: _BETWEEN_DIGITS.sub("", _ORDINAL.sub("", whisper(_spoken_signs(text))))
+    from whisper_normalizer.basic import BasicTextNormalizer
+
+    return BasicTextNormalizer()
+
+
+def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading]:
+    """`wer` and `cer`, edits over the length of what was asked, which may pass 1; without `wer` for scripts without spaces.
+
+    Judged where the text is long enough. Empty where nothing is left of `asked` in its normal form. Spaces are no characters.
+    """
+    from rapidfuzz.distance import Levenshtein
+
+    normal = normalizer_of(language)
+    wanted, found = (_words(normal(text)) for text in (asked, heard))
+    if not wanted:
+        return {}
+    letters, unspaced = "".join(wanted), language.casefold() in UNSPACED
+    least = LEAST_UNSPACED if unspaced else LEAST_CHARACTERS
+    detail = heard[:MAX_HEARD_CHARACTERS]
+    rates = {"cer": Reading(Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= least)}
+    if not unspaced:
+        rates["wer"] = Reading(Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= LEAST_WORDS)
+    return rates
+
+
+def _spoken_signs(text: str) -> str:
+    for sign, spoken in _ENGLISH_SIGNS:
+        text = sign.sub(spoken, text)
+    return text
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in unicodedata.normalize("NFKC", text).split() if any(character.isalnum() for character in word)]
+
+
 class AsrMeter:
     """Scores `wer` and `cer` by what a Whisper model hears, which is their detail.
 
     Greedy decoding without fallback to sampling, one thread, int8: equal audio gives equal words.
     """
-
-    MAX_HEARD_CHARACTERS = 500
 
     def __init__(self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = "") -> None:
         from faster_whisper import WhisperModel
@@ -112,8 +180,7 @@ class AsrMeter:
             without_timestamps=len(audio) <= 30 * SAMPLE_RATE,
         )
         heard = " ".join(segment.text.strip() for segment in segments)
-        rates = error_rates(utterance.text, heard, language or info.language)
-        return {name: Reading(rate.value, heard[: self.MAX_HEARD_CHARACTERS], rate.telling) for name, rate in rates.items()}
+        return error_rates(utterance.text, heard, language or info.language)
 
     def _language_of(self, name: str) -> str | None:
         """Whisper's code of a language; None where it is to find out itself."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from jobs.export import export, parse_splits
-from jobs.export.plan import Part
+from jobs.export.items import Part
 from jobs.ledger.records import Artifact, Done, ItemState
 from jobs.provenance import provenance_key
 from jobs.store import FolderStore

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jobs.export import parse_splits
 from jobs.export.files import BucketDestination, SortedLines
 from jobs.export.folder_formats import kaldi_ids, tar_file
-from jobs.export.plan import WHOLE, make_plan
+from jobs.export.items import WHOLE, make_plan
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.export.plan import WHOLE, make_plan
+from jobs.export.items import WHOLE, make_plan
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemRow
 from jobs.settings import Settings

@@ -11,9 +11,8 @@ import pytest
 
 from jobs.gpus import Device
 from jobs.ledger import Ledger
-from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings
-from jobs.worker_group import Member, WorkerPlan
+from jobs.worker_group import Member, QuarantineReports, WorkerPlan
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.worker_rig import wait_for
 

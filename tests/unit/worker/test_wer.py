@@ -7,15 +7,19 @@ import pytest
 from jobs.checks import quality_of
 from pipelines.request import Generation, Speech
 from tests.support.quality_kit import RATE, speechlike
-from worker.quality.meters import Reading
+from worker.quality.meters import Reading, error_rates
 from worker.quality.verdict import check_draw, with_readings
-from worker.quality.wer import error_rates
+
+
+def judged(rates: dict[str, Reading]) -> dict[str, tuple[float, bool]]:
+    """The rates without what was heard."""
+    return {name: (rate.value, rate.judged) for name, rate in rates.items()}
 
 
 class TestWords:
     def test_spelling_numbers_and_contractions_are_no_errors(self) -> None:
         rates = error_rates("Mr. Smith didn't pay twenty-five dollars.", "mister smith did not pay $25")
-        assert rates == {"cer": (0.0, True), "wer": (0.0, True)}
+        assert judged(rates) == {"cer": (0.0, True), "wer": (0.0, True)}
 
     @pytest.mark.parametrize(
         ("asked", "heard"),
@@ -32,7 +36,7 @@ class TestWords:
         ],
     )
     def test_signs_and_numbers_are_compared_as_they_are_spoken(self, asked: str, heard: str) -> None:
-        assert error_rates(asked, heard) == error_rates(heard, asked) == {"cer": (0.0, True), "wer": (0.0, True)}
+        assert judged(error_rates(asked, heard)) == judged(error_rates(heard, asked)) == {"cer": (0.0, True), "wer": (0.0, True)}
 
     @pytest.mark.parametrize("text", ["Hi.", "John 3:16", "Tom & Jerry", "It's 5%", "Yes. No.", "你好"])
     def test_of_a_short_text_the_rates_decide_nothing(self, text: str) -> None:
@@ -40,22 +44,21 @@ class TestWords:
         assert strict is not None
         rates = error_rates(text, "something else entirely was heard", "zh" if text == "你好" else "en")
         assert rates["cer"].value > 0.3
-        readings = {name: Reading(rate.value, "heard", rate.telling) for name, rate in rates.items()}
-        draw = with_readings(check_draw(0, 7, Speech(speechlike(), RATE), strict, text, Generation()), readings, strict)
+        draw = with_readings(check_draw(0, 7, Speech(speechlike(), RATE), strict, text, Generation()), rates, strict)
         assert draw.passed
         assert [draw.record.scores[name].passed for name in rates] == [None] * len(rates)
 
     def test_a_text_just_long_enough_is_judged(self) -> None:
-        assert error_rates("a b c d", "")["wer"] == (1.0, True)
-        assert error_rates("a b c", "")["wer"] == (1.0, False)
-        assert [error_rates(text, "")["cer"].telling for text in ("abcdefghijkl", "abcdefghijk")] == [True, False]
-        assert [error_rates(text, "", "zh")["cer"].telling for text in ("今天天气很好", "天气很好")] == [True, False]
+        assert error_rates("a b c d", "")["wer"] == (1.0, "", True)
+        assert error_rates("a b c", "")["wer"] == (1.0, "", False)
+        assert [error_rates(text, "")["cer"].judged for text in ("abcdefghijkl", "abcdefghijk")] == [True, False]
+        assert [error_rates(text, "", "zh")["cer"].judged for text in ("今天天气很好", "天气很好")] == [True, False]
 
     def test_rates_are_edits_over_what_was_asked(self) -> None:
         assert error_rates("one red apple fell", "one red pear fell")["wer"].value == 0.25
         assert error_rates("stop", "stop stop stop")["wer"].value == 2.0
-        assert error_rates("a cat", "") == {"cer": (1.0, False), "wer": (1.0, False)}
+        assert judged(error_rates("a cat", "")) == {"cer": (1.0, False), "wer": (1.0, False)}
         assert error_rates("...", "anything") == {}
 
     def test_scripts_without_spaces_have_no_word_errors(self) -> None:
-        assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": (pytest.approx(1 / 6), True)}
+        assert judged(error_rates("今天天气很好", "今天天汽很好", "Chinese")) == {"cer": (pytest.approx(1 / 6), True)}
