@@ -175,6 +175,13 @@ class Output:
         """One JSON object on a line of stdout."""
         sys.stdout.buffer.write(msgspec.json.encode(view) + b"\n")
 
+    def say(self, view: Mapping[str, Any], text: str) -> None:
+        """The result, as JSON or as a line for a person."""
+        if self.as_json:
+            self.data(view)
+        else:
+            self.line(text)
+
     def line(self, text: str = "") -> None:
         """A line of the result on stdout."""
         click.echo(text)

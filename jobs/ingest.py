@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from jobs.estimate import Estimate, dry_run
 from jobs.input_records import Records
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
-from jobs.ledger import DuplicateExamples
+from jobs.ledger import DuplicateExamples, Ledger
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by, duplicate, refusals_left
 from jobs.references import ReferenceReader, ReferenceUploader
@@ -26,10 +27,9 @@ from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 if TYPE_CHECKING:
-    from jobs.ledger import Ledger
     from jobs.settings import Settings
 
-__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "check_wanted", "dry_run", "submit"]
+__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "check_wanted", "dry_run", "submit", "submit_for_workers"]
 
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
@@ -308,3 +308,32 @@ def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_u
         error_budget=options.error_budget,
         labels=options.labels if resolved.input_format == "dialogues" else {**options.labels, INPUT_FORMAT: resolved.input_format},
     )
+
+
+def submit_for_workers(
+    settings: Settings,
+    source: str,
+    spec: ResolvedSpec,
+    options: SubmitOptions,
+    progress: Callable[[IngestProgress], None] | None = None,
+) -> SubmitResult:
+    """Submits to the ledger and the store of the settings, whose workers get the first shards at once.
+
+    Raises as `submit`, and `broker.unreachable` before anything is written.
+    """
+    from jobs import dispatch
+    from jobs.recent_jobs import remember_if_embedded
+    from jobs.store import open_store
+
+    store = open_store(settings.effective_store_url, settings.s3)
+    with closing(Ledger.of(settings)) as ledger:
+        if settings.database_url is None:
+            ledger.migrate()
+        ledger.check_schema()
+        dispatch.check(settings)
+        result = submit(settings, ledger, store, source, spec, options=options, progress=progress)
+        remember_if_embedded(result.job.id, settings)
+        if not result.job.state.final:
+            # Idle workers need not wait for their own look at the ledger.
+            dispatch.Dispatcher(ledger, settings).run_once()
+    return result

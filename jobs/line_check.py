@@ -78,7 +78,7 @@ class LineChecker:
         self._check_text = card.check_text or _any_text
         self._defaults = defaults
         self._form = form
-        self._speak = speak
+        self._speak: Speak = speak
         #: What lines call the id of an example.
         self.id_key = "example_id" if form is None else form.id_key
         self._ms_per_character = card.seconds_per_character * 1000

@@ -7,13 +7,17 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.ledger.location import STATE_FOLDER, embedded_broker_url, home_of
 from jobs.own_files import open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NotFoundError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 #: Most pointers that are kept; the oldest go first.
 KEPT = 1000
@@ -143,6 +147,23 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
         message = f"Jobs of several folders begin with {prefix[:64]!r}."
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Give more of the id, or name the folder with --out.")
     return (remembered or places)[0]
+
+
+@contextmanager
+def reading_ledger(settings: Settings) -> Iterator[Ledger]:
+    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and `ledger.schema`."""
+    path = sqlite_path(settings.ledger_url)
+    if path is not None and not path.exists():
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"There is no ledger at {path}.",
+            "Name the folder of the job with --out, or set SPEECH_DATABASE_URL.",
+        )
+    from jobs.ledger import Ledger
+
+    with closing(Ledger.of(settings)) as ledger:
+        ledger.check_schema()
+        yield ledger
 
 
 def out_words(job_id: str, ledger: Path | None) -> str:

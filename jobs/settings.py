@@ -349,7 +349,7 @@ class Settings(SettingsGroup):
         if engine == "vllm":
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
-        unknown = _NATIVE_ONLY if engine == "vllm" else set() if has_option(card, "voice_cache") else _QWEN3_ONLY
+        unknown = _NATIVE_ONLY if engine == "vllm" else set[str]() if has_option(card, "voice_cache") else _QWEN3_ONLY
         options = {name: value for name, value in options.items() if name not in unknown}
         return options | ({"engine": engine} if card.engines else {})
 

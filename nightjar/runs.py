@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,23 +13,21 @@ import msgspec
 from jobs.checks import lacking_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import check_wanted
-from jobs.ingest import submit as ingest
+from jobs.ingest import check_wanted, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
-from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
-from jobs.recent_jobs import remember_if_embedded, settings_for_job, settings_for_new_job
-from jobs.settings import Settings, load_settings, sqlite_path
+from jobs.recent_jobs import reading_ledger, settings_for_job, settings_for_new_job
+from jobs.settings import Settings, load_settings
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
-from jobs.store import is_remote, open_store
+from jobs.store import is_remote
 from jobs.voices import voice_folder
 from nightjar.advice import advising, check_type
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
-from pipelines.errors import ErrorCode, InputError, NotFoundError
+from pipelines.errors import ErrorCode, InputError
 
 
 @advising()
@@ -70,28 +67,18 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
 
     The same input with the same options is the same job. Raises `NightjarError`.
     """
-    from jobs import dispatch
-
     if out is not None:
         check_type("out", out, (str, os.PathLike), "a folder")
     settings = settings_for_new_job(None if out is None else str(out))
     spec, submitted = job_of(checked_options(options), user_name())
     path, spec, settings = _input(source, spec, settings)
     resolved = _resolved(spec, submitted, settings, fetch=False, here=False)
-    with closing(Ledger.of(settings)) as ledger:
-        if settings.database_url is None:
-            ledger.migrate()
-        ledger.check_schema()
-        dispatch.check(settings)
-        store = open_store(settings.effective_store_url, settings.s3)
-        job = ingest(settings, ledger, store, path, resolved, options=submitted).job
-        remember_if_embedded(job.id, settings)
-        check_wanted(job)
-        if not job.state.final:
-            dispatch.Dispatcher(ledger, settings).run_once()
+    job = submit_for_workers(settings, path, resolved, submitted).job
+    check_wanted(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
 
 
+@advising()
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
     """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it is not remembered.
 
@@ -101,12 +88,7 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     if out is not None:
         check_type("out", out, (str, os.PathLike), "a folder")
     settings = settings_for_job(job, None if out is None else str(out))
-    ledger_file = sqlite_path(settings.ledger_url)
-    if ledger_file is not None and not ledger_file.exists():
-        message = f"There is no ledger at {ledger_file}."
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Name the folder of the job with `out`, or set SPEECH_DATABASE_URL.")
-    with closing(Ledger.of(settings)) as ledger:
-        ledger.check_schema()
+    with reading_ledger(settings) as ledger:
         found = ledger.find_job(job)
     return Job(found.id, found.store_url, settings)
 

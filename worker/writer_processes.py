@@ -9,13 +9,14 @@ is there already, because objects are written once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -85,10 +86,9 @@ class WriterProcess:
     """One process, and the puts that it has not answered."""
 
     def __init__(self, settings: S3Settings | None, url: str) -> None:
-        self.in_flight = 0
         self.up = False
         self.ended = False
-        self._numbers = count(1)
+        self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[_Answer]] = {}
         self._lock = threading.Lock()
         # A signal to the worker's group is the worker's: it drains, and this process puts until then.
@@ -165,7 +165,8 @@ class WriterProcesses:
         self._settings = settings
         self._crowded = crowded
         self.processes: list[WriterProcess] = []
-        self._own = 0
+        #: Puts of each process, and of the worker itself.
+        self.under_way: Counter[WriterProcess | None] = Counter()
         self._failed_starts = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -180,34 +181,21 @@ class WriterProcesses:
         return ProcessStore(url, self._settings, self) if self.maximum and is_remote(url) else open_store(url, self._settings)
 
     @contextmanager
-    def chosen(self, url: str) -> Generator[WriterProcess | None]:
-        """The process for the next put; None: the worker itself is to put."""
+    def chosen(self, url: str, *, itself: bool = False) -> Generator[WriterProcess | None]:
+        """The process for a put that is made inside; None: the worker itself is to put, as with `itself`."""
         with self._lock:
             self._remove_ended()
             up = [one for one in self.processes if one.up]
-            process = min(up, key=lambda one: one.in_flight, default=None)
-            load = self._own if process is None else process.in_flight
-            if load >= self._crowded and len(up) == len(self.processes) < self.maximum and not self._closed:
+            process = None if itself else min(up, key=lambda one: self.under_way[one], default=None)
+            crowded = self.under_way[process] >= self._crowded
+            if crowded and len(up) == len(self.processes) < self.maximum and not self._closed:
                 self._start(url)
-            if process is not None:
-                process.in_flight += 1
+            self.under_way[process] += 1
         try:
             yield process
         finally:
-            if process is not None:
-                with self._lock:
-                    process.in_flight -= 1
-
-    @contextmanager
-    def by_itself(self) -> Generator[None]:
-        """Around a put of the worker's own."""
-        with self._lock:
-            self._own += 1
-        try:
-            yield
-        finally:
             with self._lock:
-                self._own -= 1
+                self.under_way[process] -= 1
 
     def close(self) -> None:
         """Ends the processes. May be called more than once."""
@@ -252,14 +240,13 @@ class ProcessStore(S3Store):
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
     ) -> PutResult:
         """Writes once, as any store. A put whose process died is given to another, which may find the object there."""
-        for _ in range(TRIES):
-            with self._processes.chosen(self.url) as process:
+        for attempt in range(TRIES + 1):
+            with self._processes.chosen(self.url, itself=attempt == TRIES) as process:
                 if process is None:
-                    break
+                    return super().put(key, data, content_type=content_type, metadata=metadata)
                 with suppress(ProcessEndedError):
                     return process.put(self.url, key, data, content_type, metadata or {})
-        with self._processes.by_itself():
-            return super().put(key, data, content_type=content_type, metadata=metadata)
+        raise AssertionError("the worker itself puts in the end")
 
 
 def default_processes() -> int:

@@ -62,10 +62,7 @@ def _db(home: str | None, output: Output, text: str, act: Callable[[Ledger], Non
     with closing(Ledger.of(load_settings(home=home))) as ledger:
         act(ledger)
         said = {"url": redact(ledger.url), "revision": SCHEMA_REVISION}
-        if output.as_json:
-            output.data({"schema": "nightjar.ledger/1", **said})
-        else:
-            output.line(text.format(**said))
+        output.say({"schema": "nightjar.ledger/1", **said}, text.format(**said))
 
 
 @click.group()

@@ -143,10 +143,7 @@ def priority(job: str, level: int, home: str | None, output: Output) -> None:
     """
     with found_job(job, home) as (_, ledger, found):
         ledger.set_priority(found.id, level)
-    if output.as_json:
-        output.data({"schema": "nightjar.priority/1", "job": found.id, "priority": level})
-    else:
-        output.line(f"{found.id} has priority {level}.")
+    output.say({"schema": "nightjar.priority/1", "job": found.id, "priority": level}, f"{found.id} has priority {level}.")
 
 
 def _change(prefix: str, home: str | None, output: Output, change: Callable[[Ledger, str], object]) -> None:
@@ -156,10 +153,7 @@ def _change(prefix: str, home: str | None, output: Output, change: Callable[[Led
 
 
 def _print_state(output: Output, job: Job) -> None:
-    if output.as_json:
-        output.data({"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value})
-    else:
-        output.line(f"{job.id} is {job.state.value}.")
+    output.say({"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value}, f"{job.id} is {job.state.value}.")
 
 
 @click.command()

@@ -104,10 +104,9 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
             for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
                 if wanted is not None and code not in wanted:
                     continue
-                if output.as_json:
-                    output.data({"schema": "nightjar.error_count/1", "job": found.id, "code": code.value, "count": count})
-                else:
-                    output.line(f"{count}\t{code.value}")
+                output.say(
+                    {"schema": "nightjar.error_count/1", "job": found.id, "code": code.value, "count": count}, f"{count}\t{code.value}"
+                )
             return
         lines = _lines(settings, ledger, found)
         refused = (line_error_view(found.id, line) for line in ledger.rejected_lines(found.id) if wanted is None or line.code in wanted)

@@ -209,10 +209,7 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
     except VoiceExistsError:
         message = f"There is a voice {name!r}."
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name.") from None
-    if output.as_json:
-        output.data(_view(voice))
-    else:
-        output.line(f"The voice {name} is stored in {folder.path}.")
+    output.say(_view(voice), f"The voice {name} is stored in {folder.path}.")
 
 
 @voices.command()
@@ -228,10 +225,7 @@ def delete(name: str, home: str | None, output: Output) -> None:
     folder = voice_folder(load_settings(home=home))
     if not folder.delete(name):
         raise _missing(folder, name)
-    if output.as_json:
-        output.data({"schema": "nightjar.voice/1", "voice": name, "deleted": True})
-    else:
-        output.line(f"The voice {name} is deleted.")
+    output.say({"schema": "nightjar.voice/1", "voice": name, "deleted": True}, f"The voice {name} is deleted.")
 
 
 def _view(voice: StoredVoice) -> dict[str, object]:

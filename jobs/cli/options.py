@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
@@ -14,9 +14,9 @@ from click.shell_completion import CompletionItem
 from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
 from jobs.ledger.status import Reader, newest_jobs, read_with_driver
-from jobs.recent_jobs import keep_remembered, places_of, settings_for_job
-from jobs.settings import Settings, load_settings, sqlite_path
-from pipelines.errors import ErrorCode, NightjarError, NotFoundError, nearest
+from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
+from jobs.settings import Settings, load_settings
+from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
     from jobs.job_options import Shown
@@ -255,23 +255,6 @@ class JobId(click.ParamType):
 
 
 job_argument = click.argument("job", type=JobId(), metavar="JOB")
-
-
-@contextmanager
-def reading_ledger(settings: Settings) -> Iterator[Ledger]:
-    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and `ledger.schema`."""
-    path = sqlite_path(settings.ledger_url)
-    if path is not None and not path.exists():
-        raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND,
-            f"There is no ledger at {path}.",
-            "Name the folder of the job with --out, or set SPEECH_DATABASE_URL.",
-        )
-    from jobs.ledger import Ledger
-
-    with closing(Ledger.of(settings)) as ledger:
-        ledger.check_schema()
-        yield ledger
 
 
 def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:

@@ -236,13 +236,9 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
 def _say(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
     """Where everything is."""
     settings = embedded.settings
-    if output.as_json:
-        output.data({"schema": "nightjar.dev/1", "home": str(embedded.home), "store": settings.effective_store_url, "server": url})
-    else:
-        output.line(f"ledger  {embedded.state / 'ledger.sqlite'}")
-        output.line(f"store   {settings.effective_store_url}")
-        output.line(f"logs    {embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}")
-        if url is not None:
-            output.line(f"server  {url}")
+    logs = f"{embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}"
+    places = {"ledger": embedded.state / "ledger.sqlite", "store": settings.effective_store_url, "logs": logs, "server": url}
+    view = {"schema": "nightjar.dev/1", "home": str(embedded.home), "store": settings.effective_store_url, "server": url}
+    output.say(view, "\n".join(f"{word:<8}{place}" for word, place in places.items() if place is not None))
     sys.stdout.flush()
     output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ from jobs.input_format import WORDS
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
-from jobs.recent_jobs import remember_if_embedded, settings_for_new_job
+from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings
 from jobs.source import no_records
 from pipelines.errors import ErrorCode, InputError
@@ -60,23 +59,10 @@ def submit(source: str, spec: JobSpec, options: SubmitOptions, dry_run: bool, ho
     if dry_run:
         return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
 
-    from jobs import dispatch
-    from jobs.ingest import submit as ingest
-    from jobs.ledger import Ledger
-    from jobs.store import open_store
+    from jobs.ingest import submit_for_workers
 
-    store = open_store(settings.effective_store_url, settings.s3)
-    with closing(Ledger.of(settings)) as ledger:
-        if settings.database_url is None:
-            ledger.migrate()
-        ledger.check_schema()
-        dispatch.check(settings)
-        with Progress(quiet=output.quiet) as progress:
-            result = ingest(settings, ledger, store, source, resolved, options=options, progress=progress.reading)
-        remember_if_embedded(result.job.id, settings)
-        if not result.job.state.final:
-            # Idle workers need not wait for their own look at the ledger.
-            dispatch.Dispatcher(ledger, settings).run_once()
+    with Progress(quiet=output.quiet) as progress:
+        result = submit_for_workers(settings, source, resolved, options, progress.reading)
     return _report(result, output)
 
 

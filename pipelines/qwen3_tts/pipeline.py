@@ -197,11 +197,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         task, pieces = self._tokenized(request)
         if task.text_open:
             return self._start_open(request, task, pieces, on_event)
-        return self._begin(*self._request(request, task), on_event, stream)
-
-    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
-        """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
-        return self._request(request, self._tokenized(request)[0])
+        return self._begin(*self._generation(request, task, *self._parts(task)), on_event, stream)
 
     def _tokenized(self, request: SynthesisRequest | PreparedRequest) -> tuple[TokenizedTask, TextPieces | None]:
         return (read(request), None) if isinstance(request, PreparedRequest) else self._frontend.tokenize(request)
@@ -220,9 +216,6 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         text = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces)
         text.append(task.body_ids, False)
         return text
-
-    def _request(self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
-        return self._generation(request, task, *self._parts(task))
 
     def _generation(
         self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
@@ -244,15 +237,15 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
 
     def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
         """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
-        role, body, instruct, language = task.role_ids, task.body_ids, task.instruct_ids, task.language
         first = _text_first(self.config, self._options)
+        parts = PromptParts(task.role_ids, task.body_ids, task.instruct_ids, task.language, task.voice, text_first=first)
         if self._voices is None or task.recording is None:
-            return PromptParts(role, body, instruct, language, task.voice, text_first=first), None
+            return parts, None
         voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
         reference = None
         if task.reference_ids is not None and voice.codes is not None:
             reference = Reference(task.reference_ids, voice.codes)
-        return PromptParts(role, body, instruct, language, None, voice.vector, reference, first), voice
+        return replace(parts, speaker=None, voice=voice.vector, reference=reference), voice
 
     def _voice_files(self, speaker: SpeakerEncoder) -> RecordingFiles | None:
         config, options = self.config, self._options

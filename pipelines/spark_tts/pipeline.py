@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
-from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
+from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.tokens import (
-    Finish,
     TokenHost,
     TokenRequest,
     TokenRequestInfo,
@@ -51,29 +50,19 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
     #: Semantic tokens of the longest speech that was asked for; None: as many as the LM may write.
     most: int | None = None
 
-    def codes(self, tokens: Tokens) -> SparkCodes:
-        """The tokens of BiCodec in a finished sequence.
-
-        Raises `SynthesisError`: `synth.no_eos` when it did not end, `synth.no_audio` when it holds no speech or no whole voice.
-        """
-        return self._codes(tokens)[0]
-
-    def _codes(self, tokens: Tokens) -> tuple[SparkCodes, Finish]:
-        """As `codes`, and how the speech ended: it is cut where the LM wrote more than was asked for."""
+    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
+        """As `TokenRequestInfo.read`; speech is cut where the LM wrote more than was asked for."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
-        if self.most is not None and len(found.semantic) > self.most:
-            found, finish = replace(found, semantic=found.semantic[: self.most]), "length"
-        self.check_end(finish, len(found.semantic), "speech tokens")
+        semantic = found.semantic[: self.most]
+        if len(semantic) < len(found.semantic):
+            finish = "length"
+        self.check_end(finish, len(semantic), "speech tokens")
         voice = found.voice if self.voice is None else self.voice
-        if not found.semantic:
+        if not semantic:
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        return SparkCodes(found.semantic, voice), finish
-
-    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
-        codes, finish = self._codes(tokens)
-        return FinishedCodes(column(codes.semantic), finish, Voice(torch.tensor(codes.voice)))
+        return FinishedCodes(column(semantic), finish, Voice(torch.tensor(voice)))
 
 
 class SparkStreamer(TokenStreamer[Voice]):

@@ -105,7 +105,7 @@ def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -
     with writers(access(own_moto), url, 2) as (pool, store), ThreadPoolExecutor(8) as threads:
         own_moto.pause()
         puts = [threads.submit(store.put, f"a/{number}", b"%d" % number, metadata=METADATA) for number in range(8)]
-        until(lambda: sum(one.in_flight for one in pool.processes) == 8)
+        until(lambda: sum(pool.under_way[one] for one in pool.processes) == 8)
         killed = pool.pids
         os.kill(killed[0], signal.SIGKILL)
         own_moto.unpause()
@@ -125,7 +125,7 @@ def test_a_job_goes_on_when_every_process_dies(rig: Rig, moto: MotoS3) -> None:
         doomed = list(pool.processes)
         runner = threading.Thread(target=rig.run_next)
         runner.start()
-        until(lambda: sum(one.in_flight for one in doomed) > 4)
+        until(lambda: sum(pool.under_way[one] for one in doomed) > 4)
         for one in doomed:
             one.child.kill()
         runner.join()
@@ -160,7 +160,7 @@ def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them
         ends: list[ShardEnd] = []
         runner = threading.Thread(target=lambda: ends.append(rig.run_next()))
         runner.start()
-        until(lambda: sum(one.in_flight for one in pool.processes) > 4)
+        until(lambda: sum(pool.under_way[one] for one in pool.processes) > 4)
         own_moto.pause()
         rig.leases.drain()
         runner.join()
