@@ -264,7 +264,7 @@ class Runtime:
 
         An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full, or its model broken. A worker
         that went on would fail every shard that it takes; the process that started it starts it again after a pause, and in the end no
-        more. What no start of it can open ends a worker that starts, or is one person's; that process is told.
+        more. What no start of it can open ends a worker that starts, or is one person's, and that process hears of it.
         """
         if _says_gpu_is_bad(error):
             return is_watched()

@@ -281,7 +281,7 @@ class CodecDecoder(CausalDecoder):
         self.config = config
         load, layout = CodecLoader(source, "quantizer.", dtype, device), StateLayout()
         self._table = torch.cat([codebook.table() for codebook in codebooks]).to(dtype)
-        sizes = torch.tensor([config.semantic_codes] + [config.residual_codes] * config.residual_codebooks)
+        sizes = torch.tensor(config.codes)
         self._offsets, self._last = (sizes.cumsum(0) - sizes).to(device), (sizes - 1).to(device)
         self._post = window_transformer(load.at("post_module."), layout, config.post)
         self._upsample = UpsampleLayers(load.at("upsample."), layout, config.latent, config.downsample[::-1])
@@ -311,7 +311,6 @@ class CodecDecoder(CausalDecoder):
 class Codec:
     """Both halves of the codec."""
 
-    config: CodecConfig
     decoder: CodecDecoder
     encoder: CodecEncoder
 
@@ -343,7 +342,6 @@ def codec_from(
     """Builds the codec from any source of tensors; `fused` and `reproducible` as for `CodecDecoder`. Raises as the source does."""
     load = CodecLoader(source, "quantizer.", torch.float32, device)
     places = ["semantic_quantizer.quantizers.0.", *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks))]
-    sizes = [config.semantic_codes] + [config.residual_codes] * config.residual_codebooks
-    codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, sizes)]
+    codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, config.codes)]
     decoder = CodecDecoder(config, source, codebooks, device, dtype, fused, reproducible)
-    return Codec(config, decoder, CodecEncoder(config, source, codebooks, device))
+    return Codec(decoder, CodecEncoder(config, source, codebooks, device))

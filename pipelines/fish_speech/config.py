@@ -81,6 +81,11 @@ class CodecConfig:
         return 1 + self.residual_codebooks
 
     @property
+    def codes(self) -> list[int]:
+        """How many codes each codebook has, the semantic one first."""
+        return [self.semantic_codes] + [self.residual_codes] * self.residual_codebooks
+
+    @property
     def samples_per_frame(self) -> int:
         return math.prod(self.encoder_rates) * math.prod(self.downsample)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -70,8 +70,9 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
-        for layer in self.model.layers:
-            rope: Any = layer.self_attn.rotary_emb
+        layers: Any = self.model.layers
+        for layer in layers:
+            rope = layer.self_attn.rotary_emb
             # As in `rotary_table`.
             rope.cos_sin_cache = rope.cos_sin_cache.bfloat16().to(rope.cos_sin_cache.dtype)
 
@@ -82,7 +83,8 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
 
     def frame_tensors(self) -> FrameTensors:
         """The frame behind the slow AR's last layer."""
-        slow, norm = self.fish.slow, self.model.norm.weight.data
+        slow, last = self.fish.slow, cast("nn.Module", self.model.norm)
+        norm = cast("Tensor", last.weight).data
         scale = slow.head_dim**-0.5
         backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, scale)
         return frame_tensors(self.fish, backbone, self.drawn, self.fast)
@@ -109,10 +111,12 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.hidden)
 
 
-def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor | None]:
+def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor]:
     """A layer by the names of transformers' Qwen3."""
     query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
     gate, up = layer.gate_up.chunk(2)
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
     attention = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": layer.o, "q_norm": layer.q_norm, "k_norm": layer.k_norm}
     return {
         **{f"self_attn.{name}": tensor for name, tensor in attention.items()},

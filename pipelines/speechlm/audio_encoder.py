@@ -114,7 +114,7 @@ def load_tower(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
     """
-    windows = {"n_window": n_window, "n_window_infer": window_infer}
+    windows: dict[str, Any] = {"n_window": n_window, "n_window_infer": window_infer}
     table = own_keys(config.tower) | {key: value for key, value in windows.items() if value is not None}
     try:
         sizes = Qwen3OmniMoeAudioEncoderConfig(**table)

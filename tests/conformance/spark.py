@@ -181,7 +181,7 @@ def _intermediates(golden: Golden, case: Item, arrays: Arrays) -> None:
         mel = tokenizer.mel(clip)
         golden.near("mel", mel[0], arrays["mel"], "mel")
         speaker = tokenizer.speaker
-        latents = speaker.perceiver_sampler(speaker.speaker_encoder(mel))
+        latents = speaker.perceiver_sampler(speaker.context(mel))
         golden.near("perceiver_out", latents[0], arrays["perceiver_out"], "state")
         golden.near("fsq_project_in", speaker.quantizer.project_in(latents)[0], arrays["fsq_project_in"], "state")
 
