@@ -19,7 +19,7 @@ from kernels.lm_triton import gdc_launch_dependents, gdc_wait, normed_rope, rota
 from kernels.triton_launch import pdl_options
 
 # ruff: noqa: N803, N806
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 

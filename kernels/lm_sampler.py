@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """One launch a codebook for all rows: processors, top-k, top-p, draw, and the gather of what the drawn code feeds.
 
 The meaning is `kernels.sampler`'s: probabilities as whole multiples of 2**-30, so that sums are exact in any order, and one

@@ -167,10 +167,10 @@ class Engine:
 
     def _turn(self, arrived: Inbox) -> None:
         for one in arrived:
-            if isinstance(one, tuple):
-                self.core.add(*one)
-            else:
+            if callable(one):
                 one()
+            else:
+                self.core.add(*one)
         worked = True
         try:
             worked = self.core.step(not self._behind)

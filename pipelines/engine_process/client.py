@@ -17,7 +17,7 @@ import numpy as np
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
-    ChunkMade,
+    ChunkMessage,
     Close,
     Forget,
     Open,
@@ -25,7 +25,7 @@ from pipelines.engine_process.messages import (
     RequestFailed,
     RequestRecord,
     SentRecordings,
-    SpeechMade,
+    SpeechMessage,
     Start,
     Stats,
     Taken,
@@ -267,10 +267,10 @@ class EngineProcess:
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
-        if isinstance(message, ChunkMade):
+        if isinstance(message, ChunkMessage):
             if (heard := self._requests.get(message.number)) is not None:
                 _tell(heard, AudioChunk(np.frombuffer(message.samples, np.float32), message.sample_rate, message.text))
-        elif isinstance(message, SpeechMade):
+        elif isinstance(message, SpeechMessage):
             self._take_speech(message, descriptors)
         elif isinstance(message, RequestFailed):
             if (heard := self._answered(message.number)) is not None:
@@ -286,7 +286,7 @@ class EngineProcess:
         else:
             self._opened.set_exception(message.error.error)
 
-    def _take_speech(self, message: SpeechMade, descriptors: list[int]) -> None:
+    def _take_speech(self, message: SpeechMessage, descriptors: list[int]) -> None:
         heard = self._answered(message.number)
         if heard is None:
             close_all(descriptors)

@@ -123,7 +123,7 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class SpeechMade(msgspec.Struct, frozen=True, tag=True):
+class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     """A `Done`; the samples of its speech, float32, come as a descriptor, where it has any."""
 
     number: int
@@ -133,7 +133,7 @@ class SpeechMade(msgspec.Struct, frozen=True, tag=True):
     meta: Meta
 
     @classmethod
-    def of(cls, number: int, speech: Speech) -> SpeechMade:
+    def of(cls, number: int, speech: Speech) -> SpeechMessage:
         return cls(number, speech.sample_rate, speech.text, speech.text_out, plain(speech.meta))
 
 
@@ -144,7 +144,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorRecord
 
 
-class ChunkMade(msgspec.Struct, frozen=True, tag=True):
+class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
     """An `AudioChunk`, its samples as bytes of float32."""
 
     number: int
@@ -160,7 +160,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the client receives.
-ToClient = Opened | NotOpened | Taken | SpeechMade | RequestFailed | ChunkMade | Stats
+ToClient = Opened | NotOpened | Taken | SpeechMessage | RequestFailed | ChunkMessage | Stats
 
 
 class SentRecordings:

@@ -18,14 +18,14 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
-    ChunkMade,
+    ChunkMessage,
     Forget,
     Keep,
     NotOpened,
     Open,
     Opened,
     RequestFailed,
-    SpeechMade,
+    SpeechMessage,
     Start,
     Stats,
     Taken,
@@ -256,9 +256,9 @@ class EngineServer:
         try:
             if isinstance(event, AudioChunk):
                 samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
-                message = ChunkMade(number, samples, event.sample_rate, event.text)
+                message = ChunkMessage(number, samples, event.sample_rate, event.text)
             elif isinstance(event, Done):
-                message = SpeechMade.of(number, event.speech)
+                message = SpeechMessage.of(number, event.speech)
                 if len(event.speech.samples):
                     descriptors.append(share(np.ascontiguousarray(event.speech.samples, np.float32)))
             else:

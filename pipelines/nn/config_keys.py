@@ -119,7 +119,9 @@ class Keys:
                 wanted = types[one.name]
                 name = next((told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name)
                 section: Any = getattr(wanted, "__origin__", wanted)
-                known[one.name] = self.section(name).take(section) if is_dataclass(section) else self.value(name, wanted, one.default)
+                known[one.name] = (
+                    self.section(name).take(cast("type[Any]", section)) if is_dataclass(section) else self.value(name, wanted, one.default)
+                )
         return kind(**known)
 
     def expect(self, **values: object) -> None:

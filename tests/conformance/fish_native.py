@@ -130,7 +130,8 @@ def first_codes(model: FishModel, logits: Tensor, settings: tuple[float, int, fl
     count, (temperature, top_k, top_p) = len(seeds), settings
     state, rows = model.make_state(count, 1, 0), torch.arange(count)
     state.recent[:count, : window.shape[1]] = window
-    state.first.write(rows, torch.full((count,), temperature), torch.full((count,), top_k), torch.full((count,), top_p))
+    first = state.first
+    first.temperature[rows], first.top_k[rows], first.top_p[rows], first.greedy[rows] = temperature or 1.0, top_k, top_p, temperature == 0
     noise = frame_noise(seeds, torch.zeros_like(seeds), model.codebooks + 1)
     flags = DrawFlags.of([settings])
     return _draw_first(model.tensors, state.tensors(), rows, logits.expand(count, -1), noise, flags)

@@ -205,7 +205,8 @@ def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() 
     engine.submit(stream, waits)
     np.testing.assert_array_equal(waits.wait().codes, run_alone(golden_model("base"), replace(stream, stream=False))[0])
     assert rests.codes is None
-    engine.submit(replace(doomed, max_tokens=150), ends)
+    doomed = replace(doomed, max_tokens=150)
+    engine.submit(doomed, ends)
     engine.cancel(doomed)
     error = ends.wait().error
     assert error is not None
