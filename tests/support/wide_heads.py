@@ -57,6 +57,9 @@ def _raise(section: dict[str, Any], key: str, narrow: int) -> None:
 
 def _wide(name: str, tensor: Tensor, narrow: int, normed: str | None) -> Tensor:
     """A tensor of the wide model; `normed`: what the names of heads have in them that are normed."""
+    if ".audio_tower." in name:
+        # transformers runs it.
+        return tensor
     factor, has_norm = math.sqrt(WIDE / narrow), normed is not None and normed in name
     if ".self_attn." in name:
         if ".o_proj." in name:
