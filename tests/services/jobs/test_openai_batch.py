@@ -172,14 +172,19 @@ def test_a_dry_run_counts_as_a_submit_does(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [(("openai-batch",), 0), (("openai-batch", "flac"), 4), (("wav", "openai-batch"), 0), (("wav", "flac"), 2)]
+    ("options", "code"),
+    [
+        ("--input-format openai-batch", 0),
+        ("--input-format openai-batch --format flac", 4),
+        ("--format wav", 0),
+        ("--format openai-batch", 2),
+    ],
 )
-def test_the_command_line_takes_an_encoding_and_an_input_format(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
+def test_the_command_line_takes_an_encoding_and_an_input_format(tmp_path: Path, options: str, code: int) -> None:
     request = line("a", response_format="wav")
     request["body"]["model"] = "hibari"
     (tmp_path / "in.jsonl").write_text(json.dumps(request) + "\n")
-    given = [word for option in options for word in ("--format", option)]
-    command = [sys.executable, "-m", "jobs", "submit", "in.jsonl", "--dry-run", "--json", *given]
+    command = [sys.executable, "-m", "jobs", "submit", "in.jsonl", "--dry-run", "--json", *options.split()]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == code, done.stderr

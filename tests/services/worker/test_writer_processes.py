@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,10 +159,17 @@ def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them
     with writers(access(own_moto), url, 1) as (pool, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
         job = rig.submit([f"This is sentence {number}." for number in range(64)])
         ends: list[ShardEnd] = []
+        put, store = rig.store.put, rig.store
+
+        def put_into_a_frozen_store(*given: Any, **named: Any) -> Any:
+            own_moto.pause()  # before any object is there: an outcome would wait for the store to be committed
+            return put(*given, **named)
+
+        store.put = put_into_a_frozen_store  # type: ignore[method-assign]
         runner = threading.Thread(target=lambda: ends.append(rig.run_next()))
         runner.start()
         until(lambda: sum(pool.under_way[one] for one in pool.processes) > 4)
-        own_moto.pause()
+        store.put = put  # type: ignore[method-assign]
         rig.leases.drain()
         runner.join()
         own_moto.unpause()
