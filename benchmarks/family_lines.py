@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: By what runs the LM: a family's files. One that a commit does not have counts nothing.
 FILES: dict[str, tuple[str, ...]] = {
     "Qwen3-TTS, native": tuple(f"pipelines/qwen3_tts/{name}.py" for name in ("model", "execution")),
-    "SparkTTS, native": tuple(f"pipelines/spark_tts/{name}.py" for name in ("native", "language_model")),
+    "SparkTTS, native": tuple(f"pipelines/spark_tts/{name}.py" for name in ("language_model", "pipeline")),
     "Fish Speech, native": tuple(f"pipelines/fish_speech/{name}.py" for name in ("model", "engines")),
     "Fish Speech, vLLM": ("pipelines/fish_speech/vllm_model.py",),
 }
