@@ -15,7 +15,6 @@ from benchmarks import engine_agreement, family_lines, fish_speech
 from benchmarks.speech_load import first_chunks, recording, spoken_request
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Done, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
-from tests.support.called import CalledPipeline
 
 
 def found_in(path: Path) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def test_a_recording_is_a_wav_file_of_its_length() -> None:
     assert recording(0.5, 16_000, 3) != recording(0.5, 16_000, 4)
 
 
-class Scripted(CalledPipeline):
+class Scripted:
     """Streams of which some have no audio, and some fail."""
 
     def __init__(self) -> None:
