@@ -1,4 +1,5 @@
-"""Compiles the CUDA kernels into a wheel, where the machine that builds it has nvcc or nvrtc; else the wheel has their sources only."""
+"""Compiles the CUDA kernels into a wheel, where the machine that builds it has nvcc or nvrtc; else the
+wheel has their sources only."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class BuildWithKernels(build_py):
         try:
             self._compiled = [str(path) for path in binaries.write_shipped(folder)]
         except RuntimeError as error:
-            self.warn(f"this wheel has the sources of the CUDA kernels only, which are compiled at their first use: {error}")
+            self.warn(
+                f"this wheel has the sources of the CUDA kernels only, which are compiled at their first use: {error}"
+            )
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [*super().get_outputs(include_bytecode), *getattr(self, "_compiled", [])]

@@ -1,4 +1,5 @@
-"""`python -m benchmarks [--postgres URL]`: the figures that need no GPU, as a table and as `benchmarks/results/cpu.json`."""
+"""`python -m benchmarks [--postgres URL]`: the figures that need no GPU, as a table and as
+`benchmarks/results/cpu.json`."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.codec_gpu [--part tiles,decode,stream] [--rows 32] [--frames 100]
 
-`tiles` finds the fastest tile of each kernel that is right against its float32 twin (the parts after it use them; `tests/gpu` checks the
-ones in force), `decode` times whole utterances and compares the audio with float32, `stream` times chunks of streams in all sizes of their
-graphs, on the device and on the host. Times are medians of CUDA-graph replays or of event pairs. A short table comes last; JSON goes to
-$OUT (or the working folder) as codec_gpu.json.
+`tiles` finds the fastest tile of each kernel that is right against its float32 twin (the parts after it
+use them; `tests/gpu` checks the ones in force), `decode` times whole utterances and compares the audio
+with float32, `stream` times chunks of streams in all sizes of their graphs, on the device and on the host.
+Times are medians of CUDA-graph replays or of event pairs. A short table comes last; JSON goes to $OUT (or
+the working folder) as codec_gpu.json.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from pipelines.codec.transfer import recorded
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 
-#: What the whole decoder should take, in microseconds a frame at 32 x 100 frames: floor, aim, must, torch.compile with cudnn.benchmark.
+#: What the whole decoder should take, in microseconds a frame at 32 x 100 frames: floor, aim, must,
+#: torch.compile with cudnn.benchmark.
 AIMS = {"floor": 6.3, "aim": 10.0, "must": 16.0, "compiled": 24.9}
-#: A kernel may err 2^-7 of its result's RMS: inputs are exact, the result and one value in between are rounded to bfloat16.
+#: A kernel may err 2^-7 of its result's RMS: inputs are exact, the result and one value in between are
+#: rounded to bfloat16.
 CHECK_LIMIT = 2.0**-7
 
 
@@ -73,7 +76,8 @@ def relative_rms(got: Tensor, wanted: Tensor) -> float:
 
 
 def wrong(problem: Problem, tile: Tile) -> str:
-    """Why a tile may not be used for a kernel, or nothing: its error against the float32 twin, and whether two runs agree."""
+    """Why a tile may not be used for a kernel, or nothing: its error against the float32 twin, and whether
+    two runs agree."""
     launch, twin, outputs = problem.bind(2, 1000)
     twin()
     made = [i for i, wanted in enumerate((problem.raw, problem.active)) if wanted]
@@ -88,11 +92,14 @@ def wrong(problem: Problem, tile: Tile) -> str:
     errors = [relative_rms(got, outputs[i + 2]) for i, got in zip(made, runs[0])]
     if not all(error <= CHECK_LIMIT for error in errors):
         return f"wrong by {' '.join(f'{error:.1e}' for error in errors)}"
-    return "" if all(torch.equal(first, second) for first, second in zip(*runs)) else "differs from run to run"
+    return (
+        "" if all(torch.equal(first, second) for first, second in zip(*runs)) else "differs from run to run"
+    )
 
 
 def tiles_part(rows: int, frames: int, processes: int) -> list[dict[str, Any]]:
-    """The fastest tile of each kernel at the real number of steps; the choice stays in force for the parts that follow."""
+    """The fastest tile of each kernel at the real number of steps; the choice stays in force for the parts
+    that follow."""
     began = time.monotonic()
     compile_in_parallel(processes)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
@@ -112,10 +119,19 @@ def tiles_part(rows: int, frames: int, processes: int) -> list[dict[str, Any]]:
         rate = 2.0 * problem.macs * rows * frames * problem.steps / best_us / 1e6
         share = best_us * problem.count / (rows * frames)
         found.append(
-            {"kernel": problem.name, "us": best_us, "tflops": rate, "us_per_frame": share, "best": asdict(best)}
+            {
+                "kernel": problem.name,
+                "us": best_us,
+                "tflops": rate,
+                "us_per_frame": share,
+                "best": asdict(best),
+            }
             | {"all": [{"us": us, **asdict(tile)} for us, tile in timed]}
         )
-        print(f"tile {problem.name:10} {best_us:9.1f} us {rate:6.0f} TFLOP/s {share:6.2f} us/frame  {best}", flush=True)
+        print(
+            f"tile {problem.name:10} {best_us:9.1f} us {rate:6.0f} TFLOP/s {share:6.2f} us/frame  {best}",
+            flush=True,
+        )
         del launch, outputs
         torch.cuda.empty_cache()
     return found
@@ -127,7 +143,12 @@ def decoder(dtype: torch.dtype, fused: bool) -> CodecDecoder:
 
 def random_codes(rows: int, frames: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(7)
-    return torch.randint(PUBLISHED_CODEC.codebook_size, (rows, frames, PUBLISHED_CODEC.num_quantizers), generator=generator, device="cuda")
+    return torch.randint(
+        PUBLISHED_CODEC.codebook_size,
+        (rows, frames, PUBLISHED_CODEC.num_quantizers),
+        generator=generator,
+        device="cuda",
+    )
 
 
 def quality() -> dict[str, float]:
@@ -136,17 +157,25 @@ def quality() -> dict[str, float]:
     wanted = decoder(torch.float32, False)._run(codes, None)
     plain = relative_rms(decoder(torch.bfloat16, False)._run(codes, None), wanted)
     fused = relative_rms(decoder(torch.bfloat16, True)._run(codes, None), wanted)
-    print(f"audio error against float32: plain bf16 {plain:.4f}, fused bf16 {fused:.4f} ({fused / plain:.2f} x)", flush=True)
+    print(
+        f"audio error against float32: plain bf16 {plain:.4f}, fused bf16 {fused:.4f} ({fused / plain:.2f} x)",
+        flush=True,
+    )
     return {"plain_bf16": plain, "fused_bf16": fused, "ratio": fused / plain}
 
 
 def decode_part(rows: int, frames: int) -> list[dict[str, Any]]:
-    """Whole utterances, fused and (at the first size) plain; and how the time splits before and in the convolution stack."""
+    """Whole utterances, fused and (at the first size) plain; and how the time splits before and in the
+    convolution stack."""
     fused, plain = decoder(torch.bfloat16, True), decoder(torch.bfloat16, False)
     found: list[dict[str, Any]] = []
     for r, f in ((rows, frames), (1, 100), (8, 100), (64, 64), (16, 256)):
         codes = random_codes(r, f)
-        row: dict[str, Any] = {"rows": r, "frames": f, "graph_us": graph_us(lambda codes=codes: fused._run(codes, None)) / (r * f)}
+        row: dict[str, Any] = {
+            "rows": r,
+            "frames": f,
+            "graph_us": graph_us(lambda codes=codes: fused._run(codes, None)) / (r * f),
+        }
         row["launched_us"] = event_us(lambda codes=codes: fused._run(codes, None)) / (r * f)
         row["tflops"] = 2 * FRAME_MACS / row["graph_us"] / 1e6
         if not found:
@@ -156,12 +185,17 @@ def decode_part(rows: int, frames: int) -> list[dict[str, Any]]:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found.append(row)
         torch.cuda.empty_cache()
-        print("decode " + " ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            "decode "
+            + " ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
+            flush=True,
+        )
     return found
 
 
 def stream_part() -> dict[str, Any]:
-    """Chunks of so many frames for so many streams at once: one launch of a graph with its copies, the host's share of it, and op by op."""
+    """Chunks of so many frames for so many streams at once: one launch of a graph with its copies, the
+    host's share of it, and op by op."""
     fused, (rows, frames) = decoder(torch.bfloat16, True), (ROWS[-1], FRAMES[-1])
     free, began = torch.cuda.mem_get_info()[0], time.monotonic()
     graphs = StreamGraphs(fused._run, fused.shape, rows, group_frames=rows * frames)
@@ -177,12 +211,17 @@ def stream_part() -> dict[str, Any]:
         row = {"rows": r, "frames": n, **launch_us(fused, graphs, r, n)}
         row["us_per_frame"] = row["us"] / (r * n)
         result["times"].append(row)
-        print("stream " + " ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            "stream "
+            + " ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
+            flush=True,
+        )
     return result
 
 
 def launch_us(fused: CodecDecoder, graphs: StreamGraphs, rows: int, frames: int) -> dict[str, float]:
-    """Microseconds: of the graph, of the host for a launch with its copies, until the samples are on the host, and op by op."""
+    """Microseconds: of the graph, of the host for a launch with its copies, until the samples are on the
+    host, and op by op."""
     codes, last = list(random_codes(rows, frames).cpu()), [False] * rows
     states, own = ([fused.new_state() for _ in range(rows)] for _ in range(2))
     host: list[float] = []
@@ -201,7 +240,12 @@ def launch_us(fused: CodecDecoder, graphs: StreamGraphs, rows: int, frames: int)
         launched = event_us(lambda: fused.decode_chunk(own, codes), 5)
     for state in states:
         state.close()
-    return {"us": us, "host_us": statistics.median(host), "there_us": statistics.median(whole), "launched_us": launched}
+    return {
+        "us": us,
+        "host_us": statistics.median(host),
+        "there_us": statistics.median(whole),
+        "launched_us": launched,
+    }
 
 
 def main() -> None:
@@ -241,7 +285,9 @@ def report(arguments: argparse.Namespace) -> None:
     for row in result.get("tiles", []):
         print(f"{row['kernel']:10} {row['tflops']:6.0f} TFLOP/s {row['us_per_frame']:6.2f} us/frame")
     for row in result.get("decode", {}).get("times", []):
-        print(f"{row['rows']:3} x {row['frames']:3} frames: {row['graph_us']:6.2f} us/frame (aim {AIMS['aim']}, must {AIMS['must']})")
+        print(
+            f"{row['rows']:3} x {row['frames']:3} frames: {row['graph_us']:6.2f} us/frame (aim {AIMS['aim']}, must {AIMS['must']})"
+        )
     print(f"total {time.monotonic() - began:.0f} s")
 
 

@@ -1,10 +1,12 @@
-"""Times the codec's residual units of 96 and 192 channels on a GPU, Triton's kernel and those in CUDA C++, and checks them.
+"""Times the codec's residual units of 96 and 192 channels on a GPU, Triton's kernel and those in CUDA C++,
+and checks them.
 
     python -m benchmarks.codec_units [--channels 96|192|both] [--parts check,times,sizes] [--rows 32] [--frames 100]
 
-`check` compares with the twin in float32 (`error`: a kernel's relative RMS error over the twin's own in bfloat16; `unlike`: values that are
-not those of Triton's kernel, bit by bit) and launches twice; `times` measures whole utterances, in us per frame of the codec; `sizes`
-small batches as graphs. Random weights and activations. The result is written as JSON.
+`check` compares with the twin in float32 (`error`: a kernel's relative RMS error over the twin's own in
+bfloat16; `unlike`: values that are not those of Triton's kernel, bit by bit) and launches twice; `times`
+measures whole utterances, in us per frame of the codec; `sizes` small batches as graphs. Random weights
+and activations. The result is written as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +49,13 @@ class Unit:
     """Random weights and inputs of a unit, [rows, steps, channels], and its launches by name."""
 
     def __init__(
-        self, channels: int, dilation: int, rows: int, steps: int, ends: Sequence[int] | None = None, device: str = "cuda"
+        self,
+        channels: int,
+        dilation: int,
+        rows: int,
+        steps: int,
+        ends: Sequence[int] | None = None,
+        device: str = "cuda",
     ) -> None:
         draw = torch.Generator(device).manual_seed(channels + dilation)
 
@@ -61,7 +69,10 @@ class Unit:
         self.weight2 = (normal(channels, channels) / math.sqrt(channels)).bfloat16()
         self.bias1, self.bias2 = normal(channels), normal(channels)
         alphas = [normal(channels, scale=0.3) for _ in range(4)]
-        self.inner, self.after = codec_ops.snake_parameters(*alphas[:2]), codec_ops.snake_parameters(*alphas[2:])
+        self.inner, self.after = (
+            codec_ops.snake_parameters(*alphas[:2]),
+            codec_ops.snake_parameters(*alphas[2:]),
+        )
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         return torch.full_like(self.x, math.nan), torch.full_like(self.x, math.nan)
@@ -72,12 +83,16 @@ class Unit:
         tile = tile_for(Shape("unit", self.channels, self.channels, 7), self.x.shape[1], tma=True)
         assert tile is not None
         weights = (self.weight1, self.bias1, *self.inner, self.weight2, self.bias2)
-        unit(self.a, 0, self.x, *weights, self.dilation, raw, active, 0, *self.after, tile=tile, ends=self.ends)
+        unit(
+            self.a, 0, self.x, *weights, self.dilation, raw, active, 0, *self.after, tile=tile, ends=self.ends
+        )
 
     def twin(self, outputs: Sequence[Tensor], wide: Callable[[Tensor], Tensor]) -> None:
         weights = (wide(self.weight1), self.bias1, *self.inner, wide(self.weight2), self.bias2)
         where = (outputs[0], outputs[1], 0, *self.after)
-        codec_ops.codec_active_unit(wide(self.a), 0, wide(self.x), *weights, self.dilation, *where, ends=self.ends)
+        codec_ops.codec_active_unit(
+            wide(self.a), 0, wide(self.x), *weights, self.dilation, *where, ends=self.ends
+        )
 
     def with_weights(self, launch: Callable[..., None], packed: Tensor) -> Launch:
         """A launch of a kernel in CUDA C++ that takes packed weights."""
@@ -86,7 +101,10 @@ class Unit:
 
     def launches(self) -> dict[str, Launch]:
         cut = codec_cuda.CUTS[self.channels]
-        return {"triton": self.triton, cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(self.weight1, self.weight2))}
+        return {
+            "triton": self.triton,
+            cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(self.weight1, self.weight2)),
+        }
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -98,7 +116,10 @@ def check(bench: Bench, channels: int, name: str) -> None:
     worst, unlike, same = 0.0, 0, True
     for dilation in DILATIONS:
         unit = Unit(channels, dilation, 4, 1000, ENDS, str(bench.device))
-        exact, rounded = (tuple(torch.empty_like(unit.x, dtype=dtype) for _ in range(2)) for dtype in (torch.float32, torch.bfloat16))
+        exact, rounded = (
+            tuple(torch.empty_like(unit.x, dtype=dtype) for _ in range(2))
+            for dtype in (torch.float32, torch.bfloat16)
+        )
         unit.twin(exact, Tensor.float)
         unit.twin(rounded, lambda tensor: tensor)
         triton, found, again = unit.outputs(), unit.outputs(), unit.outputs()
@@ -113,7 +134,16 @@ def check(bench: Bench, channels: int, name: str) -> None:
                 worst = max(worst, relative(found[i][row, :end], exact[i][row, :end]) / yardstick)
                 unlike += int((found[i][row, :end] != triton[i][row, :end]).sum())
                 same &= torch.equal(found[i][row, :end], again[i][row, :end])
-    bench.add({"part": "check", "channels": channels, "kernel": name, "error": worst, "unlike": unlike, "same": same})
+    bench.add(
+        {
+            "part": "check",
+            "channels": channels,
+            "kernel": name,
+            "error": worst,
+            "unlike": unlike,
+            "same": same,
+        }
+    )
     if not (worst < 1.5 and same):
         raise RuntimeError(f"{name} is wrong: error {worst:.2f} times the twin's, launches agree: {same}.")
 
@@ -124,10 +154,14 @@ def times(bench: Bench, channels: int, name: str, rows: int, frames: int) -> Non
     def us(dilation: int) -> float:
         unit = Unit(channels, dilation, rows, frames * STEPS[channels])
         raw, active = unit.outputs()
-        return event_us(partial(unit.launches()[name], None if dilation == DILATIONS[-1] else raw, active)) / (rows * frames)
+        return event_us(
+            partial(unit.launches()[name], None if dilation == DILATIONS[-1] else raw, active)
+        ) / (rows * frames)
 
     found = {f"dilation_{dilation}": us(dilation) for dilation in DILATIONS}
-    bench.add({"part": "times", "channels": channels, "kernel": name, **found, "us_per_frame": sum(found.values())})
+    bench.add(
+        {"part": "times", "channels": channels, "kernel": name, **found, "us_per_frame": sum(found.values())}
+    )
 
 
 def sizes(bench: Bench, channels: int, name: str) -> None:
@@ -153,7 +187,11 @@ def kernels(channels: int) -> list[str]:
 def compile_launches(channels: int, name: str) -> None:
     """Makes the kernels that the parts launch."""
     for dilation in DILATIONS:
-        for each, ends, raw in (("triton", ENDS, True), (name, ENDS, True), (name, None, dilation != DILATIONS[-1])):
+        for each, ends, raw in (
+            ("triton", ENDS, True),
+            (name, ENDS, True),
+            (name, None, dilation != DILATIONS[-1]),
+        ):
             unit = Unit(channels, dilation, 4, 1000, ends)
             outputs = unit.outputs()
             unit.launches()[each](outputs[0] if raw else None, outputs[1])
@@ -161,7 +199,8 @@ def compile_launches(channels: int, name: str) -> None:
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> None:
-    """All parts of one kernel. Others of this benchmark wait meanwhile; a kernel that does not end takes the process along."""
+    """All parts of one kernel. Others of this benchmark wait meanwhile; a kernel that does not end takes
+    the process along."""
     channels, name = int(options.channels), options.kernel
     signal.alarm(2 * SECONDS)
     bench.attempt(f"compile {name}", partial(compile_launches, channels, name))
@@ -188,7 +227,16 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
         running: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         for each, name in cases:
             path = Path(folder) / f"{each}_{name}.json"
-            command = [sys.executable, "-m", "benchmarks.codec_units", *sys.argv[1:], "--channels", str(each), "--kernel", name]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.codec_units",
+                *sys.argv[1:],
+                "--channels",
+                str(each),
+                "--kernel",
+                name,
+            ]
             command += ["--json", str(path), "--lock", str(Path(folder) / "lock")]
             running.append((f"{each} {name}", path, subprocess.Popen(command)))
         for name, path, process in running:
@@ -205,10 +253,19 @@ def summary(rows: list[dict[str, Any]]) -> None:
     """A line for each kernel, with its share of Triton's time."""
     timed = [row for row in rows if row["part"] == "times"]
     for row in timed:
-        base = next((one["us_per_frame"] for one in timed if (one["channels"], one["kernel"]) == (row["channels"], "triton")), math.nan)
+        base = next(
+            (
+                one["us_per_frame"]
+                for one in timed
+                if (one["channels"], one["kernel"]) == (row["channels"], "triton")
+            ),
+            math.nan,
+        )
         each = " ".join(f"{row[f'dilation_{dilation}']:6.3f}" for dilation in DILATIONS)
         share = row["us_per_frame"] / base
-        print(f"{row['channels']:4} {row['kernel']:26} {each}  sum {row['us_per_frame']:6.3f} us/frame  {share:5.2f} of Triton's")
+        print(
+            f"{row['channels']:4} {row['kernel']:26} {each}  sum {row['us_per_frame']:6.3f} us/frame  {share:5.2f} of Triton's"
+        )
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """The Triton draw compiled for sm_90 without a GPU: `python -m benchmarks.draw_code [--only NAME]`.
 
-For each draw of the published sizes: warps, registers and spills of a thread, shared memory, and a digest of the PTX, which tells whether a
-change has changed the code of a draw.
+For each draw of the published sizes: warps, registers and spills of a thread, shared memory, and a digest
+of the PTX, which tells whether a change has changed the code of a draw.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class _Launches:
             else:
                 signature[parameter.name] = "i32"
         source = ASTSource(self._kernel, signature, constants, aligned)
-        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, **options})
+        self.compiled = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, **options}
+        )
 
 
 def compile_draws(model: str) -> list[Compiled]:
@@ -110,9 +112,19 @@ def _measure(name: str, compiled: Any) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "draw.ptx"
         source.write_text(ptx)
-        command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            str(PTXAS),
+            "-v",
+            "--gpu-name=sm_90a",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, *spills = (int(re.findall(pattern, said)[0]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    registers, *spills = (
+        int(re.findall(pattern, said)[0])
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
     digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
     return Compiled(name, compiled.metadata.num_warps, registers, spills[0], compiled.metadata.shared, digest)
 

@@ -1,11 +1,13 @@
-"""Whether frames on the device agree with plain ones, of SparkTTS and Fish Speech at their published sizes with dummy weights.
+"""Whether frames on the device agree with plain ones, of SparkTTS and Fish Speech at their published sizes
+with dummy weights.
 
     python -m benchmarks.engine_agreement [--models spark,fish] [--rows 1,8,64,256]
     python -m benchmarks.engine_agreement --device cpu --tiny --models fish --rows 2
 
-Prompts of noise are prefilled and one frame is made of each, greedily: in float32 op by op, which is what others are compared with, in
-bfloat16 op by op, and in bfloat16 by the engine's own executor. Compared are the keys and values that all layers wrote, prompt and frame,
-and the codes. The executor passes where its keys and values are at most 1.5 times as far from float32 as those of plain bfloat16.
+Prompts of noise are prefilled and one frame is made of each, greedily: in float32 op by op, which is what
+others are compared with, in bfloat16 op by op, and in bfloat16 by the engine's own executor. Compared are
+the keys and values that all layers wrote, prompt and frame, and the codes. The executor passes where its
+keys and values are at most 1.5 times as far from float32 as those of plain bfloat16.
 """
 
 from __future__ import annotations
@@ -84,7 +86,12 @@ def frame_of(model: FrameModel, executor: FrameExecutor, rows: int) -> Made:
     state, kv, given = executor.state, executor.kv, prompts(model, rows)
     pages = [kv.take(kv.pages_for(len(one) + 1)) or [] for one in given]
     none = np.zeros(0, np.int64)
-    state.place([Placement(row, pages[row], row, GREEDY, none, one[-1], len(one) - 1) for row, one in enumerate(given)])
+    state.place(
+        [
+            Placement(row, pages[row], row, GREEDY, none, one[-1], len(one) - 1)
+            for row, one in enumerate(given)
+        ]
+    )
     executor.prefill([PrefillRun(row, 0, one[:-1]) for row, one in enumerate(given)])
     flags = DrawFlags(0, False, True)
     found = executor.frames(list(range(rows)), 1, FrameSettings(max(map(len, given)) + 1, flags, flags))()
@@ -92,7 +99,9 @@ def frame_of(model: FrameModel, executor: FrameExecutor, rows: int) -> Made:
     for row, one in enumerate(given):
         for cache in (kv.k, kv.v):
             # [layers, kv_heads, positions, head_dim] of this row.
-            parts.append(cache[:, pages[row]].transpose(1, 2).flatten(2, 3)[:, :, : len(one)].float().flatten())
+            parts.append(
+                cache[:, pages[row]].transpose(1, 2).flatten(2, 3)[:, :, : len(one)].float().flatten()
+            )
         kv.give_back(pages[row])
     return Made(torch.cat(parts), torch.from_numpy(found.codes[0]))
 
@@ -127,10 +136,14 @@ def compare(bench: Bench, name: str, rows: list[int], tiny: bool) -> bool:
         equal = [float((one.codes == exact[number].codes).float().mean()) for one in (plain[number], made)]
         right = bool(errors[1] <= WORSE * errors[0]) and bool(np.isfinite(errors[1]))
         passed &= right
-        verdict = (
-            f"{'ok' if right else 'WRONG'}: error {errors[1]:.4f} (plain {errors[0]:.4f}), equal codes {equal[1]:.0%} ({equal[0]:.0%})"
-        )
-        row: dict[str, Any] = {"part": "agreement", "model": name, "rows": number, "executor": executor.name, "kernels": executor.kernels}
+        verdict = f"{'ok' if right else 'WRONG'}: error {errors[1]:.4f} (plain {errors[0]:.4f}), equal codes {equal[1]:.0%} ({equal[0]:.0%})"
+        row: dict[str, Any] = {
+            "part": "agreement",
+            "model": name,
+            "rows": number,
+            "executor": executor.name,
+            "kernels": executor.kernels,
+        }
         bench.add(
             {
                 **row,

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.exports [--items N]`: how fast each format is written, in how much memory, beside a bare copy of the audio.
+"""`python -m benchmarks.exports [--items N]`: how fast each format is written, in how much memory, beside
+a bare copy of the audio.
 
-Every export runs in a process of its own. The bare copy reads the same audio files one after the other and writes them into
-one file, with the same `fsync` at its end; it is measured anew beside each format, so that both meet the same load of the machine.
+Every export runs in a process of its own. The bare copy reads the same audio files one after the other and
+writes them into one file, with the same `fsync` at its end; it is measured anew beside each format, so
+that both meet the same load of the machine.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ SPLITS = "train=0.98,dev=0.01,test=0.01"
 
 
 def make_job(folder: Path, items: int, seconds: float) -> tuple[str, int]:
-    """A finished job whose items all have audio of this length, ledger and store in `folder`; its id and bytes of audio."""
+    """A finished job whose items all have audio of this length, ledger and store in `folder`; its id and
+    bytes of audio."""
     voice = {**instant.install(folder / "voice"), instant.SECONDS: str(seconds)}
     write_lines(folder / "input.jsonl", items)
-    status, job = run_job(folder / "input.jsonl", folder, "--model", instant.NAME, "--qa", "off", environment=voice)
+    status, job = run_job(
+        folder / "input.jsonl", folder, "--model", instant.NAME, "--qa", "off", environment=voice
+    )
     assert status["items"]["done"] == items
     return job.id, sum(path.stat().st_size for path in (folder / "jobs").rglob("*.wav"))
 
@@ -72,7 +77,8 @@ def child(folder: Path, job_id: str, format: str) -> None:
 
 
 def measure(folder: Path, items: int, seconds: float) -> list[Figure]:
-    """The figures of every format; memory also at a tenth of the items, to show that it does not grow with them."""
+    """The figures of every format; memory also at a tenth of the items, to show that it does not grow with
+    them."""
     (folder / "small").mkdir()
     (folder / "large").mkdir()
     small, _ = make_job(folder / "small", max(items // 10, 1), seconds)
@@ -89,9 +95,20 @@ def measure(folder: Path, items: int, seconds: float) -> list[Figure]:
         took, large_mb = once(folder / "large", large, name)
         if find_format(name).embeds_audio:
             limit = audio_bytes / 1e6 / bare_copy(folder / "large")
-            figures.append(Figure(f"{name}, {items:,} items", audio_bytes / 1e6 / took, "MB/s", "", limit, "bare copy of the audio"))
+            figures.append(
+                Figure(
+                    f"{name}, {items:,} items",
+                    audio_bytes / 1e6 / took,
+                    "MB/s",
+                    "",
+                    limit,
+                    "bare copy of the audio",
+                )
+            )
         figures.append(Figure(f"{name}, {items:,} items", items / took, "items/s"))
-        figures.append(Figure(f"{name}, memory", large_mb, "MB RSS", f"{small_mb:.0f} at a tenth of the items"))
+        figures.append(
+            Figure(f"{name}, memory", large_mb, "MB RSS", f"{small_mb:.0f} at a tenth of the items")
+        )
     cores = os.cpu_count()
     about = f"{min(loads):.1f} to {max(loads):.1f} on {cores} cores; 1.0 is this benchmark alone"
     figures.append(Figure("load of the machine while measured", sum(loads) / len(loads), "processes", about))

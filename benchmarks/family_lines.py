@@ -1,7 +1,9 @@
-"""How many lines of code a family has that only run its LM: `python -m benchmarks.family_lines [COMMIT ...]`, HEAD where none is named.
+"""How many lines of code a family has that only run its LM:
+`python -m benchmarks.family_lines [COMMIT ...]`, HEAD where none is named.
 
-Counted are lines with code, without docstrings, comments and blank lines, in the files that a family would not have if its LM were
-somebody else's matter. Prompts, codecs, recordings and the pipeline are needed on any engine and are not counted.
+Counted are lines with code, without docstrings, comments and blank lines, in the files that a family would
+not have if its LM were somebody else's matter. Prompts, codecs, recordings and the pipeline are needed on
+any engine and are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ FILES: dict[str, tuple[str, ...]] = {
     "Fish Speech, native": tuple(f"pipelines/fish_speech/{name}.py" for name in ("model", "engines")),
     "Fish Speech, vLLM": ("pipelines/fish_speech/vllm_model.py",),
 }
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def code_lines(source: str) -> int:
@@ -44,15 +53,20 @@ def code_lines(source: str) -> int:
 
 
 def lines_at(commit: str, files: Iterable[str]) -> dict[str, int]:
-    """Lines with code of those files that a commit has. Raises ValueError for a commit that the repository does not have."""
-    known = subprocess.run(["git", "ls-tree", "-r", "--name-only", commit], capture_output=True, text=True, check=False, cwd=ROOT)
+    """Lines with code of those files that a commit has. Raises ValueError for a commit that the repository
+    does not have."""
+    known = subprocess.run(
+        ["git", "ls-tree", "-r", "--name-only", commit], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     if known.returncode:
         raise ValueError(f"the repository has no commit {commit}")
     there = set(known.stdout.splitlines())
     found: dict[str, int] = {}
     for file in files:
         if file in there:
-            shown = subprocess.run(["git", "show", f"{commit}:{file}"], capture_output=True, text=True, check=True, cwd=ROOT)
+            shown = subprocess.run(
+                ["git", "show", f"{commit}:{file}"], capture_output=True, text=True, check=True, cwd=ROOT
+            )
             found[file] = code_lines(shown.stdout)
     return found
 

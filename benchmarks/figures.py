@@ -16,7 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value. `limit` is what the machine does for the bare work in the same run; `share` = value / limit."""
+    """One measured value. `limit` is what the machine does for the bare work in the same run; `share` =
+    value / limit."""
 
     name: str
     value: float
@@ -34,8 +35,12 @@ def commit() -> str:
     """The commit that was measured, with `+` when the tree had changes."""
     if shutil.which("git") is None:
         return ""
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return head + ("+" if dirty else "")
 
 

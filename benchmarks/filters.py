@@ -1,9 +1,11 @@
-"""`python -m benchmarks.filters [--items N ...] [--postgres URL]`: filters of items beside no filter, on each ledger.
+"""`python -m benchmarks.filters [--items N ...] [--postgres URL]`: filters of items beside no filter, on
+each ledger.
 
-The ledger is made by the database from a series of numbers: items that are done, their artifacts, and a draw with three scores for
-each. The scores are spread evenly over 0 to 1, so that `wer < 0.01` keeps 1 %. Then: the time to the first page and the whole time of
-filters that keep 1, 50 and 99 %, beside the same reading without a filter; what the scores take on disk; what they cost a commit. At the
-sizes of `--memory` a loop over a job and an export run in processes of their own, whose peak memory is shown.
+The ledger is made by the database from a series of numbers: items that are done, their artifacts, and a
+draw with three scores for each. The scores are spread evenly over 0 to 1, so that `wer < 0.01` keeps 1 %.
+Then: the time to the first page and the whole time of filters that keep 1, 50 and 99 %, beside the same
+reading without a filter; what the scores take on disk; what they cost a commit. At the sizes of `--memory`
+a loop over a job and an export run in processes of their own, whose peak memory is shown.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ WHOLE_ITEMS = 2_000_000
 COMMIT_ITEMS, COMMITTED_SHARDS, COMMIT_SHARD_ITEMS, COMMIT_ROUNDS = 64, 12, 256, 5
 #: The columns of a row of item `i`, as both databases write them.
 _SPREAD = "((i * {0} + {1}) % 1000003) / 1000003.0"
-_WER, _MOS, _PAUSE = _SPREAD.format(48271, 11), f"1 + 4 * {_SPREAD.format(69621, 7)}", _SPREAD.format(39373, 5)
+_WER, _MOS, _PAUSE = (
+    _SPREAD.format(48271, 11),
+    f"1 + 4 * {_SPREAD.format(69621, 7)}",
+    _SPREAD.format(39373, 5),
+)
 _NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
 _SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
 _SERIES = {
@@ -67,7 +73,8 @@ FILTERS = {
 
 
 def make_job(ledger: Ledger, store_root: Path, items: int, *, lines: bool) -> str:
-    """A job of `items` items that are done, with all audio in one pack of a store, and there the `lines` of its shards; its id."""
+    """A job of `items` items that are done, with all audio in one pack of a store, and there the `lines`
+    of its shards; its id."""
     ledger.migrate()
     store = open_store(store_root)
     spec = JobSpec("instant", quality=Quality(meters={"asr": {}}), pack=True)
@@ -75,9 +82,17 @@ def make_job(ledger: Ledger, store_root: Path, items: int, *, lines: bool) -> st
     pack = f"jobs/{job.id}/packs/000000-1-0-{'0' * 16}.tar"
     store.put(pack, bytes(PACK_BYTES))
     for number, first in enumerate(range(0, items, SHARD_ITEMS)):
-        last, key, sha256 = min(items, first + SHARD_ITEMS) - 1, f"jobs/{job.id}/input/{number:06d}.jsonl.zst", ""
+        last, key, sha256 = (
+            min(items, first + SHARD_ITEMS) - 1,
+            f"jobs/{job.id}/input/{number:06d}.jsonl.zst",
+            "",
+        )
         if lines:
-            data = compress(itertools.chain.from_iterable(encode_lines(no, no + 1, _line(no), {}) for no in range(first, last + 1)))
+            data = compress(
+                itertools.chain.from_iterable(
+                    encode_lines(no, no + 1, _line(no), {}) for no in range(first, last + 1)
+                )
+            )
             sha256 = hashlib.sha256(data).hexdigest()
             store.put(key, data)
         count = last - first + 1
@@ -113,7 +128,10 @@ def make_job(ledger: Ledger, store_root: Path, items: int, *, lines: bool) -> st
 
 def _line(index: int) -> bytes:
     return json.dumps(
-        {"example_id": f"utterance-{index:09d}", "messages": [["user", "text", "Four hours of steady work faced us."]]}
+        {
+            "example_id": f"utterance-{index:09d}",
+            "messages": [["user", "text", "Four hours of steady work faced us."]],
+        }
     ).encode()
 
 
@@ -129,7 +147,9 @@ def sizes_mb(ledger: Ledger) -> tuple[float, float]:
             whole = connection.scalar(sa.text("SELECT pg_database_size(current_database())"))
             scores = connection.scalar(sa.text("SELECT pg_total_relation_size('scores')"))
             return float(whole or 0) / 1e6, float(scores or 0) / 1e6
-        pages, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0 for name in ("page_count", "page_size"))
+        pages, size = (
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0 for name in ("page_count", "page_size")
+        )
     # Not every SQLite can tell the pages of a table; so the scores are copied into a file of their own.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "scores.sqlite"
@@ -139,13 +159,18 @@ def sizes_mb(ledger: Ledger) -> tuple[float, float]:
                 " PRIMARY KEY (job_no, idx)) WITHOUT ROWID"
             )
             bare.execute("ATTACH ? AS ledger", [str(ledger.database.path)])
-            bare.execute("INSERT INTO scores SELECT job_no, idx, draw, wer, distillmos, pause FROM ledger.scores ORDER BY 1, 2")
+            bare.execute(
+                "INSERT INTO scores SELECT job_no, idx, draw, wer, distillmos, pause FROM ledger.scores ORDER BY 1, 2"
+            )
             bare.commit()
         return pages * size / 1e6, copy.stat().st_size / 1e6
 
 
-def read_items(ledger: Ledger, job_id: str, where: Where | None, *, whole: bool = True) -> tuple[float, float, int]:
-    """(milliseconds to the first item, seconds to the last one, items) of reading a job's items; without `whole` only the first page."""
+def read_items(
+    ledger: Ledger, job_id: str, where: Where | None, *, whole: bool = True
+) -> tuple[float, float, int]:
+    """(milliseconds to the first item, seconds to the last one, items) of reading a job's items; without
+    `whole` only the first page."""
     start = time.perf_counter()
     rows = ledger.items(job_id, where=where)
     first = next(rows, None)
@@ -155,7 +180,8 @@ def read_items(ledger: Ledger, job_id: str, where: Where | None, *, whole: bool 
 
 
 def reading(url: str, job_id: str, items: int, name: str) -> list[Figure]:
-    """The figures of each filter, beside those without one. Of a large job only filters that keep 1 % are read to the end."""
+    """The figures of each filter, beside those without one. Of a large job only filters that keep 1 % are
+    read to the end."""
     figures: list[Figure] = []
     about = f"{items:,} items, {name}"
     with closing(Ledger.open(url)) as ledger:
@@ -167,15 +193,37 @@ def reading(url: str, job_id: str, items: int, name: str) -> list[Figure]:
         for share, text in FILTERS.items():
             whole = items <= WHOLE_ITEMS or share.startswith("1 %")
             first_ms, seconds, kept = read_items(ledger, job_id, parse_where(text), whole=whole)
-            figures.append(Figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter"))
+            figures.append(
+                Figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter")
+            )
             if whole:
                 limit = bare_seconds if count > 1 else None
-                figures.append(Figure(f"keeps {share}, all pages, {about}", seconds, "s", f"{kept:,} items", limit, "no filter"))
+                figures.append(
+                    Figure(
+                        f"keeps {share}, all pages, {about}",
+                        seconds,
+                        "s",
+                        f"{kept:,} items",
+                        limit,
+                        "no filter",
+                    )
+                )
         start = time.perf_counter()
         ledger.filtered_out(job_id, parse_where(FILTERS["1 %, three scores"]))
-        figures.append(Figure(f"counts of what three conditions leave out, {about}", time.perf_counter() - start, "s"))
+        figures.append(
+            Figure(f"counts of what three conditions leave out, {about}", time.perf_counter() - start, "s")
+        )
         whole_mb, scores_mb = sizes_mb(ledger)
-        figures.append(Figure(f"scores on disk, {about}", scores_mb, "MB", "", whole_mb - scores_mb, "the rest of the ledger"))
+        figures.append(
+            Figure(
+                f"scores on disk, {about}",
+                scores_mb,
+                "MB",
+                "",
+                whole_mb - scores_mb,
+                "the rest of the ledger",
+            )
+        )
     return figures
 
 
@@ -194,13 +242,31 @@ def commits(url: str, name: str) -> list[Figure]:
             outcomes.add_scores = real if with_scores else lambda *_: None
             seconds[with_scores].append(sum(_commit_next(ledger) for _ in range(COMMITTED_SHARDS)))
         outcomes.add_scores = real
-    rates = {kind: COMMITTED_SHARDS * COMMIT_SHARD_ITEMS / sorted(found)[COMMIT_ROUNDS // 2] for kind, found in seconds.items()}
-    return [Figure(f"commits of items with six scores, {name}", rates[True], "items/s", "", rates[False], "without the table of scores")]
+    rates = {
+        kind: COMMITTED_SHARDS * COMMIT_SHARD_ITEMS / sorted(found)[COMMIT_ROUNDS // 2]
+        for kind, found in seconds.items()
+    }
+    return [
+        Figure(
+            f"commits of items with six scores, {name}",
+            rates[True],
+            "items/s",
+            "",
+            rates[False],
+            "without the table of scores",
+        )
+    ]
 
 
 def _shard(no: int) -> NewShard:
     first = no * COMMIT_SHARD_ITEMS
-    return NewShard(no, tuple((index, f"u{index}") for index in range(first, first + COMMIT_SHARD_ITEMS)), f"input/{no}", "0" * 64, 1000)
+    return NewShard(
+        no,
+        tuple((index, f"u{index}") for index in range(first, first + COMMIT_SHARD_ITEMS)),
+        f"input/{no}",
+        "0" * 64,
+        1000,
+    )
 
 
 def _commit_next(ledger: Ledger) -> float:
@@ -221,13 +287,30 @@ def _commit_next(ledger: Ledger) -> float:
     return seconds
 
 
-def memory(folder: Path, url: str, job_id: str, small: Sequence[float] | None, about: str) -> tuple[list[Figure], list[float]]:
-    """Seconds and peak memory of a loop over a job and of exports, each in a process of its own; `small`: MB at a tenth of the items."""
+def memory(
+    folder: Path, url: str, job_id: str, small: Sequence[float] | None, about: str
+) -> tuple[list[Figure], list[float]]:
+    """Seconds and peak memory of a loop over a job and of exports, each in a process of its own; `small`:
+    MB at a tenth of the items."""
     figures: list[Figure] = []
     peaks: list[float] = []
-    for number, (kind, text) in enumerate((("loop", ""), ("export", ""), ("export", FILTERS["50 %"]), ("export", FILTERS["1 %"]))):
-        command = [sys.executable, "-m", "benchmarks.filters", "--child", kind, url, str(folder), job_id, text]
-        done = json.loads(subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout)
+    for number, (kind, text) in enumerate(
+        (("loop", ""), ("export", ""), ("export", FILTERS["50 %"]), ("export", FILTERS["1 %"]))
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.filters",
+            "--child",
+            kind,
+            url,
+            str(folder),
+            job_id,
+            text,
+        ]
+        done = json.loads(
+            subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+        )
         what = "for item in job" if kind == "loop" else f"export --where '{text}'" if text else "export"
         peaks.append(done["rss_mb"])
         figures.append(Figure(f"{what}, {about}", done["seconds"], "s", f"{done['items']:,} items"))
@@ -254,7 +337,9 @@ def child(kind: str, url: str, folder: str, job_id: str, text: str) -> None:
     print(json.dumps({"seconds": time.perf_counter() - start, "items": items, "rss_mb": peak_mb()}))
 
 
-def measure(folder: Path, sizes: Sequence[int], memory_items: int, postgres: str | None, *, with_commits: bool) -> list[Figure]:
+def measure(
+    folder: Path, sizes: Sequence[int], memory_items: int, postgres: str | None, *, with_commits: bool
+) -> list[Figure]:
     figures: list[Figure] = []
     servers: list[tuple[str, Any]] = [("SQLite", lambda name: f"sqlite:///{folder}/{name}.sqlite")]
     if postgres is not None:
@@ -278,16 +363,42 @@ def measure(folder: Path, sizes: Sequence[int], memory_items: int, postgres: str
         found, peaks = memory(folder / f"store-{items}", url, job_id, peaks, f"{items:,} items")
         figures += found
     figures.append(
-        Figure("load of the machine at the end", os.getloadavg()[0], "processes", f"{os.cpu_count()} cores; 1.0 is this benchmark alone")
+        Figure(
+            "load of the machine at the end",
+            os.getloadavg()[0],
+            "processes",
+            f"{os.cpu_count()} cores; 1.0 is this benchmark alone",
+        )
     )
     return figures
 
 
 @click.command()
-@click.option("--items", "sizes", multiple=True, type=int, default=(1_000_000,), show_default=True, help="Items of a ledger.")
-@click.option("--memory", "memory_items", default=1_000_000, show_default=True, help="Items of the loop and the exports; 0: none.")
-@click.option("--postgres", envvar="BENCH_POSTGRES", metavar="URL", help="A PostgreSQL server; without it only SQLite is measured.")
-@click.option("--commits/--no-commits", "with_commits", default=True, show_default=True, help="Measure commits too.")
+@click.option(
+    "--items",
+    "sizes",
+    multiple=True,
+    type=int,
+    default=(1_000_000,),
+    show_default=True,
+    help="Items of a ledger.",
+)
+@click.option(
+    "--memory",
+    "memory_items",
+    default=1_000_000,
+    show_default=True,
+    help="Items of the loop and the exports; 0: none.",
+)
+@click.option(
+    "--postgres",
+    envvar="BENCH_POSTGRES",
+    metavar="URL",
+    help="A PostgreSQL server; without it only SQLite is measured.",
+)
+@click.option(
+    "--commits/--no-commits", "with_commits", default=True, show_default=True, help="Measure commits too."
+)
 @click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
 @click.option("--child", "of_child", nargs=5, hidden=True)
 def main(

@@ -40,7 +40,13 @@ class AnyText(Vocabulary):
     def __init__(self, config: FishConfig) -> None:
         self._words = config.end - 2
         tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(self._words)}, unk_token="w0"))
-        names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CONTROLS, *(f"<|semantic:{i}|>" for i in range(len(config.semantic)))]
+        names = [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            *CONTROLS,
+            *(f"<|semantic:{i}|>" for i in range(len(config.semantic))),
+        ]
         tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
         super().__init__(tokenizer, config, Path("dummy"))
 
@@ -103,14 +109,20 @@ class NativeFish:
         self.watched = Watched(self.executor)
 
     def pipeline(self, turns: int = 0) -> FishPipeline:
-        """A pipeline with an engine of its own; `turns`: frames a scheduling turn, 0 for the engine's choice."""
+        """A pipeline with an engine of its own; `turns`: frames a scheduling turn, 0 for the engine's
+        choice."""
         parts, config = self.parts, self.parts.config
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(parts.codec.decoder)
         ids = np.array([*config.semantic, config.end], np.int64)
-        engine, prefixes = Engine(self.watched, sizes, sizes.slots, stage), partial(shared_prefixes, semantic=config.semantic)
+        engine, prefixes = (
+            Engine(self.watched, sizes, sizes.slots, stage),
+            partial(shared_prefixes, semantic=config.semantic),
+        )
         host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
-        return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, NativeFishStreamer, keep_unfinished=True)
+        return FishPipeline(
+            config, parts.vocabulary, parts.codec, host, stage, NativeFishStreamer, keep_unfinished=True
+        )
 
 
 def prompt_positions() -> dict[str, float]:
@@ -129,7 +141,9 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> 
 
     options = bench.options
     dtype = "bfloat16" if bench.on_gpu else "float32"
-    chosen = TokenModelOptions(memory_share=options.memory_share, slots=slots, dtype=dtype, eager=options.eager or None)
+    chosen = TokenModelOptions(
+        memory_share=options.memory_share, slots=slots, dtype=dtype, eager=options.eager or None
+    )
     spec = model_spec(parts.config, kept_voices, **parts.load_format)
     host = VllmHost(spec, replace(chosen, max_context=CONTEXT))
     return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)

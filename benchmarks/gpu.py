@@ -1,4 +1,5 @@
-"""What every GPU benchmark shares: options, rows that are printed and kept at once, times of calls, and the use of device and threads."""
+"""What every GPU benchmark shares: options, rows that are printed and kept at once, times of calls, and
+the use of device and threads."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that all of them have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", default="cuda")
-    made.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU; the figures mean nothing")
-    made.add_argument("--json", type=Path, help="the result; default: a file of the benchmark's name in $OUT, or here")
+    made.add_argument(
+        "--tiny", action="store_true", help="tiny shapes, to try this on a CPU; the figures mean nothing"
+    )
+    made.add_argument(
+        "--json", type=Path, help="the result; default: a file of the benchmark's name in $OUT, or here"
+    )
     return made
 
 
 def serves() -> float:
-    """Runs Python as a worker's engine process does. For how many milliseconds a thread may keep the interpreter from others."""
+    """Runs Python as a worker's engine process does. For how many milliseconds a thread may keep the
+    interpreter from others."""
     serve_threads()
     return sys.getswitchinterval() * 1000
 
@@ -46,7 +52,8 @@ def numbers(text: str) -> list[int]:
 
 
 class Bench:
-    """One run on one device. What it finds is written after each row, so that a later part that fails takes nothing along."""
+    """One run on one device. What it finds is written after each row, so that a later part that fails
+    takes nothing along."""
 
     def __init__(self, name: str, options: argparse.Namespace, **facts: Any) -> None:
         self.options = options
@@ -54,20 +61,37 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.path: Path = options.json or Path(os.environ.get("OUT", ".")) / f"{name}.json"
-        about = torch.cuda.get_device_name(self.device) if self.on_gpu else platform.processor() or platform.machine()
+        about = (
+            torch.cuda.get_device_name(self.device)
+            if self.on_gpu
+            else platform.processor() or platform.machine()
+        )
         measured = os.environ.get("NIGHTJAR_COMMIT") or commit()
-        self.found: dict[str, Any] = {"commit": measured, "device": about, "torch": torch.__version__, **facts, "faults": {}, "rows": []}
+        self.found: dict[str, Any] = {
+            "commit": measured,
+            "device": about,
+            "torch": torch.__version__,
+            **facts,
+            "faults": {},
+            "rows": [],
+        }
         self.rows: list[Row] = self.found["rows"]
         self.faults: dict[str, str] = self.found["faults"]
 
     def add(self, row: Row) -> None:
         """Prints and keeps a row; its first field names the part."""
         self.rows.append(row)
-        short = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items() if not isinstance(value, dict)}
+        short = {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in row.items()
+            if not isinstance(value, dict)
+        }
         print(json.dumps(short), flush=True)
         self.write()
 
-    def timed(self, part: str, batch: int, ms: float, audio_seconds: float | None = None, **more: Any) -> None:
+    def timed(
+        self, part: str, batch: int, ms: float, audio_seconds: float | None = None, **more: Any
+    ) -> None:
         """A row of one call: its milliseconds, and the RTFx where it made audio."""
         rate = {} if audio_seconds is None else {"audio_s_per_s": 1000 * audio_seconds / ms}
         self.add({"part": part, "batch": batch, "ms": ms, **rate, **more})
@@ -127,7 +151,11 @@ def table(rows: list[Row]) -> str:
     def line(row: Row) -> str:
         known = ("part", "engine", "batch", "rows", "slots", "ms", "audio_s_per_s")
         rate = f"{row['audio_s_per_s']:12,.1f} RTFx" if "audio_s_per_s" in row else " " * 17
-        more = "".join(f"  {name} {shown(value)}" for name, value in row.items() if name not in known and not isinstance(value, dict))
+        more = "".join(
+            f"  {name} {shown(value)}"
+            for name, value in row.items()
+            if name not in known and not isinstance(value, dict)
+        )
         return f"{row['part']:24}{row.get('engine', ''):8}{row.get('batch', row.get('rows')):6d}{row['ms']:12,.2f} ms{rate}{more}"
 
     return "\n".join(line(row) for row in rows if "ms" in row)
@@ -168,7 +196,8 @@ def graph_us(work: Callable[[], object], calls: int = 1, repeats: int = 12) -> f
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """GiB of the device since the last call: maximum that was allocated, maximum that the allocator kept; and in use by all now."""
+    """GiB of the device since the last call: maximum that was allocated, maximum that the allocator kept;
+    and in use by all now."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -182,7 +211,8 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 class GpuUse:
-    """The driver's own count of the time in which any kernel ran, and the device's clock and power, sampled until `stop`."""
+    """The driver's own count of the time in which any kernel ran, and the device's clock and power,
+    sampled until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._samples, self._done = device, list[int](), threading.Event()
@@ -199,10 +229,15 @@ class GpuUse:
         return sum(self._samples) / len(self._samples) / 100 if self._samples else None
 
     def clocks(self) -> dict[str, float]:
-        """After `stop`: the lowest, the median and the highest clock of the multiprocessors in MHz, and the mean power in W."""
+        """After `stop`: the lowest, the median and the highest clock of the multiprocessors in MHz, and
+        the mean power in W."""
         if not self._clocks:
             return {}
-        found = {"least_mhz": min(self._clocks), "mhz": statistics.median(self._clocks), "most_mhz": max(self._clocks)}
+        found = {
+            "least_mhz": min(self._clocks),
+            "mhz": statistics.median(self._clocks),
+            "most_mhz": max(self._clocks),
+        }
         return {**found, "watts": statistics.mean(self._milliwatts) / 1000}
 
     def _watch(self) -> None:
@@ -217,13 +252,15 @@ class GpuUse:
 
 
 class ThreadUse:
-    """Processor time of this process's Python threads by name, from here to `shares`; threads of one name add up."""
+    """Processor time of this process's Python threads by name, from here to `shares`; threads of one name
+    add up."""
 
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), self._seconds()
 
     def shares(self) -> dict[str, float]:
-        """Shares of the time: all threads have one interpreter's lock, so in Python they cannot pass 1 together."""
+        """Shares of the time: all threads have one interpreter's lock, so in Python they cannot pass 1
+        together."""
         took, now = time.perf_counter() - self._began, self._seconds()
         return {name: (seconds - self._before.get(name, 0.0)) / took for name, seconds in now.items()}
 

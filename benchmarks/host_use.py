@@ -1,4 +1,5 @@
-"""What a host does as a whole: bytes over loopback and to disks, memory that waits for a disk, and the time that work waited."""
+"""What a host does as a whole: bytes over loopback and to disks, memory that waits for a disk, and the
+time that work waited."""
 
 from __future__ import annotations
 
@@ -29,7 +30,14 @@ class Reading(NamedTuple):
         memory = _fields("/proc/meminfo")
         waited = tuple(_waited_us(name) for name in _PRESSURES)
         written = _fields("/proc/vmstat").get("pgpgout", -1)
-        return cls(time.time(), _loopback_bytes(), written, memory.get("Dirty", -1), memory.get("MemAvailable", -1), waited)
+        return cls(
+            time.time(),
+            _loopback_bytes(),
+            written,
+            memory.get("Dirty", -1),
+            memory.get("MemAvailable", -1),
+            waited,
+        )
 
 
 class HostUse:
@@ -67,7 +75,9 @@ def rates(readings: list[Reading]) -> dict[str, Any]:
         "dirty_gib": max(one.dirty_kib for one in readings) / _GIB_KIB,
         "available_gib": min(one.available_kib for one in readings) / _GIB_KIB,
     }
-    shares = {name: (last.waited_us[at] - first.waited_us[at]) / seconds / 1e6 for at, name in enumerate(_PRESSURES)}
+    shares = {
+        name: (last.waited_us[at] - first.waited_us[at]) / seconds / 1e6 for at, name in enumerate(_PRESSURES)
+    }
     if min(first.waited_us) >= 0:
         found["waited_for"] = shares
     return found

@@ -1,4 +1,5 @@
-"""A voice that costs nothing: the same short sound for every request, to measure the path around an engine."""
+"""A voice that costs nothing: the same short sound for every request, to measure the path around an
+engine."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class InstantPipeline:
         self.info = EngineInfo(slots=64)
         self._speech = Speech(samples(), SAMPLE_RATE, "instant")
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         """Tells the speech at once."""
         check_start(self, request, stream)
         listener = Listener(on_event, lambda _done: None)
@@ -59,7 +62,16 @@ class InstantPipeline:
 
 
 def describe() -> ModelCard:
-    return ModelCard(NAME, NAME, "cpu", SAMPLE_RATE, InstantPipeline.capabilities, "1", seconds_per_character=0.01, rtf=0.01)
+    return ModelCard(
+        NAME,
+        NAME,
+        "cpu",
+        SAMPLE_RATE,
+        InstantPipeline.capabilities,
+        "1",
+        seconds_per_character=0.01,
+        rtf=0.01,
+    )
 
 
 def load(**_: Any) -> InstantPipeline:
@@ -67,7 +79,8 @@ def load(**_: Any) -> InstantPipeline:
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Writes what pip would write of a package with this voice; the variables under which a process has it installed."""
+    """Writes what pip would write of a package with this voice; the variables under which a process has it
+    installed."""
     info = folder / "instant_voice-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: instant-voice\nVersion: 1\n")

@@ -1,10 +1,11 @@
 """The path of an item: `nightjar run`, and which of our files and functions run once or more for each item.
 
-A function is counted whose calls rise by one or more for each further item, between a run of few items and one of more, in any thread
-and any process of the command: the command itself, its worker, the engine's process, the writers, the checks. What runs once for a
-command, a shard's start or a model's opening is left out. A function is a `def`; one that runs only while a module is imported (a
-decorator) is not counted, nor are lambdas, comprehensions and methods that a library generates. The figure is the median of some pairs
-of runs, because a heartbeat may or may not fall into a short run.
+A function is counted whose calls rise by one or more for each further item, between a run of few items and
+one of more, in any thread and any process of the command: the command itself, its worker, the engine's
+process, the writers, the checks. What runs once for a command, a shard's start or a model's opening is
+left out. A function is a `def`; one that runs only while a module is imported (a decorator) is not
+counted, nor are lambdas, comprehensions and methods that a library generates. The figure is the median of
+some pairs of runs, because a heartbeat may or may not fall into a short run.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ FEW, MORE = 2, 8
 def line(number: int) -> dict[str, Any]:
     """A line of the input; each has another text."""
     text = f"This is line {number}, and it goes on for a bit."
-    return {"example_id": f"item-{number}", "messages": [["system", "text", "A calm voice."], ["user", "text", text]]}
+    return {
+        "example_id": f"item-{number}",
+        "messages": [["system", "text", "A calm voice."], ["user", "text", text]],
+    }
 
 
-#: Python runs `sitecustomize` at its start, in every process: it counts the calls of each function outside of imports. The counts are
-#: written at a process's end and several times a second, because a process of ours may be killed.
+#: Python runs `sitecustomize` at its start, in every process: it counts the calls of each function outside of
+#: imports. The counts are written at a process's end and several times a second, because a process of ours
+#: may be killed.
 TRACE = """
 import atexit, os, sys, threading, time
 ROOT, INTO = os.environ["ITEM_PATH_ROOT"] + os.sep, os.environ["ITEM_PATH_INTO"]
@@ -93,7 +98,9 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
         for made in (notes, folder / "site"):
             made.mkdir()
         (folder / "site" / "sitecustomize.py").write_text(TRACE)
-        (folder / "input.jsonl").write_text("".join(json.dumps(line(number)) + "\n" for number in range(items)))
+        (folder / "input.jsonl").write_text(
+            "".join(json.dumps(line(number)) + "\n" for number in range(items))
+        )
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
         environment |= {
             "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}",
@@ -113,9 +120,13 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
             "7",
             "--json",
         ]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise click.ClickException(
+                f"The run with {model} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
         found = Counter[tuple[str, str]]()
         for path in notes.iterdir():
             for file, first, function, count in (text.split("\t") for text in path.read_text().splitlines()):
@@ -153,10 +164,19 @@ def measure(model: str, runs: int) -> dict[str, Any]:
 
 @click.command()
 @click.option(
-    "--model", "models", multiple=True, default=["hibari"], show_default=True, help="A model's name or checkpoint folder; may be repeated."
+    "--model",
+    "models",
+    multiple=True,
+    default=["hibari"],
+    show_default=True,
+    help="A model's name or checkpoint folder; may be repeated.",
 )
 @click.option("--runs", default=3, show_default=True, help="Pairs of runs of each model.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures, and every function's name, as JSON here.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all figures, and every function's name, as JSON here.",
+)
 def main(models: tuple[str, ...], runs: int, out: Path | None) -> None:
     """Counts the files and functions that run for each item of `nightjar run`."""
     found = [measure(model, runs) for model in models]
@@ -164,7 +184,10 @@ def main(models: tuple[str, ...], runs: int, out: Path | None) -> None:
     for heading in ("model", "files", "functions", "files by room", "functions by room"):
         table.add_column(heading, overflow="fold")
     for one in found:
-        rooms = [", ".join(f"{room} {count}" for room, count in one[key].items()) for key in ("files_by_room", "functions_by_room")]
+        rooms = [
+            ", ".join(f"{room} {count}" for room, count in one[key].items())
+            for key in ("files_by_room", "functions_by_room")
+        ]
         table.add_row(one["model"], str(one["files"]), str(one["functions"]), *rooms)
     Console(width=140).print(table)
     if out is not None:

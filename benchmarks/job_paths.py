@@ -1,4 +1,5 @@
-"""The two ways of a job as a user types them: `nightjar run` into a folder; `nightjar submit` for a `nightjar worker` with services."""
+"""The two ways of a job as a user types them: `nightjar run` into a folder; `nightjar submit` for a
+`nightjar worker` with services."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _DRAIN_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What is asked for: a file, a new folder, a model, the checks, the GPUs, the processes' environment and the longest time."""
+    """What is asked for: a file, a new folder, a model, the checks, the GPUs, the processes' environment
+    and the longest time."""
 
     source: Path
     folder: Path
@@ -119,10 +121,18 @@ class Made:
     @classmethod
     def read(cls, execute: Callable[[str], Any]) -> Made:
         """`execute`: runs a statement of SQL on a connection."""
-        commits = [(float(at), int(items), float(seconds)) for at, items, seconds in execute(_COMMITS).fetchall()]
+        commits = [
+            (float(at), int(items), float(seconds)) for at, items, seconds in execute(_COMMITS).fetchall()
+        ]
         failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
         objects = {int(index): (str(key), str(sha256)) for index, key, sha256 in execute(_OBJECTS).fetchall()}
-        return cls(commits, failed, repeated, objects, {str(outcome): int(count) for outcome, count in execute(_ATTEMPTS).fetchall()})
+        return cls(
+            commits,
+            failed,
+            repeated,
+            objects,
+            {str(outcome): int(count) for outcome, count in execute(_ATTEMPTS).fetchall()},
+        )
 
 
 class FirstAudio:
@@ -156,8 +166,17 @@ def command(*words: str) -> list[str]:
 def run_into_folder(asked: Ran) -> Finished:
     """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
     home = asked.folder / "out"
-    words = ["run", str(asked.source), "--out", str(home), *asked.job_options, *(asked.gpu_options if asked.gpus > 1 else [])]
-    with Watched(asked, command(*words), asked.environment, lambda: any(home.glob("jobs/*/audio/*/*.wav"))) as watched:
+    words = [
+        "run",
+        str(asked.source),
+        "--out",
+        str(home),
+        *asked.job_options,
+        *(asked.gpu_options if asked.gpus > 1 else []),
+    ]
+    with Watched(
+        asked, command(*words), asked.environment, lambda: any(home.glob("jobs/*/audio/*/*.wav"))
+    ) as watched:
         status = watched.wait(asked.most_seconds)
     state = home / ".nightjar"
     ledger = state / "ledger.sqlite"
@@ -169,7 +188,8 @@ def run_into_folder(asked: Ran) -> Finished:
 
 
 def run_with_services(asked: Ran, services: Services) -> Finished:
-    """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their own."""
+    """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their
+    own."""
     import psycopg
 
     from benchmarks.services import first_audio
@@ -178,7 +198,9 @@ def run_with_services(asked: Ran, services: Services) -> Finished:
     environment = asked.environment | parts
     database = parts["SPEECH_DATABASE_URL"]
     for words in (["db", "upgrade"], ["submit", str(asked.source), *asked.job_options]):
-        subprocess.run(command(*words), cwd=asked.folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command(*words), cwd=asked.folder, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
     words = ["worker", *asked.gpu_options, *asked.worker_options]
     beside = ProcessUse(services.pids)
     with (
@@ -203,10 +225,14 @@ def run_with_services(asked: Ran, services: Services) -> Finished:
 class Watched:
     """A command that runs, what its processes use, and when its first audio is there."""
 
-    def __init__(self, asked: Ran, words: list[str], environment: dict[str, str], there: Callable[[], bool]) -> None:
+    def __init__(
+        self, asked: Ran, words: list[str], environment: dict[str, str], there: Callable[[], bool]
+    ) -> None:
         self._asked, self._began = asked, time.perf_counter()
         with (asked.folder / "stdout").open("wb") as out, (asked.folder / "stderr").open("wb") as error:
-            self.process = subprocess.Popen(words, cwd=asked.folder, env=environment, stdout=out, stderr=error)
+            self.process = subprocess.Popen(
+                words, cwd=asked.folder, env=environment, stdout=out, stderr=error
+            )
         self._until = self._began + asked.most_seconds
         self._seconds: float | None = None
         self._use, self._host = ProcessUse([self.process.pid]), HostUse()
@@ -250,13 +276,20 @@ class Watched:
         self._host.stop()
         return status
 
-    def finished(self, status: int, made: Made, logs: list[Path], beside: ProcessUse | None = None) -> Finished:
+    def finished(
+        self, status: int, made: Made, logs: list[Path], beside: ProcessUse | None = None
+    ) -> Finished:
         """What came of it. Raises `RuntimeError` with the last words of a command that made nothing."""
         first, lines = self._first.stop(), [line for log in logs for line in start_lines(log)]
         if not made.commits:
-            said = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in (self._asked.folder / "stderr", *logs))
+            said = "\n".join(
+                log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                for log in (self._asked.folder / "stderr", *logs)
+            )
             raise RuntimeError(f"The command ended with status {status} and made nothing: {said}")
-        return Finished(status, self._seconds or 0.0, first, made, self._use, self._host, beside, lines, self._profiles)
+        return Finished(
+            status, self._seconds or 0.0, first, made, self._use, self._host, beside, lines, self._profiles
+        )
 
     def _profile(self) -> None:
         if self._asked.profile_seconds and not self._asked.settle(self.process):

@@ -1,6 +1,7 @@
 """The rows of `benchmarks.job_gpu`: a job's steady rate, what it used meanwhile, and the table.
 
-`python -m benchmarks.job_rows RESULT.json PART.json PART.json` puts what several calls on one kind of machine found into one file.
+`python -m benchmarks.job_rows RESULT.json PART.json PART.json` puts what several calls on one kind of
+machine found into one file.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Commit:
 
 
 def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
-    """The rate between the ramp and the tail, and the span it was measured in; {} where the job was too short for one.
+    """The rate between the ramp and the tail, and the span it was measured in; {} where the job was too
+    short for one.
 
-    The ramp are the first 2 * slots items, the tail the last 1.5 * slots. Both ends of the span are commits, so that what one commit
-    gathered is never counted without its time.
+    The ramp are the first 2 * slots items, the tail the last 1.5 * slots. Both ends of the span are
+    commits, so that what one commit gathered is never counted without its time.
     """
     total, done = sum(commit.items for commit in commits), 0
     first = last = None
@@ -46,7 +48,12 @@ def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
     since, until = commits[first].at, commits[last].at
     audio = sum(commit.audio_seconds for commit in commits[first + 1 : last + 1])
     items = sum(commit.items for commit in commits[first + 1 : last + 1])
-    return {"audio_s_per_s": audio / (until - since), "items_per_s": items / (until - since), "since": since, "until": until}
+    return {
+        "audio_s_per_s": audio / (until - since),
+        "items_per_s": items / (until - since),
+        "since": since,
+        "until": until,
+    }
 
 
 def ended(frames: Sequence[int], finished: Finished) -> Row:
@@ -68,29 +75,40 @@ def used(finished: Finished, since: float, until: float, gpus: int) -> Row:
     row = finished.use.between(since, until) | finished.host.between(since, until)
     if finished.beside is not None:
         beside = finished.beside.between(since, until)
-        row |= {"services_cores": beside["cores_of"], "services_busiest_thread_of": beside["busiest_thread_of"]}
+        row |= {
+            "services_cores": beside["cores_of"],
+            "services_busiest_thread_of": beside["busiest_thread_of"],
+        }
         row |= {"services_processes": beside["processes_of"], "services_memory_gib": beside["memory_gib_of"]}
     row |= {"cpu_cores_per_gpu": row["cpu_cores"] / gpus, "memory_gib_per_gpu": row["memory_gib"] / gpus}
     return row
 
 
 def slots_of(said: Sequence[str]) -> int | None:
-    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does not say."""
+    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does
+    not say."""
     found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in said)
     return next((int(one[1]) for one in found if one), None)
 
 
 def compare_with_one_gpu(rows: Sequence[Row]) -> None:
     """Adds to each row of several GPUs how many times the same of one GPU it is, where that was measured."""
-    ones = {_variant(row): row["job_audio_s_per_s"] for row in rows if row["gpus"] == 1 and "job_audio_s_per_s" in row}
+    ones = {
+        _variant(row): row["job_audio_s_per_s"]
+        for row in rows
+        if row["gpus"] == 1 and "job_audio_s_per_s" in row
+    }
     for row in rows:
         if row["gpus"] > 1 and "job_audio_s_per_s" in row and (one := ones.get(_variant(row))):
             row["times_one_gpu"] = row["job_audio_s_per_s"] / one
 
 
 def compare_with_engine(rows: Sequence[Row]) -> None:
-    """Adds to each row of a job the engine's rate on as many GPUs and the job's share of it, where that was measured."""
-    engines = {(row["size"], row["gpus"]): row["engine_audio_s_per_s"] for row in rows if row["path"] == "engine"}
+    """Adds to each row of a job the engine's rate on as many GPUs and the job's share of it, where that
+    was measured."""
+    engines = {
+        (row["size"], row["gpus"]): row["engine_audio_s_per_s"] for row in rows if row["path"] == "engine"
+    }
     for row in rows:
         if "job_audio_s_per_s" in row and (rate := engines.get((row["size"], row["gpus"]))):
             row |= {"engine_audio_s_per_s": rate, "share": row["job_audio_s_per_s"] / rate}
@@ -107,7 +125,9 @@ def table(rows: Sequence[Row]) -> str:
     def cell(value: float | None, width: int, form: str) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    titles = f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'times 1':>8}{'first s':>9}{'cores':>7}{'failed':>8}"
+    titles = (
+        f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'times 1':>8}{'first s':>9}{'cores':>7}{'failed':>8}"
+    )
     lines = [f"{'path':8}{'size':8}{'GPUs':>5}{'slots':>6} {'qa':6}{'start':6}{titles}"]
     for row in rows:
         if "faults" in row:
@@ -123,13 +143,16 @@ def table(rows: Sequence[Row]) -> str:
 
 def _fault_line(row: Row) -> str:
     kept = "nothing lost" if row["nothing_lost"] else "SOMETHING IS LOST"
-    what = f"{row['done']} of {row['items']} done, {row['failed']} failed, {row['other_bytes']} with other bytes"
+    what = (
+        f"{row['done']} of {row['items']} done, {row['failed']} failed, {row['other_bytes']} with other bytes"
+    )
     quarantine = "quarantined" if row["quarantined"] else "not quarantined"
     return f"faults  {row['size']:8}{row['gpus']:5}  {len(row['faults'])} faults: {kept}; {what}; the lost GPU's worker is {quarantine}"
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result of several: facts of the first that has them, all rows and faults. Raises `ValueError` for other code or device."""
+    """One result of several: facts of the first that has them, all rows and faults. Raises `ValueError`
+    for other code or device."""
     for name in ("commit", "device"):
         if len(values := {part[name] for part in parts}) > 1:
             raise ValueError(f"The parts have different values of {name!r}: {sorted(values)}.")

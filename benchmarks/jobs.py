@@ -1,4 +1,5 @@
-"""The job system's own cost: ingest, status, the ledger, the whole path around a free engine, and what a run keeps of hibari.
+"""The job system's own cost: ingest, status, the ledger, the whole path around a free engine, and what a
+run keeps of hibari.
 
 Every figure stands beside what this machine does for the bare work, measured in the same run.
 """
@@ -66,15 +67,26 @@ def write_lines(path: Path, count: int) -> None:
     """A file of `count` dialogues of about 200 bytes."""
     with path.open("w") as file:
         for number, text in enumerate(islice(cycle(SENTENCES), count)):
-            messages = [["system", "text", "Read it calmly."], ["user", "text", text], ["assistant", "audio", f"wav/{number}.wav"]]
+            messages = [
+                ["system", "text", "Read it calmly."],
+                ["user", "text", text],
+                ["assistant", "audio", f"wav/{number}.wav"],
+            ]
             file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
 
 
-def run_job(source: Path, home: Path, *options: str, environment: dict[str, str] | None = None) -> tuple[dict[str, Any], Job]:
+def run_job(
+    source: Path, home: Path, *options: str, environment: dict[str, str] | None = None
+) -> tuple[dict[str, Any], Job]:
     """`nightjar run` over a file: what it printed, and the job in its ledger."""
     command = [sys.executable, "-m", "jobs", "run", str(source), "--out", str(home), "--json", *options]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, text=True, check=False
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     status = json.loads(done.stdout.splitlines()[-1])
     with closing(Ledger.open(f"sqlite:///{home}/.nightjar/ledger.sqlite")) as ledger:
@@ -94,7 +106,12 @@ def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
     write_lines(source, lines)
     figures: list[Figure] = []
     databases: list[tuple[str, str, str, Callable[[], float]]] = [
-        ("SQLite", f"sqlite:///{folder}/ledger.sqlite", "150,000", lambda: _bare_sqlite(folder / "bare.sqlite", lines))
+        (
+            "SQLite",
+            f"sqlite:///{folder}/ledger.sqlite",
+            "150,000",
+            lambda: _bare_sqlite(folder / "bare.sqlite", lines),
+        )
     ]
     if postgres is not None:
         url, bare_url = new_database(postgres, "ingest"), new_database(postgres, "bare")
@@ -105,7 +122,14 @@ def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
         result = json.loads(done.stdout)
         limit = bare()
         figures += [
-            Figure(f"ingest into {name}", lines / result["seconds"], "lines/s", f">= {aim}", limit, "bare insert of the item rows"),
+            Figure(
+                f"ingest into {name}",
+                lines / result["seconds"],
+                "lines/s",
+                f">= {aim}",
+                limit,
+                "bare insert of the item rows",
+            ),
             Figure(f"ingest into {name}, memory", result["rss_mb"], "MB RSS", "<= 200"),
             Figure(f"status at {lines:,} items, {name}", _status_ms(url, result["job"]), "ms", "<= 50"),
         ]
@@ -123,7 +147,8 @@ def ingest_once(url: str, store: str, source: str) -> dict[str, Any]:
 
 
 def peak_mb() -> float:
-    """Most memory this process ever held. Unlike `ru_maxrss` it does not begin with the memory of the parent."""
+    """Most memory this process ever held. Unlike `ru_maxrss` it does not begin with the memory of the
+    parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1000
 
@@ -145,7 +170,9 @@ def _bare_sqlite(path: Path, lines: int) -> float:
         )
         start = time.perf_counter()
         for first in range(0, lines, 10_000):
-            rows = [(1, index, f"utterance-{index:09d}") for index in range(first, min(first + 10_000, lines))]
+            rows = [
+                (1, index, f"utterance-{index:09d}") for index in range(first, min(first + 10_000, lines))
+            ]
             with connection:
                 connection.executemany("INSERT INTO items VALUES (?, ?, ?)", rows)
         return lines / (time.perf_counter() - start)
@@ -154,7 +181,9 @@ def _bare_sqlite(path: Path, lines: int) -> float:
 def _bare_postgres(url: str, lines: int) -> float:
     """Rows a second of COPY into a table with the items' keys."""
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("CREATE TABLE items (job INT, idx BIGINT, example_id TEXT, PRIMARY KEY (job, idx), UNIQUE (job, example_id))")
+        connection.execute(
+            "CREATE TABLE items (job INT, idx BIGINT, example_id TEXT, PRIMARY KEY (job, idx), UNIQUE (job, example_id))"
+        )
         start = time.perf_counter()
         for first in range(0, lines, 10_000):
             with connection.cursor().copy("COPY items FROM STDIN") as copy:
@@ -179,13 +208,25 @@ def ledger_alone(url: str, name: str, items: int) -> list[Figure]:
     with closing(Ledger.open(url)) as ledger:
         ledger.migrate()
         job = ledger.begin_job(NewJob(JobSpec("fake"), "spec", "input", "sha", "key", "file:///store"))
-        stage_seconds = sum(_stage(ledger, job.id, first, min(items, first + STAGE_ITEMS)) for first in range(0, items, STAGE_ITEMS))
+        stage_seconds = sum(
+            _stage(ledger, job.id, first, min(items, first + STAGE_ITEMS))
+            for first in range(0, items, STAGE_ITEMS)
+        )
         ledger.seal_job(job.id)
         shards = min(COMMITTED_SHARDS, items // SHARD_ITEMS)
         commit_seconds = sum(_commit_next(ledger) for _ in range(shards))
     return [
-        Figure(f"items staged, {name}", items / stage_seconds, "items/s", ">= 250,000" if name == "SQLite" else ">= 200,000"),
-        Figure(f"items committed by {COMMIT_ITEMS}, one worker, {name}", shards * SHARD_ITEMS / commit_seconds, "items/s"),
+        Figure(
+            f"items staged, {name}",
+            items / stage_seconds,
+            "items/s",
+            ">= 250,000" if name == "SQLite" else ">= 200,000",
+        ),
+        Figure(
+            f"items committed by {COMMIT_ITEMS}, one worker, {name}",
+            shards * SHARD_ITEMS / commit_seconds,
+            "items/s",
+        ),
     ]
 
 
@@ -193,7 +234,9 @@ def _stage(ledger: Ledger, job_id: str, first: int, end: int) -> float:
     shards = [
         NewShard(
             no=start // SHARD_ITEMS,
-            items=tuple((index, f"utterance-{index:09d}") for index in range(start, min(end, start + SHARD_ITEMS))),
+            items=tuple(
+                (index, f"utterance-{index:09d}") for index in range(start, min(end, start + SHARD_ITEMS))
+            ),
             input_key=f"jobs/{job_id}/input/{start // SHARD_ITEMS:06d}.jsonl.zst",
             input_sha256="0" * 64,
             estimated_ms=60_000,
@@ -212,7 +255,10 @@ def _commit_next(ledger: Ledger) -> float:
     lease = ledger.claim(ticket, "worker", 60)
     assert lease is not None
     outcomes = [
-        Done(index, (Artifact(index, "audio", f"{index}.wav", "0" * 64, 480_000, 10_000, 24_000, 240_000, index),))
+        Done(
+            index,
+            (Artifact(index, "audio", f"{index}.wav", "0" * 64, 480_000, 10_000, 24_000, 240_000, index),),
+        )
         for index in lease.open_items
     ]
     for first in range(0, len(outcomes), COMMIT_ITEMS):
@@ -222,9 +268,11 @@ def _commit_next(ledger: Ledger) -> float:
 
 
 def whole_path(folder: Path, items: int, checks: str = "off") -> Figure:
-    """Items a second from the first claim to the end of `nightjar run` with an engine that costs nothing, on SQLite and a folder.
+    """Items a second from the first claim to the end of `nightjar run` with an engine that costs nothing,
+    on SQLite and a folder.
 
-    `checks`: the quality preset of the job; `python -m benchmarks.quality --path` tells what the default ones add.
+    `checks`: the quality preset of the job; `python -m benchmarks.quality --path` tells what the default
+    ones add.
     """
     source = folder / "path.jsonl"
     write_lines(source, items)
@@ -232,7 +280,14 @@ def whole_path(folder: Path, items: int, checks: str = "off") -> Figure:
     status, job = run_job(source, folder / "home", "--model", instant.NAME, "--qa", checks, environment=voice)
     assert status["items"]["done"] == items
     limit = _bare_writes(folder / "bare", items)
-    return Figure("whole path, free engine", items / run_seconds(job), "items/s", ">= 5,000", limit, "encode, hash and write, one thread")
+    return Figure(
+        "whole path, free engine",
+        items / run_seconds(job),
+        "items/s",
+        ">= 5,000",
+        limit,
+        "encode, hash and write, one thread",
+    )
 
 
 def _bare_writes(folder: Path, items: int) -> float:
@@ -248,7 +303,8 @@ def _bare_writes(folder: Path, items: int) -> float:
 
 
 def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Figure:
-    """`nightjar run` with the embedded voice against the bare voice on as many threads, the bare one before and after."""
+    """`nightjar run` with the embedded voice against the bare voice on as many threads, the bare one
+    before and after."""
     from hibari import Hibari
 
     source = folder / "voice.jsonl"
@@ -259,11 +315,19 @@ def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Fig
     status, job = run_job(source, folder / "voice-home")
     after = _bare_rtfx(voice, threads, bare_seconds)
     kept = status["audio_seconds"] / run_seconds(job)
-    return Figure("hibari through nightjar run", kept, "RTFx", ">= 90 % of bare", (before + after) / 2, f"bare hibari, {threads} threads")
+    return Figure(
+        "hibari through nightjar run",
+        kept,
+        "RTFx",
+        ">= 90 % of bare",
+        (before + after) / 2,
+        f"bare hibari, {threads} threads",
+    )
 
 
 def _bare_rtfx(voice: Hibari, threads: int, seconds: float) -> float:
-    """Audio seconds a second that `threads` make of separate sentences with one stock voice, and nothing else."""
+    """Audio seconds a second that `threads` make of separate sentences with one stock voice, and nothing
+    else."""
     made = [0.0] * threads
     start = time.perf_counter()
 

@@ -3,8 +3,8 @@
 
     python -m benchmarks.lm_gpu [--part gemm,ops,frame] [--model 0.6b,1.7b] [--batch 1,32,128,512] [--context 300]
 
-`tests/gpu/test_lm_kernels.py` compares every kernel with its twin. Times are medians of CUDA-graph replays. A short table
-comes last; JSON goes to $OUT (or the working folder) as lm_gpu.json.
+`tests/gpu/test_lm_kernels.py` compares every kernel with its twin. Times are medians of CUDA-graph
+replays. A short table comes last; JSON goes to $OUT (or the working folder) as lm_gpu.json.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ CONTEXT = 300
 #: Of a frame at context 300 (ms): floor, aim, must, for the 0.6B shapes.
 AIMS = {1: (0.78, 1.3, 2.0), 32: (1.05, 1.8, 2.6), 128: (1.88, 2.9, 4.0), 512: (5.98, 9.2, 12.0)}
 
-SKINNY_VARIANTS: dict[str, dict[str, int]] = {"skinny": {"late": 0, "ahead": 0}, "skinny late": {"late": 1, "ahead": 2}}
+SKINNY_VARIANTS: dict[str, dict[str, int]] = {
+    "skinny": {"late": 0, "ahead": 0},
+    "skinny late": {"late": 1, "ahead": 2},
+}
 
 
 def gemm_part(maker: Maker, batches: list[int]) -> list[dict[str, object]]:
     """The four products of a layer: cuBLAS and skinny, over the rotating weights of 28 layers."""
     found: list[dict[str, object]] = []
-    specs = {"qkv": (4096, 1024, PLAIN), "o": (1024, 2048, RESIDUAL), "gate_up": (3072, 1024, SWIGLU), "down": (1024, 3072, RESIDUAL)}
+    specs = {
+        "qkv": (4096, 1024, PLAIN),
+        "o": (1024, 2048, RESIDUAL),
+        "gate_up": (3072, 1024, SWIGLU),
+        "down": (1024, 3072, RESIDUAL),
+    }
     for name, (n, inner, epilogue) in specs.items():
         weights = [maker.matrix(2 * n if epilogue == SWIGLU else n, inner) for _ in range(LAYERS)]
         norm = maker.normal(inner, std=0.1, mean=1.0)
@@ -48,7 +56,11 @@ def gemm_part(maker: Maker, batches: list[int]) -> list[dict[str, object]]:
             both = maker.normal(rows, 2 * n)
 
             def cublas(
-                x: Tensor = x, y: Tensor = y, both: Tensor = both, weights: list[Tensor] = weights, wide: bool = epilogue == SWIGLU
+                x: Tensor = x,
+                y: Tensor = y,
+                both: Tensor = both,
+                weights: list[Tensor] = weights,
+                wide: bool = epilogue == SWIGLU,
             ) -> None:
                 for weight in weights:
                     torch.mm(x, weight.t(), out=both if wide else y)
@@ -84,14 +96,28 @@ def ops_part(maker: Maker, batches: list[int], context: int) -> list[dict[str, o
         k, v = maker.caches(shape, pages, 64)
         qkv, out = maker.normal(rows, 4096), maker.normal(rows, 2048)
         slots = torch.arange(rows, device="cuda")
-        q_norm, k_norm = (norm for norm in (talker.layers[0].q_norm, talker.layers[0].k_norm) if norm is not None)
+        q_norm, k_norm = (
+            norm for norm in (talker.layers[0].q_norm, talker.layers[0].k_norm) if norm is not None
+        )
         row: dict[str, object] = {"rows": rows, "attention floor": float(contexts.sum()) * 4096 / 4.3e6}
         for splits in (2, 4, 8, 16) if rows <= 8 else (1, 2, 4) if rows <= 32 else (1,):
-            for block, warps, stages in ((16, 1, 5), (16, 1, 2), (32, 1, 3), (64, 4, 3), (64, 4, 2), (64, 2, 2), (32, 2, 4)):
+            for block, warps, stages in (
+                (16, 1, 5),
+                (16, 1, 2),
+                (32, 1, 3),
+                (64, 4, 3),
+                (64, 4, 2),
+                (64, 2, 2),
+                (32, 2, 4),
+            ):
                 scratch = SplitScratch(rows * 8, splits, 2, 128, k.device)
 
                 def attend(
-                    splits: int = splits, block: int = block, warps: int = warps, stages: int = stages, scratch: SplitScratch = scratch
+                    splits: int = splits,
+                    block: int = block,
+                    warps: int = warps,
+                    stages: int = stages,
+                    scratch: SplitScratch = scratch,
                 ) -> None:
                     for layer in range(shape.layers):
                         decode_attention(
@@ -99,21 +125,43 @@ def ops_part(maker: Maker, batches: list[int], context: int) -> list[dict[str, o
                             128**-0.5, out, scratch, splits, block, warps, stages, True,
                         )  # fmt: skip
 
-                row[f"attention splits={splits} block={block} warps={warps} stages={stages}"] = graph_us(attend, shape.layers)
+                row[f"attention splits={splits} block={block} warps={warps} stages={stages}"] = graph_us(
+                    attend, shape.layers
+                )
         past = maker.normal(2, 5, rows, 8, 16, 128)
         for warps in (1, 2, 4):
 
             def short(warps: int = warps) -> None:
                 for layer in range(5):
                     predictor_attention(
-                        qkv, q_norm, k_norm, 1e-6, talker.rope_table, past[0, layer], past[1, layer], 12, 128**-0.5, out, warps, True
+                        qkv,
+                        q_norm,
+                        k_norm,
+                        1e-6,
+                        talker.rope_table,
+                        past[0, layer],
+                        past[1, layer],
+                        12,
+                        128**-0.5,
+                        out,
+                        warps,
+                        True,
                     )
 
             row[f"predictor attention warps={warps}"] = graph_us(short, 5)
         row["predictor attention cuda"] = graph_us(
             lambda: [
                 lm_cuda.predictor_attention(
-                    qkv, q_norm, k_norm, 1e-6, talker.rope_table, past[0, layer], past[1, layer], 12, 128**-0.5, out
+                    qkv,
+                    q_norm,
+                    k_norm,
+                    1e-6,
+                    talker.rope_table,
+                    past[0, layer],
+                    past[1, layer],
+                    12,
+                    128**-0.5,
+                    out,
                 )
                 for layer in range(5)
             ],
@@ -125,11 +173,17 @@ def ops_part(maker: Maker, batches: list[int], context: int) -> list[dict[str, o
         both, act = maker.normal(rows, 6144), maker.normal(rows, 3072)
         row["swiglu"] = graph_us(lambda: [swiglu(both, act, True) for _ in range(8)], 8)
         found.append(row)
-        print("ops", json.dumps({k: (round(v, 2) if isinstance(v, float) else v) for k, v in row.items()}), flush=True)
+        print(
+            "ops",
+            json.dumps({k: (round(v, 2) if isinstance(v, float) else v) for k, v in row.items()}),
+            flush=True,
+        )
     return found
 
 
-def frame_us(shape: Shape, maker: Maker, rows: int, plans: dict[str, Plan], page_size: int = 64) -> dict[str, float]:
+def frame_us(
+    shape: Shape, maker: Maker, rows: int, plans: dict[str, Plan], page_size: int = 64
+) -> dict[str, float]:
     """Microseconds of a whole frame under several plans, contexts around 300."""
     weights = maker.frame(shape)
     pages = rows * 9 + 1
@@ -153,7 +207,8 @@ def frame_us(shape: Shape, maker: Maker, rows: int, plans: dict[str, Plan], page
 
 
 def profile_part(maker: Maker, batches: list[int], pdl: bool) -> list[dict[str, object]]:
-    """Where a frame's time goes: microseconds a launch and launches a frame, by kernel, of one captured frame's replay."""
+    """Where a frame's time goes: microseconds a launch and launches a frame, by kernel, of one captured
+    frame's replay."""
     found: list[dict[str, object]] = []
     for rows in batches:
         weights, contexts = maker.frame(SMALL), maker.integers(CONTEXT - 100, CONTEXT + 101, rows)
@@ -163,14 +218,19 @@ def profile_part(maker: Maker, batches: list[int], pdl: bool) -> list[dict[str, 
         codes = torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device="cuda")
         flags = torch.zeros(rows, dtype=torch.uint8, device="cuda")
         runner = FusedFrame(weights, state, k, v, rows, dataclasses.replace(plan_for(rows), pdl=pdl))
-        graph = captured(lambda runner=runner, slots=slots, codes=codes, flags=flags: runner.run(slots, codes, flags))
+        graph = captured(
+            lambda runner=runner, slots=slots, codes=codes, flags=flags: runner.run(slots, codes, flags)
+        )
         graph.replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             graph.replay()
             torch.cuda.synchronize()
         rows_found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-        lines = [(event.key[:70], event.count, round(event.self_device_time_total / event.count, 2)) for event in rows_found[:14]]
+        lines = [
+            (event.key[:70], event.count, round(event.self_device_time_total / event.count, 2))
+            for event in rows_found[:14]
+        ]
         found.append({"rows": rows, "pdl": pdl, "kernels": lines})
         print(f"profile rows {rows} pdl {pdl}")
         for name, count, us in lines:
@@ -184,11 +244,15 @@ def shell_us(maker: Maker, rows: int) -> float:
     return frame_us(Shape(layers=1, predictor_layers=1), maker, rows, {"shell": plan_for(rows)})["shell"]
 
 
-def frame_part(model: str, maker: Maker, batches: list[int], plans: dict[int, dict[str, Plan]]) -> list[dict[str, object]]:
+def frame_part(
+    model: str, maker: Maker, batches: list[int], plans: dict[int, dict[str, Plan]]
+) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for rows in batches:
         shape = SMALL if model == "0.6b" else LARGE
-        found_plans = dict(next(p for limit, p in sorted(plans.items()) if rows <= limit), plan=plan_for(rows, shape.hidden))
+        found_plans = dict(
+            next(p for limit, p in sorted(plans.items()) if rows <= limit), plan=plan_for(rows, shape.hidden)
+        )
         times = frame_us(shape, maker, rows, found_plans)
         best = min(times.values())
         floor, aim, must = AIMS.get(rows, (0.0, 0.0, 0.0)) if model == "0.6b" else (0.0, 0.0, 0.0)
@@ -204,7 +268,10 @@ def frame_part(model: str, maker: Maker, batches: list[int], plans: dict[int, di
 def frame_plans() -> dict[int, dict[str, Plan]]:
     """Plans to compare, by the largest row count."""
     wide = {"plan": plan_for(512), "pdl": Plan(skinny_rows=0)}
-    by_rows = {rows: {"plan": plan_for(rows), "no pdl": dataclasses.replace(plan_for(rows), pdl=False)} for rows in (2, 16)}
+    by_rows = {
+        rows: {"plan": plan_for(rows), "no pdl": dataclasses.replace(plan_for(rows), pdl=False)}
+        for rows in (2, 16)
+    }
     middle = {"plan": plan_for(32), "norms in the products": Plan(skinny_rows=64, ahead=2)}
     return by_rows | {32: middle, 1 << 30: wide}
 
@@ -215,12 +282,20 @@ def main() -> None:
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--batch", default="1,32,128,512")
     parser.add_argument("--context", type=int, default=CONTEXT, help="of the part ops, on average")
-    parser.add_argument("--commit", default=os.environ.get("NIGHTJAR_COMMIT", ""), help="the commit that is measured, for the JSON")
+    parser.add_argument(
+        "--commit",
+        default=os.environ.get("NIGHTJAR_COMMIT", ""),
+        help="the commit that is measured, for the JSON",
+    )
     arguments = parser.parse_args()
     parts, batches = arguments.part.split(","), [int(b) for b in arguments.batch.split(",")]
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     maker = Maker("cuda", torch.bfloat16)
-    result: dict[str, object] = {"commit": arguments.commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict[str, object] = {
+        "commit": arguments.commit,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
     began = time.monotonic()
 
     def save() -> None:
@@ -242,7 +317,9 @@ def main() -> None:
         if "gemm" in parts:
             result["gemm"] = gemm_part(maker, batches)
     save()
-    print(f"{'model':6} {'rows':>5} {'ms':>8} {'floor':>6} {'aim':>5} {'must':>5} {'frames/s':>9} {'RTFx':>11}")
+    print(
+        f"{'model':6} {'rows':>5} {'ms':>8} {'floor':>6} {'aim':>5} {'must':>5} {'frames/s':>9} {'RTFx':>11}"
+    )
     for row in frames:
         print(
             f"{row['model']:6} {row['rows']:5} {row['best_ms']:8.3f} {row['floor_ms']:6} {row['aim_ms']:5} {row['must_ms']:5} "

@@ -3,12 +3,14 @@
     python -m benchmarks.megakernel [--part codes,times,soak,rtf,streams] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
     python -m benchmarks.megakernel --part rtf --device cpu --tiny
 
-All but `rtf` and `streams` once for each of `--kinds`: `predictor`, and `whole`, whose talker's layers have a persistent kernel too.
-`codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
-equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
-the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
-other through a pipeline with each executor, in turn: text in, samples out. `streams`: first chunks of one and of two listeners. Sizes are
-those of 0.6B, with `--large` of 1.7B for the parts without a pipeline.
+All but `rtf` and `streams` once for each of `--kinds`: `predictor`, and `whole`, whose talker's layers
+have a persistent kernel too. `codes`: from one state the graph's frame, this one's and the one of single
+PyTorch ops, over and over: which share of their codes is equal. `times`: the predictor and the whole frame
+at context 300, each as a replayed graph, ours for several pauses between the copies of the weight stream.
+`soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance
+after the other through a pipeline with each executor, in turn: text in, samples out. `streams`: first
+chunks of one and of two listeners. Sizes are those of 0.6B, with `--large` of 1.7B for the parts without a
+pipeline.
 """
 
 from __future__ import annotations
@@ -44,23 +46,35 @@ from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, s
 CONTEXT = 300
 #: Milliseconds of the predictor of one row: the graph's, and what this one aims to be below.
 TODAY, AIM = 1.25, 1.15
-#: Frames that are compared, and how much smaller than between graph and single ops the share of equal codes may be.
+#: Frames that are compared, and how much smaller than between graph and single ops the share of equal codes
+#: may be.
 COMPARED, SLACK = 80, 0.03
 #: Launches of the soak between two looks at what they made.
 _LOOK = 1000
 #: Turns of the executors in `streams`.
 _ROUNDS = 4
-#: Seconds of the utterances of `rtf`: the ones that are judged, and shorter ones, which show what a frame more takes.
+#: Seconds of the utterances of `rtf`: the ones that are judged, and shorter ones, which show what a frame
+#: more takes.
 SPOKEN, SHORT = 10.0, 2.0
 _TINY_SPOKEN, _TINY_SHORT = 0.8, 0.4
-_TEXT = "The birch canoe slid on the smooth planks, and the boy was there when the sun rose over the quiet water."
+_TEXT = (
+    "The birch canoe slid on the smooth planks, and the boy was there when the sun rose over the quiet water."
+)
 _ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 
 
 class Setting:
     """Weights, and slots at context 300 for one number of rows."""
 
-    def __init__(self, bench: Bench, shape: Shape, weights: FrameTensors, predictor: Predictor, talker: Talker | None, rows: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        shape: Shape,
+        weights: FrameTensors,
+        predictor: Predictor,
+        talker: Talker | None,
+        rows: int,
+    ) -> None:
         maker = Maker(str(bench.device), torch.bfloat16, rows)
         self.weights, self.predictor, self.talker, self.count = weights, predictor, talker, rows
         self.plan = plan_for(rows, shape.hidden)
@@ -96,7 +110,8 @@ def restore(state: StateTensors, before: StateTensors) -> None:
 
 
 def equal_share(one: list[Tensor], other: list[Tensor]) -> float:
-    """Of the codes whose earlier ones of the frame are equal too, those that are: what differs feeds the ones behind."""
+    """Of the codes whose earlier ones of the frame are equal too, those that are: what differs feeds the
+    ones behind."""
     same = torch.stack(one) == torch.stack(other)
     alike = same.cumprod(-1)[..., :-1].bool()
     return float(same[..., 1:][alike].double().mean())
@@ -115,7 +130,9 @@ def compare_codes(bench: Bench, setting: Setting) -> None:
         found[1].append(setting.made(ours))
         assert not int(setting.flags.max()) & 4, ours.behind.fault
         restore(single, before)
-        made = run_frame(setting.weights, single, setting.k, setting.v, setting.rows, CONTEXT + 64, _ANY_DRAWS, _ANY_DRAWS)
+        made = run_frame(
+            setting.weights, single, setting.k, setting.v, setting.rows, CONTEXT + 64, _ANY_DRAWS, _ANY_DRAWS
+        )
         found[2].append(made.codes)
         main.positions.copy_(before.positions)
     again: list[Tensor] = []
@@ -169,14 +186,18 @@ def time_frames(bench: Bench, setting: Setting, gaps: list[int]) -> None:
 
 
 def soak(bench: Bench, setting: Setting, frames: int) -> None:
-    """Launches with delays from one state: those of the talker where it has a kernel, then those of the predictor."""
+    """Launches with delays from one state: those of the talker where it has a kernel, then those of the
+    predictor."""
     before, state = copied(setting.state), setting.state
     plain = setting.ours(state)
     wanted = setting.made(plain)
     restore(state, before)
     x = torch.zeros(setting.count, setting.weights.backbone.hidden, dtype=torch.bfloat16, device=bench.device)
     plain._backbone(setting.rows, x)
-    wanted_x, ours = x.clone(), setting.ours(state, trial=Trial(seed=setting.count, delay=bench.options.delay))
+    wanted_x, ours = (
+        x.clone(),
+        setting.ours(state, trial=Trial(seed=setting.count, delay=bench.options.delay)),
+    )
     wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
     depth = setting.weights.depth
     assert depth is not None
@@ -202,17 +223,21 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
 
 def speech_times(pipeline: Pipeline, seconds: float, index: int) -> tuple[float, float]:
     """Seconds that an utterance of so many takes, from its text to its samples, and those that it has."""
-    request = SynthesisRequest(f"{seconds:g}-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
+    request = SynthesisRequest(
+        f"{seconds:g}-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index
+    )
     began = time.perf_counter()
     speech = submit(pipeline, request).result()
     return time.perf_counter() - began, speech.duration_ms / 1000
 
 
-def speech_row(asked: str, opened: str, long: list[tuple[float, float]], short: list[tuple[float, float]], frame: float) -> dict[str, Any]:
+def speech_row(
+    asked: str, opened: str, long: list[tuple[float, float]], short: list[tuple[float, float]], frame: float
+) -> dict[str, Any]:
     """A row of `rtf` from pairs (took, spoken) of both lengths; `frame`: seconds of speech in one.
 
-    frame_ms: what a frame more takes, its share of the codec too. rest_ms: what a speech takes beside its frames. rtf: seconds of speech
-    in a second, of the whole way.
+    frame_ms: what a frame more takes, its share of the codec too. rest_ms: what a speech takes beside its
+    frames. rtf: seconds of speech in a second, of the whole way.
     """
     rates = [spoken / took for took, spoken in long]
     frames = (long[0][1] - short[0][1]) / frame
@@ -235,7 +260,9 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
         pipelines: dict[str, Pipeline] = {}
         for name in executors:
             device = str(bench.device)
-            pipelines[name] = open_pipeline(str(folder), executor=name, device=device, slots=1, max_context=1024, keep_unfinished=True)
+            pipelines[name] = open_pipeline(
+                str(folder), executor=name, device=device, slots=1, max_context=1024, keep_unfinished=True
+            )
         found: dict[tuple[str, float], list[tuple[float, float]]] = {}
         for turn in range(-2, utterances):  # the first two make whatever was not made yet
             for seconds in (long, short):
@@ -244,22 +271,35 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
                     if turn >= 0:
                         found.setdefault((name, seconds), []).append(times)
         for name, pipeline in pipelines.items():
-            bench.add(speech_row(name, pipeline.info.executor, found[name, long], found[name, short], 1 / FRAMES_PER_SECOND))
+            bench.add(
+                speech_row(
+                    name, pipeline.info.executor, found[name, long], found[name, short], 1 / FRAMES_PER_SECOND
+                )
+            )
             pipeline.close()
 
 
 def listen(bench: Bench, executors: list[str], streams: int) -> None:
-    """Adds a row for each executor and for one and two streams at a time: first chunks, and how long a stream takes."""
+    """Adds a row for each executor and for one and two streams at a time: first chunks, and how long a
+    stream takes."""
     tiny = bench.options.tiny
     size, seconds = ("tiny", _TINY_SHORT) if tiny else ("0b6", SHORT)
 
     def request(index: int) -> SynthesisRequest:
-        return SynthesisRequest(f"stream-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
+        return SynthesisRequest(
+            f"stream-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index
+        )
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "checkpoint"
         write_checkpoint(folder, size, bench.device, [_TEXT], seconds)
-        options = {"device": str(bench.device), "slots": 2, "streams": 2, "max_context": 1024, "keep_unfinished": True}
+        options = {
+            "device": str(bench.device),
+            "slots": 2,
+            "streams": 2,
+            "max_context": 1024,
+            "keep_unfinished": True,
+        }
         pipelines = {name: open_pipeline(str(folder), executor=name, **options) for name in executors}
         found: dict[tuple[str, int], list[float]] = {}
         took: dict[tuple[str, int], float] = {}
@@ -275,8 +315,20 @@ def listen(bench: Bench, executors: list[str], streams: int) -> None:
             p50, p95 = np.percentile(waits, (50, 95)).tolist()
             each = 1000 * at_once * took[name, at_once] / (_ROUNDS * streams)
             bench.add(
-                {"part": "streams", "executor": name, "opened": pipelines[name].info.executor, "at_once": at_once, "streams": len(waits)}
-                | {"p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits), "spoken_s": seconds, "stream_ms": each}
+                {
+                    "part": "streams",
+                    "executor": name,
+                    "opened": pipelines[name].info.executor,
+                    "at_once": at_once,
+                    "streams": len(waits),
+                }
+                | {
+                    "p50_ms": p50,
+                    "p95_ms": p95,
+                    "longest_ms": max(waits),
+                    "spoken_s": seconds,
+                    "stream_ms": each,
+                }
             )
         for pipeline in pipelines.values():
             pipeline.close()
@@ -285,16 +337,31 @@ def listen(bench: Bench, executors: list[str], streams: int) -> None:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--part", default="codes,times,soak,rtf")
-    made.add_argument("--large", action="store_true", help="the talker of 1.7B, whose layers have no persistent kernel")
+    made.add_argument(
+        "--large", action="store_true", help="the talker of 1.7B, whose layers have no persistent kernel"
+    )
     made.add_argument("--rows", type=numbers, default=[1, 2])
-    made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
-    made.add_argument("--delay", type=int, default=16, help="naps of 100 ns of a block that stumbles, at most")
-    made.add_argument("--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies")
+    made.add_argument(
+        "--frames", type=int, default=100_000, help="launches of the soak for each number of rows"
+    )
+    made.add_argument(
+        "--delay", type=int, default=16, help="naps of 100 ns of a block that stumbles, at most"
+    )
+    made.add_argument(
+        "--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies"
+    )
     made.add_argument("--executors", default="graph,megakernel", help="those of `rtf` and `streams`")
     made.add_argument("--kinds", default="predictor,whole")
     made.add_argument("--speech-gap", type=int, default=GAP, help="clocks between two copies in `rtf`")
-    made.add_argument("--streams", type=int, default=25, help="streams of `streams` for each executor, number at once and turn of four")
-    made.add_argument("--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length")
+    made.add_argument(
+        "--streams",
+        type=int,
+        default=25,
+        help="streams of `streams` for each executor, number at once and turn of four",
+    )
+    made.add_argument(
+        "--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length"
+    )
     return run(made.parse_args())
 
 

@@ -1,4 +1,5 @@
-"""Parts of the native engine alone, of any model: a frame and a prefill as its executor runs them, without scheduler, host and codec."""
+"""Parts of the native engine alone, of any model: a frame and a prefill as its executor runs them, without
+scheduler, host and codec."""
 
 from __future__ import annotations
 
@@ -34,9 +35,16 @@ def prefill_of(executor: FrameExecutor) -> dict[str, str]:
 
 
 def frame_part(
-    bench: Bench, executor: FrameExecutor, sampling: SamplingParams, rows: list[int], context: int, rate: float, sizes: Frame | None
+    bench: Bench,
+    executor: FrameExecutor,
+    sampling: SamplingParams,
+    rows: list[int],
+    context: int,
+    rate: float,
+    sizes: Frame | None,
 ) -> None:
-    """A frame of so many rows at this context, and the prefill of one prompt and of many; the slots must be free.
+    """A frame of so many rows at this context, and the prefill of one prompt and of many; the slots must
+    be free.
 
     `rate`: frames of a second of speech; `sizes`: those of the floor.
     """
@@ -49,7 +57,13 @@ def frame_part(
 
 
 def _frames(
-    bench: Bench, executor: FrameExecutor, sampling: SamplingParams, rows: int, context: int, rate: float, sizes: Frame | None
+    bench: Bench,
+    executor: FrameExecutor,
+    sampling: SamplingParams,
+    rows: int,
+    context: int,
+    rate: float,
+    sizes: Frame | None,
 ) -> None:
     state, kv, count = executor.state, executor.kv, FRAMES if bench.on_gpu else 1
     each = math.ceil((context + _CALLS * count + 1) / kv.page_size)
@@ -59,7 +73,15 @@ def _frames(
     hidden = torch.zeros(state.inputs.shape[1], dtype=state.inputs.dtype, device=state.inputs.device)
     none = np.zeros(0, np.int64)
     placed = [
-        Placement(row, pages[row * each : (row + 1) * each], row, replace(sampling, min_new_tokens=1 << 30), none, hidden, context)
+        Placement(
+            row,
+            pages[row * each : (row + 1) * each],
+            row,
+            replace(sampling, min_new_tokens=1 << 30),
+            none,
+            hidden,
+            context,
+        )
         for row in range(rows)
     ]
     state.place(placed)
@@ -80,8 +102,22 @@ def _frames(
     ms = bench.milliseconds(frames, _CALLS - 2) / count
     kv.give_back(pages)
     device = device_named(bench.found["device"])
-    floor = {} if sizes is None or device is None else {"floor_ms": 1000 * floor_of(sizes, rows, context, device).seconds}
-    bench.timed("frame alone", rows, ms, rows / rate, engine="native", slots=rows, context=context, executor=executor.name, **floor)
+    floor = (
+        {}
+        if sizes is None or device is None
+        else {"floor_ms": 1000 * floor_of(sizes, rows, context, device).seconds}
+    )
+    bench.timed(
+        "frame alone",
+        rows,
+        ms,
+        rows / rate,
+        engine="native",
+        slots=rows,
+        context=context,
+        executor=executor.name,
+        **floor,
+    )
 
 
 def _prefills(bench: Bench, executor: FrameExecutor, prompts: int, positions: int) -> None:
@@ -90,11 +126,21 @@ def _prefills(bench: Bench, executor: FrameExecutor, prompts: int, positions: in
     pages = kv.take(prompts * each)
     if pages is None:
         raise ValueError(f"{prompts} prompts of {each} pages do not fit {kv.pages} pages")
-    embeddings = torch.zeros(positions, state.inputs.shape[1], dtype=state.inputs.dtype, device=state.inputs.device)
+    embeddings = torch.zeros(
+        positions, state.inputs.shape[1], dtype=state.inputs.dtype, device=state.inputs.device
+    )
     none = np.zeros(0, np.int64)
     state.place(
         [
-            Placement(row, pages[row * each : (row + 1) * each], row, SamplingParams(), none, embeddings[-1], positions - 1)
+            Placement(
+                row,
+                pages[row * each : (row + 1) * each],
+                row,
+                SamplingParams(),
+                none,
+                embeddings[-1],
+                positions - 1,
+            )
             for row in range(prompts)
         ]
     )

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.paces JOB`: the speaking rates of a finished job's voices, as the `[[paces]]` of a quality configuration."""
+"""`python -m benchmarks.paces JOB`: the speaking rates of a finished job's voices, as the `[[paces]]` of a
+quality configuration."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ _Length = tuple[bytes, float, float]
 def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, ...]:
     """The paces of a job's voices and languages, those with most items first, and last one for all others.
 
-    Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError` for a job with fewer
-    than `LEAST_ITEMS` finished items that have a text.
+    Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError`
+    for a job with fewer than `LEAST_ITEMS` finished items that have a text.
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -67,7 +68,8 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
 
 
 def fit(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
-    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are `_OUTLIER` times off it."""
+    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are
+    `_OUTLIER` times off it."""
     units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
     base, slope = _line(units, seconds)
     ratio = seconds / (base + slope * units)
@@ -96,7 +98,10 @@ def _line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[flo
 
 def as_toml(paces: tuple[Pace, ...]) -> str:
     """The paces as a part of a quality config."""
-    tables = [["[[paces]]", *(f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(pace).items())] for pace in paces]
+    tables = [
+        ["[[paces]]", *(f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(pace).items())]
+        for pace in paces
+    ]
     return "\n\n".join("\n".join(table) for table in tables)
 
 

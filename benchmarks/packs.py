@@ -1,8 +1,10 @@
-"""`python -m benchmarks.packs [--items N]`: a job with packs beside the same job without, into a folder and into an S3 server.
+"""`python -m benchmarks.packs [--items N]`: a job with packs beside the same job without, into a folder
+and into an S3 server.
 
-The voice costs nothing, so the figures are those of the path around an engine. Each job is a `nightjar run` of its own (SQLite, one
-worker). The S3 server (SeaweedFS) runs on this machine and shares its cores. Jobs with and without packs take turns, and the median of the
-rounds counts, so that both meet the same load of the machine. `verify` reads what was made: a folder's files, a bucket's checksums.
+The voice costs nothing, so the figures are those of the path around an engine. Each job is a
+`nightjar run` of its own (SQLite, one worker). The S3 server (SeaweedFS) runs on this machine and shares
+its cores. Jobs with and without packs take turns, and the median of the rounds counts, so that both meet
+the same load of the machine. `verify` reads what was made: a folder's files, a bucket's checksums.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ from jobs.settings import S3Settings
 from jobs.store import open_store
 
 
-def run_once(folder: Path, source: Path, items: int, environment: Mapping[str, str], *, pack: bool) -> tuple[float, float, float, int]:
-    """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new home."""
+def run_once(
+    folder: Path, source: Path, items: int, environment: Mapping[str, str], *, pack: bool
+) -> tuple[float, float, float, int]:
+    """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new
+    home."""
     home = folder / "home"
     options = ["--pack"] if pack else []
-    status, job = run_job(source, home, "--model", instant.NAME, "--qa", "off", *options, environment=dict(environment))
+    status, job = run_job(
+        source, home, "--model", instant.NAME, "--qa", "off", *options, environment=dict(environment)
+    )
     if status["items"]["done"] != items:
         raise RuntimeError(f"{status['items']['done']} of {items} items were made.")
 
@@ -67,9 +74,13 @@ def measure(folder: Path, items: int, seconds: float, rounds: int) -> list[Figur
             made: dict[bool, list[tuple[float, float, float, int]]] = {False: [], True: []}
             for number in range(rounds):
                 for pack in (False, True):
-                    store = {**s3, "SPEECH_STORE_URL": f"s3://nightjar/{number}-{pack}"} if name == "S3" else {}
+                    store = (
+                        {**s3, "SPEECH_STORE_URL": f"s3://nightjar/{number}-{pack}"} if name == "S3" else {}
+                    )
                     made[pack].append(run_once(folder, source, items, {**voice, **store}, pack=pack))
-            loose, packed = (tuple(median(column) for column in zip(*made[pack], strict=True)) for pack in (False, True))
+            loose, packed = (
+                tuple(median(column) for column in zip(*made[pack], strict=True)) for pack in (False, True)
+            )
             figures += [
                 Figure(f"{name}, one object per item", loose[0], "items/s"),
                 Figure(f"{name}, packs", packed[0], "items/s", "", loose[0], "one object per item"),
@@ -80,7 +91,9 @@ def measure(folder: Path, items: int, seconds: float, rounds: int) -> list[Figur
                 Figure(f"{name}, objects with audio, one per item", loose[3], "objects"),
                 Figure(f"{name}, objects with audio, packs", packed[3], "objects"),
             ]
-    figures.append(Figure("load of the machine at the end", os.getloadavg()[0], "processes", f"{os.cpu_count()} cores"))
+    figures.append(
+        Figure("load of the machine at the end", os.getloadavg()[0], "processes", f"{os.cpu_count()} cores")
+    )
     return figures
 
 

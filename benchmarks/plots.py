@@ -21,7 +21,8 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#7b4b94", "#c77d1e", "#555555", "#0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a plot: (x, y) in order of x, both positive. `dashed` for what is computed, not measured."""
+    """One line of a plot: (x, y) in order of x, both positive. `dashed` for what is computed, not
+    measured."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -34,14 +35,23 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[Line]:
     floors: dict[str, dict[float, float]] = {}
     names = {"all": "whole", "lm": "without the codec", "reference": "reference"}
     for row in rows:
-        if row.get("part") not in names or not row.get("slots") or not row.get("audio_s_per_s") or row.get("more_text"):
+        if (
+            row.get("part") not in names
+            or not row.get("slots")
+            or not row.get("audio_s_per_s")
+            or row.get("more_text")
+        ):
             continue
         name = f"{row['size']}, {names[row['part']]}" + (", reproducible" if row.get("reproducible") else "")
         found.setdefault(name, {})[row["slots"]] = row["audio_s_per_s"]
         if row["part"] == "all" and row.get("floor_ms"):
-            floors.setdefault(f"{row['size']}, roofline", {})[row["slots"]] = row["slots"] / row["floor_ms"] * 1000 / 12.5
+            floors.setdefault(f"{row['size']}, roofline", {})[row["slots"]] = (
+                row["slots"] / row["floor_ms"] * 1000 / 12.5
+            )
     measured = [Line(name, tuple(sorted(points.items()))) for name, points in found.items()]
-    return measured + [Line(name, tuple(sorted(points.items())), dashed=True) for name, points in floors.items()]
+    return measured + [
+        Line(name, tuple(sorted(points.items())), dashed=True) for name, points in floors.items()
+    ]
 
 
 def _ticks(least: float, most: float, base: float) -> list[float]:
@@ -51,7 +61,8 @@ def _ticks(least: float, most: float, base: float) -> list[float]:
 
 
 def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
-    """A plot with logarithmic axes: x by powers of two, y by powers of ten. Raises ValueError without a point."""
+    """A plot with logarithmic axes: x by powers of two, y by powers of ten. Raises ValueError without a
+    point."""
     points = [point for line in lines for point in line.points]
     if not points:
         raise ValueError("there is nothing to plot")
@@ -88,9 +99,13 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
         path = " ".join(f"{across(x)},{up(y)}" for x, y in line.points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         if not line.dashed:
-            parts += [f'<circle cx="{across(x)}" cy="{up(y)}" r="3" fill="{colour}"/>' for x, y in line.points]
+            parts += [
+                f'<circle cx="{across(x)}" cy="{up(y)}" r="3" fill="{colour}"/>' for x, y in line.points
+            ]
         height = TOP + 12 + 18 * index
-        parts.append(f'<path d="M{WIDTH - RIGHT + 12} {height - 4}h22" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(
+            f'<path d="M{WIDTH - RIGHT + 12} {height - 4}h22" stroke="{colour}" stroke-width="2"{dash}/>'
+        )
         parts.append(f'<text x="{WIDTH - RIGHT + 40}" y="{height}">{escape(line.name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -98,17 +113,28 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
 def plot(result: dict[str, Any]) -> str:
     """Batch size against throughput, of one result of `benchmarks.qwen3_tts`."""
     title = f"Qwen3-TTS, {result['device']}, commit {result.get('commit') or 'unknown'}"
-    return svg(title, "utterances at a time (slots, or rows of the reference)", "RTFx (audio seconds per second)", lines_of(result["rows"]))
+    return svg(
+        title,
+        "utterances at a time (slots, or rows of the reference)",
+        "RTFx (audio seconds per second)",
+        lines_of(result["rows"]),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files; each plot is written beside its file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", nargs="+", type=Path, help="JSON files; each plot is written beside its file"
+    )
     for path in parser.parse_args().results:
         if not path.exists():
             print(f"{path} does not exist")
             continue
-        path.with_suffix(".svg").write_text(plot(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+        path.with_suffix(".svg").write_text(
+            plot(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.prefill_gpu [--rows 512,2048,6144] [--prompts 36,228] [--sizes 0.6B,1.7B]
 
-A row of so many positions is filled with prompts of one length, over random weights of the published sizes. Each row of the result has
-the milliseconds of a graph replay, microseconds of a position, and whether SwiGLU is the CUDA C++ kernel's at so many positions (`fills`).
+A row of so many positions is filled with prompts of one length, over random weights of the published
+sizes. Each row of the result has the milliseconds of a graph replay, microseconds of a position, and
+whether SwiGLU is the CUDA C++ kernel's at so many positions (`fills`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ PAGE, SCRATCH = 64, 0
 
 
 def prompts_of(total: int, length: int, device: torch.device) -> tuple[PackedPrompts, int]:
-    """Prompts of one length that fill `total` positions, the last one cut off, each on pages of its own; and how many pages there are."""
+    """Prompts of one length that fill `total` positions, the last one cut off, each on pages of its own;
+    and how many pages there are."""
     counts = [min(length, total - begin) for begin in range(0, total, length)]
     each = -(-length // PAGE)
     table = torch.arange(1, len(counts) * each + 1, device=device).view(len(counts), each)
     told = list(range(len(counts))), [0] * len(counts), counts
-    return PackedPrompts(table, *(torch.tensor(values, device=device) for values in told)), len(counts) * each + 1
+    return PackedPrompts(table, *(torch.tensor(values, device=device) for values in told)), len(
+        counts
+    ) * each + 1
 
 
 def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> None:
@@ -38,7 +42,9 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     prompts, pages = prompts_of(rows, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
-    filled = lm_products.serves_swiglu(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
+    filled = lm_products.serves_swiglu(stack.layers[0].down) and fills(
+        rows, shape.inter, processors(bench.device.index or 0)
+    )
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH), 1, 11)
     row = {"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled}
     bench.add({**row, "ms": us / 1000, "us_per_position": us / rows})

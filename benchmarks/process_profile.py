@@ -25,12 +25,24 @@ def profiles(processes: Sequence[Process], seconds: float, folder: Path) -> list
 
 def _profile(process: Process, seconds: float, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"process": process.name, "seconds": seconds}
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{':'.join(_bins())}")
+    program = shutil.which("py-spy") or shutil.which(
+        "py-spy", path=f"{Path(sys.executable).parent}:{':'.join(_bins())}"
+    )
     if program is None:
         return {**found, "fault": "py-spy is not installed"}
     for kind, options in (("running", ()), ("interpreter", ("--gil",))):
         path = folder / f"{process.pid}-{kind}"
-        words = [program, "record", "--pid", str(process.pid), "--duration", str(round(seconds)), "--rate", str(_RATE), "--threads"]
+        words = [
+            program,
+            "record",
+            "--pid",
+            str(process.pid),
+            "--duration",
+            str(round(seconds)),
+            "--rate",
+            str(_RATE),
+            "--threads",
+        ]
         words += ["--nonblocking", "--format", "raw", "--output", str(path), *options]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode or not path.is_file():
@@ -45,7 +57,8 @@ def _bins() -> list[str]:
 
 
 def summary(raw: str, samples: int) -> dict[str, Any]:
-    """Of each thread the share of the time it ran, and of its functions: the innermost frames and how often each was there.
+    """Of each thread the share of the time it ran, and of its functions: the innermost frames and how
+    often each was there.
 
     raw: lines of py-spy, `thread;outer;...;inner count`.
     """
@@ -58,10 +71,15 @@ def summary(raw: str, samples: int) -> dict[str, Any]:
             continue
         name = frames[at].partition(": ")[2] or frames[at]
         inner = frames[-1] if len(frames) > at + 1 else "?"
-        threads.setdefault(name, Counter())[inner.replace(str(Path(__file__).parents[1]) + "/", "")] += int(count)
+        threads.setdefault(name, Counter())[inner.replace(str(Path(__file__).parents[1]) + "/", "")] += int(
+            count
+        )
     found: dict[str, Any] = {}
     for name, functions in sorted(threads.items(), key=lambda one: -one[1].total()):
         share = functions.total() / samples
         if share >= 0.01:
-            found[name] = {"share": share, "functions": {place: count / samples for place, count in functions.most_common(_FUNCTIONS)}}
+            found[name] = {
+                "share": share,
+                "functions": {place: count / samples for place, count in functions.most_common(_FUNCTIONS)},
+            }
     return found

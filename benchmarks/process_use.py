@@ -1,4 +1,5 @@
-"""What a command's processes use: cores and memory from /proc, and how busy and how full the GPUs are by the driver's own count."""
+"""What a command's processes use: cores and memory from /proc, and how busy and how full the GPUs are by
+the driver's own count."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _THREADS_EVERY = 4
 
 @dataclass(slots=True)
 class Process:
-    """One process and its readings, (Unix time, processor seconds) each, its threads included and its children not."""
+    """One process and its readings, (Unix time, processor seconds) each, its threads included and its
+    children not."""
 
     pid: int
     name: str
@@ -42,7 +44,8 @@ class Process:
         return max(used, default=0.0) / (until - since)
 
     def bytes_at(self, when: float) -> tuple[int, int]:
-        """Of its own, and shared, by the last reading before; nothing before the first one and after its end."""
+        """Of its own, and shared, by the last reading before; nothing before the first one and after its
+        end."""
         before = [(own, shared) for at, own, shared in self.memory if at <= when]
         return before[-1] if before and self.memory[-1][0] >= when - 2.0 else (0, 0)
 
@@ -79,13 +82,16 @@ class ProcessUse:
         return sorted(self.processes.values(), key=lambda process: -process.seconds(now - 5.0, now))[:count]
 
     def between(self, since: float, until: float) -> dict[str, Any]:
-        """What was in use in a span: cores of all processes and by name, the busiest thread of each name, memory at its end, and GPUs."""
+        """What was in use in a span: cores of all processes and by name, the busiest thread of each name,
+        memory at its end, and GPUs."""
         cores: dict[str, float] = {}
         threads: dict[str, float] = {}
         memory: dict[str, float] = {}
         shared = 0
         for process in self.processes.values():
-            cores[process.name] = cores.get(process.name, 0.0) + process.seconds(since, until) / (until - since)
+            cores[process.name] = cores.get(process.name, 0.0) + process.seconds(since, until) / (
+                until - since
+            )
             threads[process.name] = max(threads.get(process.name, 0.0), process.busiest_thread(since, until))
             own, others = process.bytes_at(until)
             memory[process.name] = memory.get(process.name, 0.0) + own / _GIB
@@ -98,7 +104,9 @@ class ProcessUse:
             "memory_gib": sum(memory.values()),
             "memory_gib_of": _largest(memory, 0.01),
             "shared_gib": shared / _GIB,
-            "processes_of": dict(Counter(process.name for process in self.processes.values() if any(process.bytes_at(until)))),
+            "processes_of": dict(
+                Counter(process.name for process in self.processes.values() if any(process.bytes_at(until)))
+            ),
             "gpu_busy_nvml": [sum(busy for busy, _ in reads) / len(use) for reads in zip(*use, strict=True)],
             "gpu_gib": [max(taken for _, taken in reads) / _GIB for reads in zip(*use, strict=True)],
         }
@@ -176,7 +184,11 @@ def _pages(pid: int) -> tuple[int, int] | None:
 def _name(pid: int) -> str:
     """The module of a Python process, such as `pipelines.engine_process`; else its program."""
     try:
-        words = [word.decode(errors="replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
+        words = [
+            word.decode(errors="replace")
+            for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if word
+        ]
     except OSError:
         return ""
     if not words or words[0].startswith("["):  # a title, such as Celery's
@@ -193,7 +205,8 @@ def _name(pid: int) -> str:
 
 
 def _open_nvml() -> Any:
-    """A function that gives the use of each GPU, 0 to 1, and its bytes in use; of none where the driver's library is missing."""
+    """A function that gives the use of each GPU, 0 to 1, and its bytes in use; of none where the driver's
+    library is missing."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
 
@@ -203,7 +216,13 @@ def _open_nvml() -> Any:
         return list
 
     def read() -> list[tuple[float, int]]:
-        return [(pynvml.nvmlDeviceGetUtilizationRates(one).gpu / 100, int(pynvml.nvmlDeviceGetMemoryInfo(one).used)) for one in handles]
+        return [
+            (
+                pynvml.nvmlDeviceGetUtilizationRates(one).gpu / 100,
+                int(pynvml.nvmlDeviceGetMemoryInfo(one).used),
+            )
+            for one in handles
+        ]
 
     return read
 

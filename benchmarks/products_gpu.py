@@ -1,10 +1,11 @@
-"""Times the products of 17 to 64 rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS and the skinny ones, and frames with them.
+"""Times the products of 17 to 64 rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS and the skinny
+ones, and frames with them.
 
     python -m benchmarks.products_gpu [--rows 32,64] [--parts check,products,frame]
 
-`check` compares every product with float64 (`error`: its error over cuBLAS's) and launches it twice; `products` times chains of launches
-over the weights of 28 layers, us a launch, by cut (splits_stages); `frame` whole frames at context 300, ms, without and with the products.
-Random weights of the 0.6B sizes.
+`check` compares every product with float64 (`error`: its error over cuBLAS's) and launches it twice;
+`products` times chains of launches over the weights of 28 layers, us a launch, by cut (splits_stages);
+`frame` whole frames at context 300, ms, without and with the products. Random weights of the 0.6B sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SIZES = {
     "qkv": (4096, 1024, PLAIN), "o": (1024, 2048, RESIDUAL), "gate_up": (3072, 1024, SWIGLU), "down": (1024, 3072, RESIDUAL),
     "head": (2048, 1024, PLAIN),
 }  # fmt: skip
-#: After which a part, of a few seconds on a GPU, is given up: a kernel that does not end takes the process along.
+#: After which a part, of a few seconds on a GPU, is given up: a kernel that does not end takes the process
+#: along.
 SECONDS = 40
 
 
@@ -43,7 +45,9 @@ class Product:
 
     def __init__(self, maker: Maker, name: str, rows: int, layers: int) -> None:
         self.n, self.inner, self.epilogue = SIZES[name]
-        self.weights = [maker.matrix(2 * self.n if self.epilogue == SWIGLU else self.n, self.inner) for _ in range(layers)]
+        self.weights = [
+            maker.matrix(2 * self.n if self.epilogue == SWIGLU else self.n, self.inner) for _ in range(layers)
+        ]
         self.norm = maker.normal(self.inner, std=0.1, mean=1.0)
         self.x, self.y = maker.normal(rows, self.inner), maker.normal(rows, self.n)
         self.both = maker.normal(rows, 2 * self.n)
@@ -56,7 +60,9 @@ class Product:
         return fitting | {cut_for(rows, weight_rows, self.inner)}
 
     def launch(self, weight: Tensor, y: Tensor, cut: Cut) -> Tensor:
-        return product(self.x, weight, y, cut, epilogue=self.epilogue, extra=y if self.epilogue == RESIDUAL else None)
+        return product(
+            self.x, weight, y, cut, epilogue=self.epilogue, extra=y if self.epilogue == RESIDUAL else None
+        )
 
     def twin(self, dtype: torch.dtype) -> Tensor:
         y = functional.linear(self.x.to(dtype), self.weights[0].to(dtype))
@@ -77,7 +83,11 @@ class Product:
     def skinny(self) -> None:
         added = self.epilogue == RESIDUAL
         for index, weight in enumerate(self.weights):
-            options = {"epilogue": self.epilogue, "extra": self.y if added else None, "norm": None if added else self.norm}
+            options = {
+                "epilogue": self.epilogue,
+                "extra": self.y if added else None,
+                "norm": None if added else self.norm,
+            }
             ahead = self.weights[(index + 2) % len(self.weights)]
             lm_cuda.skinny(self.x, weight, self.y, eps=1e-6, ahead=ahead, late=not added, **options)  # type: ignore[arg-type]
 
@@ -90,7 +100,10 @@ def check(bench: Bench, rows: int) -> None:
         worst, same = 0.0, True
         for cut in given.cuts():
             found, again = (given.launch(given.weights[0], given.y.clone(), cut) for _ in range(2))
-            worst, same = max(worst, float((found - exact).norm()) / allowed), same and torch.equal(found, again)
+            worst, same = (
+                max(worst, float((found - exact).norm()) / allowed),
+                same and torch.equal(found, again),
+            )
         bench.add({"part": "check", "rows": rows, "product": name, "error": worst, "same": same})
         if not (worst < 1.5 and same):
             raise RuntimeError(f"{name} is wrong: {worst:.2f} times cuBLAS's error, launches agree: {same}.")
@@ -100,9 +113,18 @@ def products(bench: Bench, rows: int) -> None:
     for name in SIZES:
         given = Product(Maker(str(bench.device), torch.bfloat16), name, rows, LAYERS)
         skinny = {"skinny": graph_us(given.skinny, LAYERS, 7)}
-        found = {f"{cut.splits}_{cut.stages}": graph_us(partial(given.ours, cut), LAYERS, 7) for cut in given.cuts()}
+        found = {
+            f"{cut.splits}_{cut.stages}": graph_us(partial(given.ours, cut), LAYERS, 7)
+            for cut in given.cuts()
+        }
         chosen = cut_for(rows, len(given.weights[0]), given.inner)
-        row = {"part": "products", "rows": rows, "product": name, "cublas": graph_us(given.cublas, LAYERS, 7), **skinny}
+        row = {
+            "part": "products",
+            "rows": rows,
+            "product": name,
+            "cublas": graph_us(given.cublas, LAYERS, 7),
+            **skinny,
+        }
         bench.add({**row, "in_force": found[f"{chosen.splits}_{chosen.stages}"], "cuts": found})
 
 

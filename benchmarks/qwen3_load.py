@@ -1,4 +1,5 @@
-"""A closed loop over the real Qwen3-TTS engine: utterances of known lengths, kept coming, and what is made in equal windows of time.
+"""A closed loop over the real Qwen3-TTS engine: utterances of known lengths, kept coming, and what is made
+in equal windows of time.
 
 Beside it a profile of its threads.
 """
@@ -47,7 +48,8 @@ Pool = Sequence[tuple[GenerationRequest, int]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for: seconds of the shortest and the longest utterance; windows that are measured, and seconds of each."""
+    """What is asked for: seconds of the shortest and the longest utterance; windows that are measured, and
+    seconds of each."""
 
     shortest: float
     longest: float
@@ -72,8 +74,17 @@ def requests(
         seconds = float(draw.uniform(load.shortest, load.longest))
         frames = max(round(seconds * FRAMES_PER_SECOND), 3)
         body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1) + load.more_text).tolist()
-        prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
-        made.append((GenerationRequest(str(index), prompt, SamplingParams(min_new_tokens=frames), index, most_tokens), frames))
+        prompt = build_prompt(
+            model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan")
+        )
+        made.append(
+            (
+                GenerationRequest(
+                    str(index), prompt, SamplingParams(min_new_tokens=frames), index, most_tokens
+                ),
+                frames,
+            )
+        )
     return made
 
 
@@ -123,7 +134,9 @@ class Counter:
         self._loop.room.release()
 
 
-def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtterance:
+def uttered(
+    loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False
+) -> FrameUtterance:
     """The receiver of the real pipeline, whose speech is counted."""
 
     def heard(event: Event) -> None:
@@ -137,7 +150,11 @@ def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe:
         loop.room.release()
 
     kind = _Probe if probe else FrameUtterance
-    utterer = kind(FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True), stage, Listener(heard, lambda _done: None))
+    utterer = kind(
+        FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True),
+        stage,
+        Listener(heard, lambda _done: None),
+    )
     if isinstance(utterer, _Probe):
         utterer.tally = loop.tally
     return utterer
@@ -188,11 +205,18 @@ def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
 class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
-    The engine rests while the codec is behind, as in the real pipeline, and a bounded number is on its way at a time. With the codec,
-    every `probe_every`-th request is the pool's first one with one seed.
+    The engine rests while the codec is behind, as in the real pipeline, and a bounded number is on its way
+    at a time. With the codec, every `probe_every`-th request is the pool's first one with one seed.
     """
 
-    def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, probe_every: int = 0) -> None:
+    def __init__(
+        self,
+        executor: Watched,
+        options: EngineOptions,
+        pool: Pool,
+        decoder: CodecDecoder | None,
+        probe_every: int = 0,
+    ) -> None:
         self.tally = Tally()
         self._places = 2 * options.slots + 1024
         self.room = threading.Semaphore(self._places)
@@ -215,9 +239,13 @@ class ClosedLoop:
             probe = bool(self._probe_every) and number % self._probe_every == 0
             if probe:
                 request, frames = pool[0]
-            receiver = Counter(self, frames) if self._stage is None else uttered(self, frames, self._stage, probe)
+            receiver = (
+                Counter(self, frames) if self._stage is None else uttered(self, frames, self._stage, probe)
+            )
             try:
-                self.engine.submit(replace(request, request_id=str(number), seed=0 if probe else number), receiver)
+                self.engine.submit(
+                    replace(request, request_id=str(number), seed=0 if probe else number), receiver
+                )
             except SynthesisError:  # closed
                 return
 
@@ -259,7 +287,9 @@ class ClosedLoop:
         """Asks for nothing more and waits for what is on its way; whether all of it came."""
         self._stop.set()
         until = time.perf_counter() + most_seconds
-        return all(self.room.acquire(timeout=max(until - time.perf_counter(), 0.001)) for _ in range(self._places))
+        return all(
+            self.room.acquire(timeout=max(until - time.perf_counter(), 0.001)) for _ in range(self._places)
+        )
 
     def close(self) -> None:
         """Ends everything; what is on its way is dropped."""
@@ -272,14 +302,17 @@ class ClosedLoop:
 
 
 def profile(names: Sequence[str], seconds: float, functions: int = 12) -> dict[str, Any]:
-    """What threads do, by sampling: for each name, the functions of this project that were seen running, with their share of the samples.
+    """What threads do, by sampling: for each name, the functions of this project that were seen running,
+    with their share of the samples.
 
     A function stands for all that it calls outside of the project, waiting included.
     """
     threads = {thread.ident: thread.name for thread in threading.enumerate() if thread.name in names}
     seen: dict[str, dict[str, int]] = {name: {} for name in names}
     samples, before, until = 0, sys.getswitchinterval(), time.perf_counter() + seconds
-    sys.setswitchinterval(1e-4)  # so that a sample is taken where a thread is, not where it next lets go of the interpreter
+    sys.setswitchinterval(
+        1e-4
+    )  # so that a sample is taken where a thread is, not where it next lets go of the interpreter
     try:
         while not samples or time.perf_counter() < until:
             frames = sys._current_frames()
@@ -292,7 +325,10 @@ def profile(names: Sequence[str], seconds: float, functions: int = 12) -> dict[s
         sys.setswitchinterval(before)
     found: dict[str, Any] = {"samples": samples, "seconds": seconds}
     for name, places in seen.items():
-        found[name] = {place: count / samples for place, count in sorted(places.items(), key=lambda item: -item[1])[:functions]}
+        found[name] = {
+            place: count / samples
+            for place, count in sorted(places.items(), key=lambda item: -item[1])[:functions]
+        }
     return found
 
 

@@ -1,4 +1,5 @@
-"""Reproducible mode: the same bits of a request alone, in any mix and on a second run; codes and audio, short prompts and long ones.
+"""Reproducible mode: the same bits of a request alone, in any mix and on a second run; codes and audio,
+short prompts and long ones.
 
 python -m benchmarks.qwen3_tts_bits --size 0b6 --slots 128 --json bits.json
 python -m benchmarks.qwen3_tts_bits --device cpu --tiny
@@ -47,20 +48,34 @@ class Heard:
         """Leaves the codes out, so that the comparison fails."""
 
 
-def varied_requests(model: Qwen3TTSModel, count: int, longest: int, most_frames: int) -> list[GenerationRequest]:
-    """Sampled requests whose prompts take every path of prefill: most of up to a page, every fourth up to `longest` positions."""
+def varied_requests(
+    model: Qwen3TTSModel, count: int, longest: int, most_frames: int
+) -> list[GenerationRequest]:
+    """Sampled requests whose prompts take every path of prefill: most of up to a page, every fourth up to
+    `longest` positions."""
     draw = np.random.default_rng(5)
     made: list[GenerationRequest] = []
     for index in range(count):
         tokens = int(draw.integers(3, longest if index % 4 == 3 else 50))
-        parts = PromptParts([151644, 77091, 198], draw.integers(0, 150_000, tokens).tolist(), language="english", speaker="ryan")
+        parts = PromptParts(
+            [151644, 77091, 198],
+            draw.integers(0, 150_000, tokens).tolist(),
+            language="english",
+            speaker="ryan",
+        )
         prompt = build_prompt(model.config, parts)
         frames = int(draw.integers(3, most_frames))
-        made.append(GenerationRequest(str(index), prompt, SamplingParams(top_p=1.0 if index % 2 else 0.9), index, frames))
+        made.append(
+            GenerationRequest(
+                str(index), prompt, SamplingParams(top_p=1.0 if index % 2 else 0.9), index, frames
+            )
+        )
     return made
 
 
-def spoken(executor: FrameExecutor, options: EngineOptions, batch: Sequence[GenerationRequest], together: int) -> Codes:
+def spoken(
+    executor: FrameExecutor, options: EngineOptions, batch: Sequence[GenerationRequest], together: int
+) -> Codes:
     """The codes of every request when at most `together` run at once."""
     heard = {request.request_id: Heard() for request in batch}
     core = EngineCore(executor, options)
@@ -84,7 +99,11 @@ def differing_audio(decoder: CodecDecoder, codes: Codes, alone: int) -> list[str
     backwards = decoder.decode([torch.from_numpy(codes[name]) for name in names[::-1]])[::-1]
     found = []
     for at, name in enumerate(names):
-        waves = [backwards[at]] if at >= alone else [backwards[at], decoder.decode([torch.from_numpy(codes[name])])[0]]
+        waves = (
+            [backwards[at]]
+            if at >= alone
+            else [backwards[at], decoder.decode([torch.from_numpy(codes[name])])[0]]
+        )
         if not all(torch.equal(together[at], wave) for wave in waves):
             found.append(name)
     return found
@@ -97,7 +116,8 @@ def check(
     options: Callable[[int], EngineOptions],
     size: dict[str, int],
 ) -> dict[str, Any]:
-    """Every comparison; `size` says how many requests there are, how many of them run alone, and how long prompts and speech are."""
+    """Every comparison; `size` says how many requests there are, how many of them run alone, and how long
+    prompts and speech are."""
     batch = varied_requests(model, size["requests"], size["longest"], size["frames"])
     began = time.perf_counter()
     executor = open_()
@@ -136,8 +156,12 @@ def main() -> int:
 
     with torch.inference_mode():
         model = dummy_model("tiny" if options.tiny else options.size, bench.device, bench.dtype, context)
-        decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype, reproducible=True)
-        found = check(model, decoder, lambda: open_executor(model, sizes(1), reproducible=bench.on_gpu), sizes, size)
+        decoder = dummy_decoder(
+            TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype, reproducible=True
+        )
+        found = check(
+            model, decoder, lambda: open_executor(model, sizes(1), reproducible=bench.on_gpu), sizes, size
+        )
     bench.keep(**found)
     print(json.dumps(found, indent=1))
     return 0 if found["same_bits"] else 1

@@ -1,12 +1,13 @@
-"""The reference implementation (`qwen-tts` 0.1.1) on random weights of the published shapes: frames and audio a second by batch.
+"""The reference implementation (`qwen-tts` 0.1.1) on random weights of the published shapes: frames and
+audio a second by batch.
 
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3_tts_reference --sizes 0b6 1b7 --batches 256 512 --json reference.json
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3_tts_reference --device cpu --tiny
 
-`NIGHTJAR_REFERENCE_SITE` is a folder with the packages of `requirements-reference.txt`, which pin an older transformers than ours: a
-process of its own runs with that folder before all others. It favours the reference: all rows of a batch have one length, contexts
-are short, the decoder runs in the better of two batch sizes with cudnn.benchmark. Language model and decoder run one after the
-other, as in the package.
+`NIGHTJAR_REFERENCE_SITE` is a folder with the packages of `requirements-reference.txt`, which pin an older
+transformers than ours: a process of its own runs with that folder before all others. It favours the
+reference: all rows of a batch have one length, contexts are short, the decoder runs in the better of two
+batch sizes with cudnn.benchmark. Language model and decoder run one after the other, as in the package.
 """
 
 from __future__ import annotations
@@ -57,16 +58,27 @@ TINY_CODEC = {**CODEC, "codebook_dim": 32, "hidden_size": 24, "latent_dim": 40, 
 def stub_modules() -> None:
     """Puts empty modules where the package imports what is not needed here."""
     for name in STUBS:
-        sys.modules[name] = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec(name, None, is_package=True))
+        sys.modules[name] = MagicMock(
+            __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None, is_package=True)
+        )
 
 
 def reference_config(size: str) -> dict[str, Any]:
     """The package's keyword arguments of its config, for "0b6", "1b7" or "tiny"."""
-    config = {key: value for key, value in published_config(size).items() if key not in ("model_type", "assistant_token_id")}
+    config = {
+        key: value
+        for key, value in published_config(size).items()
+        if key not in ("model_type", "assistant_token_id")
+    }
     talker = config["talker_config"]
     half = talker["head_dim"] // 2
     sections = [half - 2 * (half * 5 // 16), half * 5 // 16, half * 5 // 16]
-    talker["rope_scaling"] = {"rope_type": "default", "type": "default", "interleaved": True, "mrope_section": sections}
+    talker["rope_scaling"] = {
+        "rope_type": "default",
+        "type": "default",
+        "interleaved": True,
+        "mrope_section": sections,
+    }
     talker["pad_token_id"] = talker["codec_pad_id"]
     talker["code_predictor_config"] = {**talker["code_predictor_config"], "rope_scaling": None}
     return {**config, "speaker_encoder_config": {}}
@@ -102,7 +114,9 @@ def open_talker(config: dict[str, Any], device: torch.device, dtype: torch.dtype
     from transformers.modeling_utils import no_init_weights
 
     with _made_in(device, dtype), no_init_weights():
-        model = Qwen3TTSForConditionalGeneration._from_config(Qwen3TTSConfig(**config), attn_implementation="sdpa")
+        model = Qwen3TTSForConditionalGeneration._from_config(
+            Qwen3TTSConfig(**config), attn_implementation="sdpa"
+        )
     model.eval()
     fill(model, values)
     with torch.no_grad():
@@ -112,19 +126,24 @@ def open_talker(config: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 def open_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """The package's codec decoder with random weights."""
-    from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2DecoderConfig
+    from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import (
+        Qwen3TTSTokenizerV2DecoderConfig,
+    )
     from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Decoder
     from transformers.modeling_utils import no_init_weights
 
     with _made_in(device, dtype), no_init_weights():
-        decoder = Qwen3TTSTokenizerV2Decoder._from_config(Qwen3TTSTokenizerV2DecoderConfig(**config), attn_implementation="sdpa")
+        decoder = Qwen3TTSTokenizerV2Decoder._from_config(
+            Qwen3TTSTokenizerV2DecoderConfig(**config), attn_implementation="sdpa"
+        )
     decoder.eval()
     fill(decoder, values, 1)
     return decoder
 
 
 def generated(model: Any, batch: int, frames: int, text_tokens: int) -> list[Tensor]:
-    """Codes [frames, 16] of every row of a batch, by the package's own loop; the pad, which is suppressed, stands for the end."""
+    """Codes [frames, 16] of every row of a batch, by the package's own loop; the pad, which is suppressed,
+    stands for the end."""
     draw = torch.Generator().manual_seed(0)
     device = model.talker.device
     bodies = torch.randint(0, 150_000, (batch, text_tokens), generator=draw).tolist()
@@ -177,7 +196,9 @@ def row(batch: int, frames: int, lm_seconds: float, decode_us: float) -> dict[st
 
 
 @torch.inference_mode()
-def measure(size: str, batches: Sequence[int], frames: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def measure(
+    size: str, batches: Sequence[int], frames: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
     """One row a batch, smallest first; ends at the first that does not fit the device's memory."""
     model = open_talker(reference_config(size), device, dtype)
     decoder = open_decoder(TINY_CODEC if size == "tiny" else CODEC, device, dtype)
@@ -204,11 +225,16 @@ def in_its_own_site(arguments: Sequence[str]) -> int:
     """Runs this module again with the reference's packages before all others."""
     site = os.environ.get(SITE, "")
     if not Path(site, "qwen_tts").is_dir():
-        print(f"{SITE} names no folder with the packages of benchmarks/requirements-reference.txt", file=sys.stderr)
+        print(
+            f"{SITE} names no folder with the packages of benchmarks/requirements-reference.txt",
+            file=sys.stderr,
+        )
         return 2
     paths = [site, str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "benchmarks.qwen3_tts_reference", "--here", *arguments]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False
+    ).returncode
 
 
 def main() -> int:
@@ -224,7 +250,9 @@ def main() -> int:
     import transformers
 
     torch.backends.cudnn.benchmark = True
-    torch.set_num_threads(1)  # the loop is bound by launches, and tiny models by the hand-over between threads
+    torch.set_num_threads(
+        1
+    )  # the loop is bound by launches, and tiny models by the hand-over between threads
     bench = Bench("qwen3_tts_reference", options, transformers=transformers.__version__)
     batches, frames = ([2, 4], 4) if options.tiny else (options.batches, options.frames)
     for size in ["tiny"] if options.tiny else options.sizes:

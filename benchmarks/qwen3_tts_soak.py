@@ -3,8 +3,9 @@
     python -m benchmarks.qwen3_tts_soak --size 0b6 --slots 512 --count 10000 --json soak.json
     python -m benchmarks.qwen3_tts_soak --device cpu --tiny --count 40
 
-Watched all along: utterances and frames made, memory of device and host, running requests, free pages. Every 100th request is the same
-one with the same seed. At the end everything is drained: every slot and page must be free again.
+Watched all along: utterances and frames made, memory of device and host, running requests, free pages.
+Every 100th request is the same one with the same seed. At the end everything is drained: every slot and
+page must be free again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts.execution import engine_options
 
 MIB = 2**20
-#: Growth from the first third to the end that counts as a leak (MiB of the device and of the host), and the least share of the first
-#: third's speed that the last third must keep.
+#: Growth from the first third to the end that counts as a leak (MiB of the device and of the host), and the
+#: least share of the first third's speed that the last third must keep.
 MOST_DEVICE_GROWTH, MOST_HOST_GROWTH, LEAST_SPEED = 64.0, 256.0, 0.9
 
 
@@ -55,7 +56,9 @@ def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, fl
     }
 
 
-def verdict(samples: Sequence[dict[str, float]], count: int, slots: int, pages: int, end: dict[str, Any]) -> dict[str, Any]:
+def verdict(
+    samples: Sequence[dict[str, float]], count: int, slots: int, pages: int, end: dict[str, Any]
+) -> dict[str, Any]:
     """What the samples say, and what is wrong, in words. `end` is the state after draining."""
     third = max(len(samples) // 3, 1)
     early, late = samples[:third], samples[-third:]
@@ -84,14 +87,20 @@ def verdict(samples: Sequence[dict[str, float]], count: int, slots: int, pages: 
         f"{pages - end['free_pages']} pages are lost" if end["free_pages"] != pages else "",
         "the device's memory grew" if found["device_growth_mib"] > MOST_DEVICE_GROWTH else "",
         "the host's memory grew" if found["host_growth_mib"] > MOST_HOST_GROWTH else "",
-        f"the last third ran at {last / first:.0%} of the first" if first and len(samples) >= 9 and last < LEAST_SPEED * first else "",
-        f"a probe had {end['distinct_probes']} results" if end["reproducible"] and end["distinct_probes"] > 1 else "",
+        f"the last third ran at {last / first:.0%} of the first"
+        if first and len(samples) >= 9 and last < LEAST_SPEED * first
+        else "",
+        f"a probe had {end['distinct_probes']} results"
+        if end["reproducible"] and end["distinct_probes"] > 1
+        else "",
     ]
     found["problems"] = [problem for problem in problems if problem]
     return found
 
 
-def soak(bench: Bench, size: str, slots: int, count: int, reproducible: bool, most_seconds: float) -> dict[str, Any]:
+def soak(
+    bench: Bench, size: str, slots: int, count: int, reproducible: bool, most_seconds: float
+) -> dict[str, Any]:
     """Runs `count` utterances and gives samples and verdict."""
     tiny, device, dtype = size == "tiny", bench.device, bench.dtype
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
@@ -107,7 +116,11 @@ def soak(bench: Bench, size: str, slots: int, count: int, reproducible: bool, mo
         loop.settle(min(slots, count // 4), most_seconds / 2)  # kernels are built
         before, began = loop.tally.utterances, time.perf_counter()
         samples = [sample(loop, device, began)]
-        while loop.tally.utterances - before < count and loop.tally.wrong == 0 and time.perf_counter() - began < most_seconds:
+        while (
+            loop.tally.utterances - before < count
+            and loop.tally.wrong == 0
+            and time.perf_counter() - began < most_seconds
+        ):
             time.sleep(0.25)
             samples.append(sample(loop, device, began))
         drained = loop.drain(30 if bench.on_gpu else 240)

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.random_checkpoint 0b6 FOLDER`: a Qwen3-TTS checkpoint of random weights in the published layout.
+"""`python -m benchmarks.random_checkpoint 0b6 FOLDER`: a Qwen3-TTS checkpoint of random weights in the
+published layout.
 
-Tensors, names and sizes are those of the CustomVoice checkpoints, so a loader has all of its work; the speech is noise, and it ends at
-the first frame that a request's `min_new_tokens` allows, or with `--seconds` never before a request's `max_seconds`, and at this length
-without one. The tokenizer is small, but its special tokens have the published ids.
+Tensors, names and sizes are those of the CustomVoice checkpoints, so a loader has all of its work; the
+speech is noise, and it ends at the first frame that a request's `min_new_tokens` allows, or with
+`--seconds` never before a request's `max_seconds`, and at this length without one. The tokenizer is small,
+but its special tokens have the published ids.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
-from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, codec_values, ends_when_allowed, published_config
+from benchmarks.random_models.qwen3_tts import (
+    PUBLISHED_CODEC,
+    TINY_CODEC,
+    codec_values,
+    ends_when_allowed,
+    published_config,
+)
 from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
@@ -46,17 +54,27 @@ class _Noted(DummyWeights):
         super().__init__(device, rule)
         self.tensors: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         made = super().take(name, shape, dtype, device)
         self.tensors[name] = made.to("cpu").contiguous()
         return made
 
 
 @torch.inference_mode()
-def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Sequence[str], seconds: float | None = None) -> None:
-    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from `texts`.
+def write_checkpoint(
+    folder: Path, size: str, device: torch.device, texts: Sequence[str], seconds: float | None = None
+) -> None:
+    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from
+    `texts`.
 
-    With `seconds` it never draws the end; that is the length of every speech whose request asks for no shorter one.
+    With `seconds` it never draws the end; that is the length of every speech whose request asks for no
+    shorter one.
     """
     codec_folder = folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)
@@ -65,10 +83,14 @@ def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Seque
     _write_tokenizer(folder / "tokenizer.json", texts)
     if seconds is not None:
         # One more than its frames: the last draw would be the end.
-        _write_json(folder / "generation_config.json", {"max_new_tokens": round(seconds * FRAMES_PER_SECOND) + 1})
+        _write_json(
+            folder / "generation_config.json", {"max_new_tokens": round(seconds * FRAMES_PER_SECOND) + 1}
+        )
 
     config = Qwen3TTSConfig.from_folder(folder)
-    main = _Noted(device, ends_when_allowed(config.ids.eos) if seconds is None else never_ends(config.ids.eos))
+    main = _Noted(
+        device, ends_when_allowed(config.ids.eos) if seconds is None else never_ends(config.ids.eos)
+    )
     take_weights(main, config, torch.bfloat16, device)
     save_file(main.tensors, folder / "model.safetensors")
 
@@ -80,7 +102,8 @@ def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Seque
 
 
 def never_ends(end: int) -> Rule:
-    """Values of a model that never draws the id `end`: the rule that always draws it, with its logit turned round."""
+    """Values of a model that never draws the id `end`: the rule that always draws it, with its logit
+    turned round."""
     ends = ends_when_allowed(end)
 
     def values(name: str, noise: Tensor) -> Tensor:
@@ -93,7 +116,8 @@ def never_ends(end: int) -> Rule:
 
 
 def _codec_config(size: str) -> dict[str, Any]:
-    """The keys of speech_tokenizer/config.json that inference reads; the encoder's defaults are the published sizes."""
+    """The keys of speech_tokenizer/config.json that inference reads; the encoder's defaults are the
+    published sizes."""
     tiny = size == "tiny"
     return {
         "model_type": "qwen3_tts_tokenizer_12hz",
@@ -112,7 +136,9 @@ def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    )
     made = json.loads(tokenizer.to_str())
     specials = {"<|im_start|>": _START, "<|im_end|>": _END, "assistant": _ASSISTANT}
     made["model"]["vocab"] |= specials
@@ -131,9 +157,17 @@ def main() -> int:
     made.add_argument("folder", type=Path)
     made.add_argument("--device", default="cuda")
     made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")
-    made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it; without, speeches end at once")
+    made.add_argument(
+        "--seconds",
+        type=float,
+        help="length of a speech whose request does not say it; without, speeches end at once",
+    )
     options = made.parse_args()
-    texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else ["The birch canoe slid on the smooth planks."]
+    texts = (
+        options.texts.read_text(encoding="utf-8").splitlines()
+        if options.texts
+        else ["The birch canoe slid on the smooth planks."]
+    )
     write_checkpoint(options.folder, options.size, open_device(options.device), texts, options.seconds)
     return 0
 

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.random_server FOLDER`: a server of random weights, which end when they like: what did not end counts as done."""
+"""`python -m benchmarks.random_server FOLDER`: a server of random weights, which end when they like: what
+did not end counts as done."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ from pipelines.serving.server import Server
 @click.option("--port", default=8000, show_default=True)
 @click.option("--slots", default=256, show_default=True, help="Requests in the engine at once.")
 @click.option("--waiting-room", default=256, show_default=True, help="Requests behind them.")
-@click.option("--option", "given", multiple=True, metavar="NAME=NUMBER", help="Option of the pipeline; may be given more than once.")
+@click.option(
+    "--option",
+    "given",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="Option of the pipeline; may be given more than once.",
+)
 def main(model: str, port: int, slots: int, waiting_room: int, given: tuple[str, ...]) -> None:
     """Serves as `nightjar serve` does, until SIGTERM; prints its address first."""
     card, settings = describe(model), load_settings()
-    options = engine_options(settings, card) | {name: int(value) for name, _, value in (one.partition("=") for one in given)}
+    options = engine_options(settings, card) | {
+        name: int(value) for name, _, value in (one.partition("=") for one in given)
+    }
     if card.engine != "cpu":
         options["keep_unfinished"] = True
     serve = ServeOptions((Path(card.name).name,), slots=slots, waiting_room=waiting_room)

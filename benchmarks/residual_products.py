@@ -1,12 +1,14 @@
-"""Times residual products of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the norms behind those, and frames.
+"""Times residual products of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the
+norms behind those, and frames.
 
     python -m benchmarks.residual_products [--rows 128,256,384] [--parts check,products,frame]
 
-`check` compares them with float64 (`error`: the worst one over cuBLAS's), launches each cut twice, and a chain of them early. `products`
-times chains of launches over the weights of 28 layers, us of each: `cublas` with the norm behind it, `cublas_alone` without; `split_4` and
-`split_8` with the norm behind, which starts early, and `alone` without. `cut`: a frame's, or none, where it has cuBLAS's; `needed`:
-clusters of a cut, `room_4` and `room_8`: those that the GPU holds at once. `frame`: whole frames, ms, at a context of 300, without and
-with them. Random weights of the 0.6B and the 1.7B sizes.
+`check` compares them with float64 (`error`: the worst one over cuBLAS's), launches each cut twice, and a
+chain of them early. `products` times chains of launches over the weights of 28 layers, us of each:
+`cublas` with the norm behind it, `cublas_alone` without; `split_4` and `split_8` with the norm behind,
+which starts early, and `alone` without. `cut`: a frame's, or none, where it has cuBLAS's; `needed`:
+clusters of a cut, `room_4` and `room_8`: those that the GPU holds at once. `frame`: whole frames, ms, at a
+context of 300, without and with them. Random weights of the 0.6B and the 1.7B sizes.
 """
 
 from __future__ import annotations
@@ -25,15 +27,28 @@ from benchmarks.gpu import Bench, captured, graph_us, numbers, parser
 from benchmarks.random_models.frames import Maker
 from benchmarks.wide_products import SHAPES, frame_ms
 from kernels.lm_frame import plan_for
-from kernels.lm_products import RESIDUAL_OUTPUTS, ROWS, SPLITS, add_product, clusters_of, residual_fault, splits_for
+from kernels.lm_products import (
+    RESIDUAL_OUTPUTS,
+    ROWS,
+    SPLITS,
+    add_product,
+    clusters_of,
+    residual_fault,
+    splits_for,
+)
 from kernels.lm_triton import add_norm
 
 LAYERS, EPS, CONTEXT = 28, 1e-6, 300
 #: Outputs and inner size.
 SIZES = {"O 0.6B": (1024, 2048), "down 0.6B": (1024, 3072), "O 1.7B": (2048, 2048), "down 1.7B": (2048, 6144)}
-#: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the process along.
+#: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the
+#: process along.
 SECONDS = 90
-COLUMNS = ("cublas", "cublas_alone", *(f"split_{splits}{alone}" for splits in SPLITS for alone in ("", "_alone")))
+COLUMNS = (
+    "cublas",
+    "cublas_alone",
+    *(f"split_{splits}{alone}" for splits in SPLITS for alone in ("", "_alone")),
+)
 
 
 class Product:
@@ -80,7 +95,14 @@ def check(bench: Bench, rows: int) -> None:
                 found = [add_product(start.clone(), given.a, given.weights[0], splits) for _ in range(2)]
                 worst = max(float((x - exact).norm()) / allowed for x in found)
                 same, early = torch.equal(*found), starts_early(given, start, splits)
-                row = {"rows": some, "product": name, "splits": splits, "error": worst, "same": same, "early": early}
+                row = {
+                    "rows": some,
+                    "product": name,
+                    "splits": splits,
+                    "error": worst,
+                    "same": same,
+                    "early": early,
+                }
                 bench.add({"part": "check", **row})
                 if not (worst < 1.5 and same and early):
                     raise RuntimeError(f"{name} in {splits} parts is wrong at {some} rows: {row}")
@@ -110,27 +132,48 @@ def products(bench: Bench, rows: int) -> None:
         for suffix, around in (("", True), ("_alone", False)):
             times[f"cublas{suffix}"] = graph_us(partial(given.cublas, around=around), LAYERS, 9)
             for splits in cuts(sizes):
-                times[f"split_{splits}{suffix}"] = graph_us(partial(given.ours, splits, around=around), LAYERS, 9)
+                times[f"split_{splits}{suffix}"] = graph_us(
+                    partial(given.ours, splits, around=around), LAYERS, 9
+                )
         room = {f"room_{splits}": count for splits, count in clusters.items()}
-        about = {"cut": splits_for(rows, *sizes, clusters), "needed": -(-rows // ROWS) * sizes[0] // RESIDUAL_OUTPUTS, **room}
+        about = {
+            "cut": splits_for(rows, *sizes, clusters),
+            "needed": -(-rows // ROWS) * sizes[0] // RESIDUAL_OUTPUTS,
+            **room,
+        }
         bench.add({"part": "products", "rows": rows, "product": name, **about, **times})
 
 
 def frame(bench: Bench, rows: int) -> None:
     for name, shape in SHAPES.items():
         plan = plan_for(rows, shape.hidden)
-        plans = {"without": replace(plan, residual_products=False), "with": replace(plan, residual_products=True)}
-        bench.add({"part": "frame", "rows": rows, "sizes": name, "context": CONTEXT, **frame_ms(bench, shape, rows, CONTEXT, plans)})
+        plans = {
+            "without": replace(plan, residual_products=False),
+            "with": replace(plan, residual_products=True),
+        }
+        bench.add(
+            {
+                "part": "frame",
+                "rows": rows,
+                "sizes": name,
+                "context": CONTEXT,
+                **frame_ms(bench, shape, rows, CONTEXT, plans),
+            }
+        )
         bench.clean()
 
 
 def table(rows: list[dict]) -> str:
     """Of the products alone."""
-    lines = [f"{'rows':>5} {'product':9} {'cut':>4} {'needed':>6}" + "".join(f"{name:>14}" for name in COLUMNS)]
+    lines = [
+        f"{'rows':>5} {'product':9} {'cut':>4} {'needed':>6}" + "".join(f"{name:>14}" for name in COLUMNS)
+    ]
     for row in rows:
         if row["part"] == "products":
             cells = "".join(f"{row[name]:14.2f}" if name in row else " " * 14 for name in COLUMNS)
-            lines.append(f"{row['rows']:5} {row['product']:9} {row['cut'] or '-':>4} {row['needed']:6}{cells}")
+            lines.append(
+                f"{row['rows']:5} {row['product']:9} {row['cut'] or '-':>4} {row['needed']:6}{cells}"
+            )
     return "\n".join(lines)
 
 

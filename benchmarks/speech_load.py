@@ -1,4 +1,5 @@
-"""Load on a model of either engine: its LM alone, its codec alone, its pipeline from request to samples, and first chunks of streams.
+"""Load on a model of either engine: its LM alone, its codec alone, its pipeline from request to samples,
+and first chunks of streams.
 
 Rows of both engines are alike: `engine` names it, `slots` the sequences that are kept busy.
 """
@@ -23,16 +24,28 @@ from torch import Tensor
 from benchmarks.gpu import Bench, GpuUse, ThreadUse
 from benchmarks.watched_executor import Watched
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Done, Event, Failed, Generation, Message, Pipeline, Speech, SynthesisRequest, submit
+from pipelines.request import (
+    Done,
+    Event,
+    Failed,
+    Generation,
+    Message,
+    Pipeline,
+    Speech,
+    SynthesisRequest,
+    submit,
+)
 from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling
 
 PROMPT_TOKENS = 120
 VOICES = 16
 REFERENCE_SECONDS = 6.0
 TEXT = "The rain falls on the quiet street, and nobody walks. "
-#: Requests of a steady run for each slot; and for so many slots one more request is under way, to enter the LM or to be decoded.
+#: Requests of a steady run for each slot; and for so many slots one more request is under way, to enter the
+#: LM or to be decoded.
 TURNS, BESIDE = 4, 4
-#: Streams of a run for each one that is under way, and the least number of all: the first of each place are not counted.
+#: Streams of a run for each one that is under way, and the least number of all: the first of each place are
+#: not counted.
 STREAM_TURNS, LEAST_STREAMS = 6, 60
 _PEAK = 32767
 
@@ -55,11 +68,18 @@ def recording(seconds: float, sample_rate: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def spoken_request(name: str, index: int, seconds: float, sample_rate: int, reference_text: str | None = None) -> SynthesisRequest:
+def spoken_request(
+    name: str, index: int, seconds: float, sample_rate: int, reference_text: str | None = None
+) -> SynthesisRequest:
     """One of `VOICES` recordings, a text of its own."""
     audio = recording(REFERENCE_SECONDS, sample_rate, index % VOICES)
     messages = (Message("user", "text", f"{index} {TEXT}" * 3), Message("user", "audio", audio))
-    return SynthesisRequest(f"{name}-{index}", messages, Generation(reference_text=reference_text, max_seconds=seconds), seed=index)
+    return SynthesisRequest(
+        f"{name}-{index}",
+        messages,
+        Generation(reference_text=reference_text, max_seconds=seconds),
+        seed=index,
+    )
 
 
 def token_letters(text: str) -> list[int]:
@@ -91,7 +111,11 @@ def prompt_ids(index: int, vocabulary: int) -> list[int]:
 
 
 def sequences(
-    host: TokenHost, prompts: Sequence[list[int]], samplings: Sequence[TokenSampling], turn: str = "", **more: Any
+    host: TokenHost,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[TokenSampling],
+    turn: str = "",
+    **more: Any,
 ) -> list[list[int]]:
     """All sequences through the host at once; their tokens. `more`: other fields of each `TokenRequest`."""
     waiters = [Waiter() for _ in prompts]
@@ -104,9 +128,11 @@ def lm_part(
     bench: Bench, host: TokenHost, engine: str, requests: list[int], vocabulary: int, tokens_per_second: float, sampling: TokenSampling,
     about: dict[str, Any] | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """The LM through an engine, all requests at once, each of the same number of tokens; the second turn counts.
+    """The LM through an engine, all requests at once, each of the same number of tokens; the second turn
+    counts.
 
-    No prompt comes twice, so that a prefix cache has none of them. `about`: what else rows say; `fields`: of each `TokenRequest`.
+    No prompt comes twice, so that a prefix cache has none of them. `about`: what else rows say; `fields`:
+    of each `TokenRequest`.
     """
     indexes = itertools.count()
     for number in requests:
@@ -118,16 +144,27 @@ def lm_part(
             made = sum(map(len, sequences(host, prompts, drawn, f"{number}.{turn}", **fields)))
             took = time.perf_counter() - begin
         more = {**(about or {}), "tokens_per_s": made / took, "ms_a_step": 1000 * took * number / made}
-        bench.timed("LM alone", number, 1000 * took, made / tokens_per_second, engine=engine, slots=number, **more)
+        bench.timed(
+            "LM alone", number, 1000 * took, made / tokens_per_second, engine=engine, slots=number, **more
+        )
 
 
 def codec_part(
-    bench: Bench, batches: Sequence[int], frames: int, rate: float, draw: Callable[[int], Tensor], decode: Callable[[list[Tensor]], object]
+    bench: Bench,
+    batches: Sequence[int],
+    frames: int,
+    rate: float,
+    draw: Callable[[int], Tensor],
+    decode: Callable[[list[Tensor]], object],
 ) -> None:
-    """Whole utterances at batches of equal length, and of lengths from half to whole. `draw` gives codes of a length."""
+    """Whole utterances at batches of equal length, and of lengths from half to whole. `draw` gives codes
+    of a length."""
     for batch in batches:
         for kind in ("equal", "mixed"):
-            lengths = [frames if kind == "equal" else max(frames // 2 + frames // 2 * (n + 1) // batch, 1) for n in range(batch)]
+            lengths = [
+                frames if kind == "equal" else max(frames // 2 + frames // 2 * (n + 1) // batch, 1)
+                for n in range(batch)
+            ]
             codes = [draw(length) for length in lengths]
             ms = bench.milliseconds(lambda codes=codes: decode(codes))
             bench.timed(f"codec, {kind}", batch, ms, sum(lengths) / rate)
@@ -137,32 +174,48 @@ def speech_part(
     bench: Bench, pipeline: Pipeline, engine: str, requests: list[int], seconds: float, make: Make, watched: Watched | None = None,
     about: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Request to samples: all at once, then so many kept under way, of lengths from half to whole. `about`: what else rows say."""
+    """Request to samples: all at once, then so many kept under way, of lengths from half to whole.
+    `about`: what else rows say."""
     warm_up(bench, pipeline, seconds, make)
     lengths = [seconds * (0.5 + 0.5 * step / 7) for step in range(8)]
     for number in requests:
         begin = time.perf_counter()
         under_way = [submit(pipeline, make(f"burst{number}", index, seconds)) for index in range(number)]
         burst = sum(map(_heard_seconds, under_way)) / (time.perf_counter() - begin)
-        found = steady(bench, pipeline, number, lambda index, number=number: make(f"steady{number}", index, lengths[index % 8]), watched)
+        found = steady(
+            bench,
+            pipeline,
+            number,
+            lambda index, number=number: make(f"steady{number}", index, lengths[index % 8]),
+            watched,
+        )
         ms, audio = found.pop("ms"), found.pop("audio_seconds")
         row = {"engine": engine, "slots": number, **(about or {}), "burst_audio_s_per_s": burst, **found}
         bench.timed("speech, end to end", number, ms, audio, **row)
 
 
 def warm_up(bench: Bench, pipeline: Pipeline, seconds: float, make: Make) -> None:
-    """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of a kernel."""
+    """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of
+    a kernel."""
     warm = [make("warm", voice, min(1.0, seconds)) for voice in range(VOICES)]
-    warm += [make("lengths", index, seconds * (1 + index % 64) / 64) for index in range(12 * VOICES if bench.on_gpu else 0)]
+    warm += [
+        make("lengths", index, seconds * (1 + index % 64) / 64)
+        for index in range(12 * VOICES if bench.on_gpu else 0)
+    ]
     for future in [submit(pipeline, request) for request in warm]:
         _heard_seconds(future)
     first_chunks(pipeline, 1, 1, lambda index: make("first", index, min(2.0, seconds)))
 
 
 def steady(
-    bench: Bench, pipeline: Pipeline, slots: int, request: Callable[[int], SynthesisRequest], watched: Watched | None = None
+    bench: Bench,
+    pipeline: Pipeline,
+    slots: int,
+    request: Callable[[int], SynthesisRequest],
+    watched: Watched | None = None,
 ) -> dict[str, Any]:
-    """`TURNS` requests a slot, with all slots taken: measured from the end of the first one of each slot until no new ones follow."""
+    """`TURNS` requests a slot, with all slots taken: measured from the end of the first one of each slot
+    until no new ones follow."""
     under_way, total = slots + slots // BESIDE, TURNS * slots
     free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
     gpu, threads = GpuUse(bench.device), ThreadUse()
@@ -183,7 +236,11 @@ def steady(
     for future in futures:
         _heard_seconds(future)
     busy, shares = gpu.stop(), threads.shares()
-    found |= {f"{name}_cpu_percent": 100 * shares[name] for name in ("vllm-host", "engine", "codec-stage", "MainThread") if name in shares}
+    found |= {
+        f"{name}_cpu_percent": 100 * shares[name]
+        for name in ("vllm-host", "engine", "codec-stage", "MainThread")
+        if name in shares
+    }
     found |= {} if busy is None else {"gpu_percent": 100 * busy}
     # Callbacks run on the pipeline's threads, a moment after the results are there.
     while len(ends) < total:
@@ -194,23 +251,33 @@ def steady(
 
 
 def stream_part(
-    bench: Bench, pipeline: Pipeline, engine: str, counts: list[int], seconds: float, make: Make, about: dict[str, Any] | None = None
+    bench: Bench,
+    pipeline: Pipeline,
+    engine: str,
+    counts: list[int],
+    seconds: float,
+    make: Make,
+    about: dict[str, Any] | None = None,
 ) -> None:
-    """First chunks of so many streams back to back: median and 95th of 100, without the first stream of each place. `about`: as of
-    `speech_part`."""
+    """First chunks of so many streams back to back: median and 95th of 100, without the first stream of
+    each place. `about`: as of `speech_part`."""
     for number in counts:
         begin = time.perf_counter()
         total = max(STREAM_TURNS * number, LEAST_STREAMS) if bench.on_gpu else 2 * number
-        waits = first_chunks(pipeline, number, total, lambda index, number=number: make(f"stream{number}", index, seconds))
+        waits = first_chunks(
+            pipeline, number, total, lambda index, number=number: make(f"stream{number}", index, seconds)
+        )
         took = 1000 * (time.perf_counter() - begin)
         p50, p95 = np.percentile(waits[number:], (50, 95)).tolist()
         more = {**(about or {}), "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits[number:])}
         bench.timed("first chunk", number, took, engine=engine, slots=number, streams=total, **more)
 
 
-def first_chunks(pipeline: Pipeline, at_once: int, total: int, request: Callable[[int], SynthesisRequest]) -> list[float]:
-    """Milliseconds from each request to its first samples, with so many streams at once; those that random weights ended before it are
-    left out. Raises the error of a stream that failed otherwise."""
+def first_chunks(
+    pipeline: Pipeline, at_once: int, total: int, request: Callable[[int], SynthesisRequest]
+) -> list[float]:
+    """Milliseconds from each request to its first samples, with so many streams at once; those that random
+    weights ended before it are left out. Raises the error of a stream that failed otherwise."""
     ended: Queue[NightjarError | None] = Queue()
     waits: dict[int, float] = {}
 
@@ -239,7 +306,8 @@ def first_chunks(pipeline: Pipeline, at_once: int, total: int, request: Callable
 
 
 def _heard_seconds(future: Future[Speech]) -> float:
-    """Audio of a request; none where random weights ended it before its first frame. Any other failure is raised."""
+    """Audio of a request; none where random weights ended it before its first frame. Any other failure is
+    raised."""
     error = future.exception()
     if error is None:
         return future.result().duration_ms / 1000

@@ -35,7 +35,8 @@ from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
 
-#: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should and must reach.
+#: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should
+#: and must reach.
 STOCK, AIM, MUST = 18_147, 15_000, 9_000
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "speechlm" / "checkpoint"
 #: `text_config` and offsets as published (speechlm-qwen3-8b).
@@ -61,7 +62,8 @@ PUBLISHED = {
 
 
 def write_shape(folder: Path, published: bool) -> SpeechLmConfig:
-    """A folder with config.json alone: of the published size, or of the golden checkpoint's with heads that a CPU knows."""
+    """A folder with config.json alone: of the published size, or of the golden checkpoint's with heads
+    that a CPU knows."""
     content: dict[str, Any] = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8"))
     content |= PUBLISHED if published else {}
     content["text_config"] |= PUBLISHED_TEXT if published else {"head_dim": 32}
@@ -70,13 +72,16 @@ def write_shape(folder: Path, published: bool) -> SpeechLmConfig:
 
 
 def make_plugin_known(folder: Path) -> None:
-    """Lets vLLM's own processes find our models where the package is not installed, as on a machine that has only a checkout."""
+    """Lets vLLM's own processes find our models where the package is not installed, as on a machine that
+    has only a checkout."""
     if any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
         return
     info = folder / "nightjar_bench-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nightjar-bench\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\n{PLUGIN} = pipelines.vllm_engine.plugin:register\n")
+    (info / "entry_points.txt").write_text(
+        f"[{PLUGIN_GROUP}]\n{PLUGIN} = pipelines.vllm_engine.plugin:register\n"
+    )
     places = [str(folder), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
     sys.path.insert(0, str(folder))
@@ -134,7 +139,9 @@ class _Talk:
         request = self.script.audio_pair(self.config, written, self.script.request_id)
         request = _fixed(request, self.load.rows, (self.config.specials.pad,))
         if not self.script.guided:
-            extra = {key: value for key, value in request.extra.items() if key not in ("pair", "part", "scale")}
+            extra = {
+                key: value for key, value in request.extra.items() if key not in ("pair", "part", "scale")
+            }
             request = replace(request, shadow=None, extra=extra)
         self._submit(request)
 
@@ -164,8 +171,20 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     span = config.text_end - config.text_start
     talks = []
     for number in range(load.requests):
-        prompt = [config.specials.bos, *((config.text_start + (number * 7919 + n * 104_729) % span) for n in range(load.prompt - 1))]
-        script = Script(f"{load.name}-{number}", prompt, 1 << 20, number, StreamSampling(0.6, 20), draw, load.rows > 0, load.cfg)
+        prompt = [
+            config.specials.bos,
+            *((config.text_start + (number * 7919 + n * 104_729) % span) for n in range(load.prompt - 1)),
+        ]
+        script = Script(
+            f"{load.name}-{number}",
+            prompt,
+            1 << 20,
+            number,
+            StreamSampling(0.6, 20),
+            draw,
+            load.rows > 0,
+            load.cfg,
+        )
         talks.append(_Talk(load, config, host, script, done))
     moment = host._moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
@@ -196,7 +215,10 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
 def loads(options: argparse.Namespace) -> list[Load]:
     count, prompt, steps = options.requests, options.prompt, options.steps
     third = steps // 3
-    known = {"text": Load("text", count, prompt, steps, 0), "streams": Load("streams", count, prompt, 0, steps)}
+    known = {
+        "text": Load("text", count, prompt, steps, 0),
+        "streams": Load("streams", count, prompt, 0, steps),
+    }
     for name, requests in (("", count), ("16", 16), ("64", 64)):
         for kind, cfg in (("mixed", 1.0), ("pairs", 3.0)):
             known[kind + name] = Load(kind + name, requests, prompt, steps - third, third, cfg)
@@ -211,9 +233,12 @@ def guidance_costs(rows: Sequence[Row]) -> list[str]:
         plain = found.get(name.replace("pairs", "mixed"))
         if name.startswith("pairs") and plain is not None:
             costs = ", ".join(
-                f"{key.replace('_', ' ')} {row[key] / plain[key]:.2f}" for key in ("engine_steps", "sequence_steps", "seconds")
+                f"{key.replace('_', ' ')} {row[key] / plain[key]:.2f}"
+                for key in ("engine_steps", "sequence_steps", "seconds")
             )
-            lines.append(f"{row['requests']} requests, guided to none: {costs}; pairs broken: {row['broken_pairs']}")
+            lines.append(
+                f"{row['requests']} requests, guided to none: {costs}; pairs broken: {row['broken_pairs']}"
+            )
     return lines
 
 
@@ -253,7 +278,9 @@ def main() -> int:
             host.close()
     for row in bench.rows:
         share = row["tokens_per_s"] / STOCK
-        print(f"{row['load']:8} {row['tokens_per_s']:9,.0f} tokens/s ({share:.2f} of stock text), {len(row['failures'])} failed")
+        print(
+            f"{row['load']:8} {row['tokens_per_s']:9,.0f} tokens/s ({share:.2f} of stock text), {len(row['failures'])} failed"
+        )
     print("\n".join(guidance_costs(bench.rows)))
     return bench.end()
 

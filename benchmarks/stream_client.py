@@ -25,7 +25,8 @@ _TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
 
 
 class AnswerParser:
-    """One HTTP/1.1 answer, fed in pieces of any size; its body may be chunked, counted, or end with the connection."""
+    """One HTTP/1.1 answer, fed in pieces of any size; its body may be chunked, counted, or end with the
+    connection."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -37,7 +38,8 @@ class AnswerParser:
         self._left = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes of the connection; the bytes of the body among them. Raises `ValueError` for what is no answer."""
+        """Takes bytes of the connection; the bytes of the body among them. Raises `ValueError` for what is
+        no answer."""
         self._data += data
         body: list[bytes] = []
         while not self.done and self._step(body):
@@ -79,7 +81,9 @@ class AnswerParser:
         if not version.startswith("HTTP/1."):
             raise ValueError(f"no HTTP/1.1 answer: {first[:80]}")
         self.status = int(status)
-        self.headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self.headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+        }
         if "chunked" in self.headers.get("transfer-encoding", ""):
             self._state = "size"
         elif "content-length" in self.headers:
@@ -211,7 +215,8 @@ class Connection(asyncio.Protocol):
         self._end("cancelled")
 
     def start(self, body: dict[str, Any], heard: HeardBytes) -> asyncio.Future[str]:
-        """Writes a request. The result is "" after a whole answer, else the code or the name of what went wrong."""
+        """Writes a request. The result is "" after a whole answer, else the code or the name of what went
+        wrong."""
         self._heard = heard
         self._answer = asyncio.get_running_loop().create_future()
         self._send(body)
@@ -254,7 +259,9 @@ class HttpConnection(Connection):
     def _send(self, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
         self._parser, self._error = AnswerParser(), b""
-        head = self.address.head(f"POST {self.ROUTE} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(content)}")
+        head = self.address.head(
+            f"POST {self.ROUTE} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(content)}"
+        )
         self._transport.write(head + content)
 
     def _read(self, at: float, data: bytes) -> None:
@@ -283,7 +290,8 @@ def _failure(status: int, body: bytes) -> str:
 
 
 class CartesiaConnection(Connection):
-    """Cartesia's `/tts/websocket`: one context at a time. `body` is what the message says beside its context."""
+    """Cartesia's `/tts/websocket`: one context at a time. `body` is what the message says beside its
+    context."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
@@ -297,8 +305,15 @@ class CartesiaConnection(Connection):
         await super().open()
         self._upgrade = asyncio.get_running_loop().create_future()
         key = base64.b64encode(os.urandom(16)).decode()
-        query = f"cartesia_version={CARTESIA_VERSION}" + (f"&api_key={self.address.key}" if self.address.key else "")
-        lines = ("Upgrade: websocket", "Connection: Upgrade", f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13")
+        query = f"cartesia_version={CARTESIA_VERSION}" + (
+            f"&api_key={self.address.key}" if self.address.key else ""
+        )
+        lines = (
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            f"Sec-WebSocket-Key: {key}",
+            "Sec-WebSocket-Version: 13",
+        )
         self._transport.write(self.address.head(f"GET /tts/websocket?{query} HTTP/1.1", *lines))
         status = await self._upgrade
         if status != 101:
@@ -314,7 +329,9 @@ class CartesiaConnection(Connection):
 
     def cancel(self) -> None:
         """Ends the context and keeps the connection."""
-        self._transport.write(masked_frame(json.dumps({"context_id": self._context, "cancel": True}).encode()))
+        self._transport.write(
+            masked_frame(json.dumps({"context_id": self._context, "cancel": True}).encode())
+        )
         self._end("cancelled")
 
     def _read(self, at: float, data: bytes) -> None:

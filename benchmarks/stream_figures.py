@@ -1,4 +1,5 @@
-"""Figures of streams under load: percentiles, one row per load, medians over seeds, the table, and the lines of the plot."""
+"""Figures of streams under load: percentiles, one row per load, medians over seeds, the table, and the
+lines of the plot."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from benchmarks.plots import Line, svg
 
 Row = dict[str, Any]
-#: First PCM byte of Qwen3-TTS on one H200 in milliseconds, p95: what is aimed at and what is a must, by requests a second and by clients.
+#: First PCM byte of Qwen3-TTS on one H200 in milliseconds, p95: what is aimed at and what is a must, by
+#: requests a second and by clients.
 GOALS = {
     "rate": {10: (18, 30), 20: (25, 45), 50: (40, 80), 100: (80, 180)},
     "clients": {1: (12, 20), 8: (20, 40), 32: (35, 80), 64: (50, 120), 128: (80, 200)},
@@ -46,11 +48,15 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     """p50, p95, p99 and the maximum, in milliseconds."""
     found = {str(round(100 * share)): percentile(seconds, share) for share in (0.5, 0.95, 0.99, 1.0)}
-    return {name if name != "100" else "max": None if value is None else round(1000 * value, 2) for name, value in found.items()}
+    return {
+        name if name != "100" else "max": None if value is None else round(1000 * value, 2)
+        for name, value in found.items()
+    }
 
 
 def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: float, sized: bool = True) -> Row:
-    """The figures of one load: what its processes of clients heard of the requests that were sent in the span."""
+    """The figures of one load: what its processes of clients heard of the requests that were sent in the
+    span."""
     sent = [one for process in found for one in process["heard"] if count_from <= one["sent"] < count_until]
     streams, whole = [one for one in sent if not one["batch"]], [one for one in sent if one["batch"]]
     begun = [one for one in streams if one["first"] is not None]
@@ -64,7 +70,11 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
         "rtf": _median([one["took"] / one["audio"] for one in done if one["audio"]]),
         "underrun_share": sum(1 for one in begun if one["underruns"]) / len(begun) if begun else None,
         "underruns": len(underruns),
-        "underrun_ms": {"50": percentile(underruns, 0.5), "95": percentile(underruns, 0.95), "max": max(underruns, default=None)},
+        "underrun_ms": {
+            "50": percentile(underruns, 0.5),
+            "95": percentile(underruns, 0.95),
+            "max": max(underruns, default=None),
+        },
         "audio_s_per_s": audio["stream_audio_s"] / seconds,
         "requests": len(sent),
         "requests_per_s": len(streams) / seconds,
@@ -98,7 +108,10 @@ def _joined(name: str, values: list[Any]) -> Any:
         if name == "failures":
             return dict(sum((Counter(value) for value in values), Counter[str]()))
         names = dict.fromkeys(inner for value in values for inner in value)
-        return {inner: _joined(inner, [value[inner] for value in values if value.get(inner) is not None]) for inner in names}
+        return {
+            inner: _joined(inner, [value[inner] for value in values if value.get(inner) is not None])
+            for inner in names
+        }
     if isinstance(values[0], bool | str):
         return values[0]
     if isinstance(values[0], list):
@@ -115,7 +128,11 @@ def goals_of(row: Row) -> tuple[int, int] | None:
 
 def load_of(row: Row) -> str:
     """Such as `open 10/s`, `closed 64` or `listen 384 + 256 whole`."""
-    told = f"open {row['rate']:g}/s" if row["mode"] == "open" else f"{'listen' if row.get('listen') else 'closed'} {row['clients']}"
+    told = (
+        f"open {row['rate']:g}/s"
+        if row["mode"] == "open"
+        else f"{'listen' if row.get('listen') else 'closed'} {row['clients']}"
+    )
     return (
         told
         + (f" + {row['batch_clients']} whole" if row.get("batch_clients") else "")
@@ -129,7 +146,8 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[at]) for line in cells) for at in range(len(_HEADINGS))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if at < 3 else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if at < 3 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells
     )
@@ -177,7 +195,9 @@ def lines_of(rows: Sequence[Row], mode: str) -> list[Line]:
         return []
     lines = [Line(name, tuple(sorted(points.items()))) for name, points in found.items()]
     for at, name in enumerate(("aim", "must") if any(row.get("size") in _SIZES for row in rows) else ()):
-        lines.append(Line(name, tuple((float(x), float(goals[at])) for x, goals in GOALS[load].items()), dashed=True))
+        lines.append(
+            Line(name, tuple((float(x), float(goals[at])) for x, goals in GOALS[load].items()), dashed=True)
+        )
     return lines
 
 

@@ -1,15 +1,18 @@
-"""`python -m benchmarks.stream_load URL`: how soon a server's streams begin and whether they ever run dry, under load.
+"""`python -m benchmarks.stream_load URL`: how soon a server's streams begin and whether they ever run dry,
+under load.
 
     python -m benchmarks.stream_load http://127.0.0.1:8000 --mode open --rate 10 20 50
     python -m benchmarks.stream_load http://127.0.0.1:8000 --mode closed --clients 1 8 32 64 --protocol websocket
     python -m benchmarks.stream_load http://127.0.0.1:8000 --mode closed --clients 384 --listen
     python -m benchmarks.stream_load --peer http://127.0.0.1:8091 --mode open --rate 10
 
-Clients run in processes of their own, on bare sockets. Time zero is just before the first byte of a request is written, on a connection
-that stands already; the end is the first PCM byte. Open loop: Poisson arrivals at a rate, however many requests are under way; one run
-for each seed, and medians over them. Closed loop: clients back to back; with `--listen` each waits until it has played what it heard.
-Requests are for 2 to 8 s of speech, as Seed-TTS's English sentences have. Every stream has a player that starts with its first chunk; an
-underrun is a moment at which it has nothing to play. `--own-delay` measures the clients alone, on a server that answers at once.
+Clients run in processes of their own, on bare sockets. Time zero is just before the first byte of a
+request is written, on a connection that stands already; the end is the first PCM byte. Open loop: Poisson
+arrivals at a rate, however many requests are under way; one run for each seed, and medians over them.
+Closed loop: clients back to back; with `--listen` each waits until it has played what it heard. Requests
+are for 2 to 8 s of speech, as Seed-TTS's English sentences have. Every stream has a player that starts
+with its first chunk; an underrun is a moment at which it has nothing to play. `--own-delay` measures the
+clients alone, on a server that answers at once.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ class Target:
 
     def plan(self, protocol: str = "http") -> Plan:
         """What every request to it says; of no load."""
-        plan = Plan(self.address.url, self.model, 0.0, 0.0, 0.0, 0.0, 0.0, protocol, self.address.key, self.voice)
+        plan = Plan(
+            self.address.url, self.model, 0.0, 0.0, 0.0, 0.0, 0.0, protocol, self.address.key, self.voice
+        )
         return replace(plan, sample_rate=self.sample_rate, own=self.own, sized=self.sized, fields=self.fields)
 
 
@@ -99,15 +104,26 @@ def target_of(
     local = address.host in ("127.0.0.1", "localhost", "::1")
     found = pid or (listener_pid(address.port) if local else None)
     voice = voice or next(iter(voices or ()), None)
-    return Target(address, card["id"], card.get("sample_rate", 24_000), voice, own, own and sized, found, fields or {})
+    return Target(
+        address, card["id"], card.get("sample_rate", 24_000), voice, own, own and sized, found, fields or {}
+    )
 
 
 def measure(target: Target, load: Load) -> Row:
     """The row of a load: medians over its seeds."""
     seeds = load.seeds if load.mode == "open" else 1
     rows = [_one_seed(target, load, seed) for seed in range(seeds)]
-    about: Row = {"mode": load.mode, "rate" if load.mode == "open" else "clients": load.rate if load.mode == "open" else load.clients}
-    about |= {"protocol": load.protocol, "seeds": seeds, "warm_up_s": load.warm_up, "duration_s": load.duration, "seconds": load.seconds}
+    about: Row = {
+        "mode": load.mode,
+        "rate" if load.mode == "open" else "clients": load.rate if load.mode == "open" else load.clients,
+    }
+    about |= {
+        "protocol": load.protocol,
+        "seeds": seeds,
+        "warm_up_s": load.warm_up,
+        "duration_s": load.duration,
+        "seconds": load.seconds,
+    }
     about |= {name: value for name in ("listen", "batch_clients", "cancel") if (value := getattr(load, name))}
     return about | over_seeds(rows)
 
@@ -116,7 +132,10 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
     use = None if target.pid is None else ProcessUse([target.pid], 0.25)
     command = [sys.executable, "-m", "benchmarks.stream_worker"]
     plans = _plans(target, load, seed)
-    workers = [subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in plans]
+    workers = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in plans
+    ]
     for worker, plan in zip(workers, plans, strict=True):
         _tell(worker, json.dumps(asdict(plan)))
     for worker in workers:
@@ -136,7 +155,9 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
     if use is not None:
         use.stop()
         row |= use.between(since, until)
-        row["threads"] = {name: (seconds - before.get(name, 0.0)) / (until - since) for name, seconds in after.items()}
+        row["threads"] = {
+            name: (seconds - before.get(name, 0.0)) / (until - since) for name, seconds in after.items()
+        }
     if target.own:
         row["left_over"] = asyncio.run(left_over(target.address))
     return row
@@ -144,14 +165,26 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
 
 def _plans(target: Target, load: Load, seed: int) -> list[Plan]:
     """What each process of clients does, its times after the start."""
-    count = min(load.processes, load.clients + load.batch_clients) if load.mode == "closed" else load.processes
+    count = (
+        min(load.processes, load.clients + load.batch_clients) if load.mode == "closed" else load.processes
+    )
     until = load.warm_up + load.duration
     plan = replace(target.plan(load.protocol), stop=until + _AFTER_SECONDS, end=until + load.drain)
-    plan = replace(plan, count_from=load.warm_up, count_until=until, listen=load.listen, cancel=load.cancel, rate=load.rate / count)
+    plan = replace(
+        plan,
+        count_from=load.warm_up,
+        count_until=until,
+        listen=load.listen,
+        cancel=load.cancel,
+        rate=load.rate / count,
+    )
     plan = replace(plan, shortest_s=load.seconds[0], longest_s=load.seconds[1])
-    shares = [[(total + number) // count for total in (load.clients, load.batch_clients)] for number in range(count)]
+    shares = [
+        [(total + number) // count for total in (load.clients, load.batch_clients)] for number in range(count)
+    ]
     return [
-        replace(plan, seed=1 + 1000 * seed + number, clients=clients, batch_clients=batch) for number, (clients, batch) in enumerate(shares)
+        replace(plan, seed=1 + 1000 * seed + number, clients=clients, batch_clients=batch)
+        for number, (clients, batch) in enumerate(shares)
     ]
 
 
@@ -167,7 +200,9 @@ def _threads(target: Target) -> dict[str, float]:
 
 def own_delay(load: Load) -> Row:
     """The same load on a server that answers at once: what remains is the clients' own delay."""
-    server = subprocess.Popen([sys.executable, "-m", "benchmarks.stream_local"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.stream_local"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert server.stdout is not None
         target = target_of(server.stdout.readline().strip(), pid=server.pid)
@@ -198,32 +233,84 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
         "processes": options.processes,
     }  # fmt: skip
     open_loop = options.mode == "open"
-    sizes = [{"rate": rate} for rate in options.rate] if open_loop else [{"clients": count} for count in options.clients]
+    sizes = (
+        [{"rate": rate} for rate in options.rate]
+        if open_loop
+        else [{"clients": count} for count in options.clients]
+    )
     return [Load(options.mode, protocol, **size, **common) for protocol in options.protocol for size in sizes]
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("url", nargs="?", help="address of a server of ours")
-    made.add_argument("--peer", metavar="URL", help="address of any OpenAI-style server, which gets OpenAI's fields only")
-    made.add_argument("--field", action="append", default=[], metavar="NAME=JSON", help="a further field of every request")
+    made.add_argument(
+        "--peer", metavar="URL", help="address of any OpenAI-style server, which gets OpenAI's fields only"
+    )
+    made.add_argument(
+        "--field", action="append", default=[], metavar="NAME=JSON", help="a further field of every request"
+    )
     made.add_argument("--voice", help="default: the first that the server names")
-    made.add_argument("--text-lengths", action="store_true", help="the text alone says how long a speech is, not `max_seconds`")
-    made.add_argument("--pid", type=int, help="the server's process, for its CPU; default: what listens at the port on this host")
+    made.add_argument(
+        "--text-lengths",
+        action="store_true",
+        help="the text alone says how long a speech is, not `max_seconds`",
+    )
+    made.add_argument(
+        "--pid",
+        type=int,
+        help="the server's process, for its CPU; default: what listens at the port on this host",
+    )
     made.add_argument("--protocol", nargs="+", choices=("http", "websocket"), default=["http"])
     made.add_argument("--mode", choices=("open", "closed"), default="closed")
-    made.add_argument("--rate", nargs="+", type=float, default=[1, 10, 20, 50, 100], help="open loop: requests a second")
-    made.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32, 64, 128], help="closed loop: clients")
-    made.add_argument("--batch-clients", type=int, default=0, help="clients beside them that ask for whole utterances, back to back")
-    made.add_argument("--listen", action="store_true", help="closed loop: each client plays what it heard before it goes on")
-    made.add_argument("--cancel", type=float, default=0.0, metavar="SHARE", help="share of streams that hang up at a random point")
-    made.add_argument("--seconds", nargs=2, type=float, default=[2.0, 8.0], metavar=("FROM", "TO"), help="lengths of the speeches")
+    made.add_argument(
+        "--rate", nargs="+", type=float, default=[1, 10, 20, 50, 100], help="open loop: requests a second"
+    )
+    made.add_argument(
+        "--clients", nargs="+", type=int, default=[1, 8, 32, 64, 128], help="closed loop: clients"
+    )
+    made.add_argument(
+        "--batch-clients",
+        type=int,
+        default=0,
+        help="clients beside them that ask for whole utterances, back to back",
+    )
+    made.add_argument(
+        "--listen", action="store_true", help="closed loop: each client plays what it heard before it goes on"
+    )
+    made.add_argument(
+        "--cancel",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of streams that hang up at a random point",
+    )
+    made.add_argument(
+        "--seconds",
+        nargs=2,
+        type=float,
+        default=[2.0, 8.0],
+        metavar=("FROM", "TO"),
+        help="lengths of the speeches",
+    )
     made.add_argument("--seeds", type=int, default=3, help="open loop: runs, each with arrivals of its own")
     made.add_argument("--warm-up", type=float, default=30.0, help="seconds that do not count")
     made.add_argument("--duration", type=float, default=30.0, help="seconds that count")
-    made.add_argument("--drain", type=float, default=5.0, help="seconds after which what is under way at the end is broken off")
-    made.add_argument("--processes", type=int, default=max(min((os.cpu_count() or 1) // 3, 6), 1), help="processes of clients")
-    made.add_argument("--own-delay", action="store_true", help="also the same load on a server that answers at once")
+    made.add_argument(
+        "--drain",
+        type=float,
+        default=5.0,
+        help="seconds after which what is under way at the end is broken off",
+    )
+    made.add_argument(
+        "--processes",
+        type=int,
+        default=max(min((os.cpu_count() or 1) // 3, 6), 1),
+        help="processes of clients",
+    )
+    made.add_argument(
+        "--own-delay", action="store_true", help="also the same load on a server that answers at once"
+    )
     made.add_argument("--size", default="", help="what the rows say of the model")
     made.add_argument("--device", default="", help="what the result says of the device")
     made.add_argument("--json", type=Path, help="file of the result; plots are written beside it")
@@ -237,12 +324,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error("give the address of a server")
     fields = {name: json.loads(value) for name, _, value in (one.partition("=") for one in options.field)}
     try:
-        about = {"sized": not options.text_lengths, "voice": options.voice, "pid": options.pid, "fields": fields}
+        about = {
+            "sized": not options.text_lengths,
+            "voice": options.voice,
+            "pid": options.pid,
+            "fields": fields,
+        }
         target = target_of(options.peer or options.url, peer=options.peer is not None, **about)
     except OSError as error:
         print(f"The server does not answer ({error}). Start it, or give another address.", file=sys.stderr)
         return 2
-    found: dict[str, Any] = {"commit": os.environ.get("NIGHTJAR_COMMIT") or commit(), "device": options.device, "rows": []}
+    found: dict[str, Any] = {
+        "commit": os.environ.get("NIGHTJAR_COMMIT") or commit(),
+        "device": options.device,
+        "rows": [],
+    }
     rows: list[Row] = found["rows"]
 
     def keep(row: Row) -> None:

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.stream_local`: a server that answers every speech with silence at once, to measure the clients' own delay.
+"""`python -m benchmarks.stream_local`: a server that answers every speech with silence at once, to measure
+the clients' own delay.
 
-It speaks what `benchmarks.stream_load` asks for: `POST /v1/audio/speech`, Cartesia's `/tts/websocket`, `/v1/models`, `/health`, `/metrics`.
+It speaks what `benchmarks.stream_load` asks for: `POST /v1/audio/speech`, Cartesia's `/tts/websocket`,
+`/v1/models`, `/health`, `/metrics`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def chunks_of(seconds: float) -> list[bytes]:
 
 
 class LocalServer:
-    """Answers on one event loop. `first_seconds` is the time to the first chunk, `slots` how many streams are taken at once."""
+    """Answers on one event loop. `first_seconds` is the time to the first chunk, `slots` how many streams
+    are taken at once."""
 
     def __init__(self, first_seconds: float = 0.0, chunk_seconds: float = 0.0, slots: int = 10_000) -> None:
         self.first_seconds, self.chunk_seconds, self.slots = first_seconds, chunk_seconds, slots
@@ -48,7 +51,10 @@ class LocalServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 method, path = head.split(maxsplit=2)[:2]
-                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head.split("\r\n")[1:])}
+                headers = {
+                    name.lower(): value.strip()
+                    for name, _, value in (line.partition(":") for line in head.split("\r\n")[1:])
+                }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if path.startswith("/tts/websocket"):
                     await self._websocket(headers, reader, writer)
@@ -63,11 +69,23 @@ class LocalServer:
             writer.close()
 
     def _page(self, path: str, writer: StreamWriter) -> None:
-        card = {"id": "local", "owned_by": "nightjar", "sample_rate": RATE, "capabilities": {"voices": ["calm"]}}
+        card = {
+            "id": "local",
+            "owned_by": "nightjar",
+            "sample_rate": RATE,
+            "capabilities": {"voices": ["calm"]},
+        }
         gauges = f"speech_server_running {self.running}\nspeech_server_waiting 0\nspeech_engine_batch_size {self.running}\n"
-        pages = {"/v1/models": json.dumps({"data": [card]}), "/metrics": gauges, "/health": '{"status": "ready"}'}
+        pages = {
+            "/v1/models": json.dumps({"data": [card]}),
+            "/metrics": gauges,
+            "/health": '{"status": "ready"}',
+        }
         content = pages.get(path, "").encode()
-        writer.write(f"HTTP/1.1 {200 if content else 404} -\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        writer.write(
+            f"HTTP/1.1 {200 if content else 404} -\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
 
     async def _speech(self, body: dict[str, Any], writer: StreamWriter) -> None:
         if self.running >= self.slots:
@@ -78,7 +96,9 @@ class LocalServer:
         try:
             pieces = chunks_of(body["max_seconds"])
             if body.get("stream"):
-                writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n")
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n"
+                )
                 for number, piece in enumerate(pieces):
                     await self._pause(number)
                     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -97,8 +117,17 @@ class LocalServer:
             await asyncio.sleep(seconds)
 
     async def _websocket(self, headers: dict[str, str], reader: StreamReader, writer: StreamWriter) -> None:
-        accept = base64.b64encode(hashlib.sha1(headers["sec-websocket-key"].encode() + _MAGIC).digest()).decode()
-        lines = ("HTTP/1.1 101 -", "Upgrade: websocket", "Connection: Upgrade", f"Sec-WebSocket-Accept: {accept}", "", "")
+        accept = base64.b64encode(
+            hashlib.sha1(headers["sec-websocket-key"].encode() + _MAGIC).digest()
+        ).decode()
+        lines = (
+            "HTTP/1.1 101 -",
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            f"Sec-WebSocket-Accept: {accept}",
+            "",
+            "",
+        )
         writer.write("\r\n".join(lines).encode())
         speaking: asyncio.Task[None] | None = None
         try:
@@ -118,7 +147,11 @@ class LocalServer:
             about = {"context_id": message["context_id"], "status_code": 206}
             for number, piece in enumerate(chunks_of(message["max_seconds"])):
                 await self._pause(number)
-                writer.write(_frame({"type": "chunk", "data": base64.b64encode(piece).decode(), "done": False, **about}))
+                writer.write(
+                    _frame(
+                        {"type": "chunk", "data": base64.b64encode(piece).decode(), "done": False, **about}
+                    )
+                )
                 await writer.drain()
             writer.write(_frame({"type": "done", "done": True, **about}))
             self.answered += 1
@@ -142,19 +175,29 @@ async def _message(reader: StreamReader) -> bytes:
 def _frame(message: dict[str, Any]) -> bytes:
     data = json.dumps(message).encode()
     count = len(data)
-    size = bytes([count]) if count < 126 else b"\x7e" + count.to_bytes(2, "big") if count < 65536 else b"\x7f" + count.to_bytes(8, "big")
+    size = (
+        bytes([count])
+        if count < 126
+        else b"\x7e" + count.to_bytes(2, "big")
+        if count < 65536
+        else b"\x7f" + count.to_bytes(8, "big")
+    )
     return b"\x81" + size + data
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    server = await LocalServer(options.first_ms / 1000, options.chunk_ms / 1000, options.slots).start(options.port)
+    server = await LocalServer(options.first_ms / 1000, options.chunk_ms / 1000, options.slots).start(
+        options.port
+    )
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     gc.disable()
     await server.serve_forever()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--first-ms", type=float, default=0.0, help="time to the first chunk")
     parser.add_argument("--chunk-ms", type=float, default=0.0, help="time to each further chunk")

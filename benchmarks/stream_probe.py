@@ -1,4 +1,5 @@
-"""Single requests to a streaming server: the first one after ready, and cancelled streams with the time until their slot is free."""
+"""Single requests to a streaming server: the first one after ready, and cancelled streams with the time
+until their slot is free."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from benchmarks.stream_client import CONNECTIONS, Address, fetch
 from benchmarks.stream_figures import percentiles_ms
 from benchmarks.stream_worker import BYTES_PER_SAMPLE, Plan, Player, request_body
 
-GAUGES = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
+GAUGES = (
+    "speech_server_running",
+    "speech_server_waiting",
+    "speech_engine_batch_size",
+    "speech_engine_waiting",
+)
 _IDLE_SECONDS = 10.0
 
 
@@ -33,8 +39,11 @@ async def left_over(address: Address, seconds: float = _IDLE_SECONDS) -> int:
         await asyncio.sleep(0.02)
 
 
-async def one_stream(plan: Plan, seconds: float, number: int = 0, stop_at: float | None = None) -> tuple[float | None, Player, str]:
-    """One stream on a connection of its own, broken off when `stop_at` seconds of audio came; its first PCM byte in seconds."""
+async def one_stream(
+    plan: Plan, seconds: float, number: int = 0, stop_at: float | None = None
+) -> tuple[float | None, Player, str]:
+    """One stream on a connection of its own, broken off when `stop_at` seconds of audio came; its first
+    PCM byte in seconds."""
     connection, player = CONNECTIONS[plan.protocol](Address(plan.url, plan.key)), Player()
     await connection.open()
 
@@ -52,7 +61,8 @@ async def one_stream(plan: Plan, seconds: float, number: int = 0, stop_at: float
 
 
 async def first_requests(plan: Plan, seconds: float, count: int = 6) -> dict[str, Any]:
-    """The first request of all, and the ones after it, one after the other: first PCM bytes in milliseconds."""
+    """The first request of all, and the ones after it, one after the other: first PCM bytes in
+    milliseconds."""
     found: list[float | None] = []
     for number in range(count):
         first, _, _ = await one_stream(plan, seconds, number)
@@ -61,8 +71,9 @@ async def first_requests(plan: Plan, seconds: float, count: int = 6) -> dict[str
 
 
 async def cancel_times(plan: Plan, count: int = 30, seconds: float = 8.0, seed: int = 1) -> dict[str, Any]:
-    """Streams that hang up at random points, a third of them before any audio: milliseconds until the gauges of the server and of its
-    engine are 0 again, as a client can see it; `poll_ms` is what one look takes."""
+    """Streams that hang up at random points, a third of them before any audio: milliseconds until the
+    gauges of the server and of its engine are 0 again, as a client can see it; `poll_ms` is what one look
+    takes."""
     chance, address = random.Random(seed), Address(plan.url, plan.key)
     server: list[float] = []
     engine: list[float] = []

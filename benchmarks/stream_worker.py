@@ -1,7 +1,8 @@
-"""One process of clients of `benchmarks.stream_load`. It reads its plan as a line of JSON, connects, and says `ready`; then it
-reads when to start, and writes what it heard as JSON.
+"""One process of clients of `benchmarks.stream_load`. It reads its plan as a line of JSON, connects, and
+says `ready`; then it reads when to start, and writes what it heard as JSON.
 
-Only the standard library is imported. Times are those of `time.monotonic`, which all processes of a host share.
+Only the standard library is imported. Times are those of `time.monotonic`, which all processes of a host
+share.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _BEFORE_AUDIO, _BEFORE_AUDIO_SECONDS = 0.3, 0.1
 
 @dataclass(slots=True)
 class Player:
-    """A listener's loudspeaker: it starts with the first audio and waits whenever there is none, as long as it must."""
+    """A listener's loudspeaker: it starts with the first audio and waits whenever there is none, as long
+    as it must."""
 
     began: float | None = None
     audio_seconds: float = 0.0
@@ -60,7 +62,8 @@ class Plan:
 
     url: str
     model: str
-    #: From when on, until when requests are sent, and when what is left is broken off. This and the span are after 0 until `starting`.
+    #: From when on, until when requests are sent, and when what is left is broken off. This and the span are
+    #: after 0 until `starting`.
     start: float
     stop: float
     end: float
@@ -82,7 +85,8 @@ class Plan:
     cancel: float = 0.0
     sample_rate: int = 24_000
     seed: int = 0
-    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in seconds too.
+    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in
+    #: seconds too.
     own: bool = True
     sized: bool = True
     #: Further fields of every request.
@@ -90,7 +94,9 @@ class Plan:
 
     def starting(self, at: float) -> Plan:
         """The plan with its times after `at`."""
-        moved = {name: getattr(self, name) + at for name in ("start", "stop", "end", "count_from", "count_until")}
+        moved = {
+            name: getattr(self, name) + at for name in ("start", "stop", "end", "count_from", "count_until")
+        }
         return replace(self, **moved)
 
 
@@ -107,7 +113,8 @@ class Heard:
     took: float = 0.0
     audio: float = 0.0
     underruns: list[float] = field(default_factory=list[float])
-    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan ("no audio in time" before any), or the code of a failure.
+    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan ("no audio in time" before any),
+    #: or the code of a failure.
     failure: str = "cut off"
 
 
@@ -131,11 +138,20 @@ def text_of(seconds: float, number: int) -> str:
 
 
 def request_body(plan: Plan, seconds: float, number: int, *, whole: bool = False) -> dict[str, Any]:
-    """What a request for a speech of a length says, in the plan's protocol; a whole utterance is asked for over HTTP."""
+    """What a request for a speech of a length says, in the plan's protocol; a whole utterance is asked for
+    over HTTP."""
     text = text_of(seconds, number)
     if plan.protocol == "websocket" and not whole:
-        body: dict[str, Any] = {"model_id": plan.model, "transcript": text, "continue": False, "language": "en", "max_buffer_delay_ms": 0}
-        body |= {"output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": plan.sample_rate}}
+        body: dict[str, Any] = {
+            "model_id": plan.model,
+            "transcript": text,
+            "continue": False,
+            "language": "en",
+            "max_buffer_delay_ms": 0,
+        }
+        body |= {
+            "output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": plan.sample_rate}
+        }
         body |= {"voice": {"mode": "id", "id": plan.voice}} if plan.voice else {}
     else:
         body = {"model": plan.model, "input": text, "response_format": "pcm", "stream": not whole}
@@ -164,7 +180,9 @@ class Clients:
     async def connect(self) -> None:
         """Opens the connections that the first streams need."""
         streams = self.plan.clients or max(round(self.plan.rate * 0.5), 1)
-        found = await asyncio.gather(*(self._connect() for _ in range(min(streams, 256))), return_exceptions=True)
+        found = await asyncio.gather(
+            *(self._connect() for _ in range(min(streams, 256))), return_exceptions=True
+        )
         self._idle[False] += [one for one in found if isinstance(one, Connection)]
 
     async def run(self, start: float) -> dict[str, Any]:

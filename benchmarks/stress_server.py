@@ -1,7 +1,9 @@
-"""`python -m benchmarks.stress_server`: a running server asked for three kinds of work at once, N connections each.
+"""`python -m benchmarks.stress_server`: a running server asked for three kinds of work at once, N
+connections each.
 
-Reports for each kind p50 and p99 of whole answers and of first bytes, failures by code and what was made in a second; the server's
-memory before, in the middle and after; and whether every slot is free at the end. Exit code 1 when a request failed or a slot is taken.
+Reports for each kind p50 and p99 of whole answers and of first bytes, failures by code and what was made
+in a second; the server's memory before, in the middle and after; and whether every slot is free at the
+end. Exit code 1 when a request failed or a slot is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from benchmarks.jobs import SENTENCES
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 _TEXT = {"temperature": 0.6, "top_k": 20}
-_AUDIO = {"mode": "text_audio", "phase": "text", "text_temperature": 0.6, "audio_temperature": 0.8, "audio_topk": 20}
+_AUDIO = {
+    "mode": "text_audio",
+    "phase": "text",
+    "text_temperature": 0.6,
+    "audio_temperature": 0.8,
+    "audio_topk": 20,
+}
 #: What each kind adds to a request.
 KINDS: dict[str, dict[str, Any]] = {
     "guided": {"temperature": 0.8, "top_k": 20, "vllm_xargs": {**_AUDIO, "cfg": 3.0}},
@@ -48,7 +56,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 #: What is asked of a server that writes text, and of one that only speaks.
 DIALOGUE_KINDS, VOICE_KINDS = ("guided", "audio", "text"), ("speech", "speech-stream", "speech-flac")
-_GAUGES = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
+_GAUGES = (
+    "speech_server_running",
+    "speech_server_waiting",
+    "speech_engine_batch_size",
+    "speech_engine_waiting",
+)
 _IDLE_SECONDS = 30.0
 
 
@@ -91,12 +104,18 @@ class Plan:
         if kind == "understanding":
             audio = {"data": _tone(1.0), "format": "wav"}
             messages.insert(0, {"role": "user", "content": [{"type": "input_audio", "input_audio": audio}]})
-        return {**common, "messages": messages, **({"max_tokens": self.max_tokens} if self.max_tokens else {})}
+        return {
+            **common,
+            "messages": messages,
+            **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
+        }
 
 
 def _tone(seconds: float, rate: int = 16_000) -> str:
     file = io.BytesIO()
-    soundfile.write(file, 0.3 * np.sin(np.arange(int(seconds * rate)) / 20), rate, format="WAV", subtype="PCM_16")
+    soundfile.write(
+        file, 0.3 * np.sin(np.arange(int(seconds * rate)) / 20), rate, format="WAV", subtype="PCM_16"
+    )
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -127,7 +146,10 @@ class Stress:
                     told.set()
 
         queues = {kind: list(range(self._plan.requests)) for kind in self._plan.kinds}
-        await asyncio.gather(tell(), *(work(kind, queues[kind]) for kind in self._plan.kinds for _ in range(self._plan.connections)))
+        await asyncio.gather(
+            tell(),
+            *(work(kind, queues[kind]) for kind in self._plan.kinds for _ in range(self._plan.connections)),
+        )
 
     async def _one(self, kind: str, number: int) -> None:
         result = self.results[kind]
@@ -154,7 +176,11 @@ class Stress:
     def _read(self, kind: str, number: int, data: bytes, result: Result) -> None:
         """Counts what an answer holds, and keeps some of its audio. Raises what makes it no answer."""
         if kind in VOICE_KINDS:
-            samples = np.frombuffer(data, "<i2") if kind == "speech-stream" else soundfile.read(io.BytesIO(data), dtype="int16")[0]
+            samples = (
+                np.frombuffer(data, "<i2")
+                if kind == "speech-stream"
+                else soundfile.read(io.BytesIO(data), dtype="int16")[0]
+            )
             result.audio_seconds += len(samples) / self._plan.sample_rate
             self._keep(kind, number, samples)
             return
@@ -178,21 +204,29 @@ class Stress:
         if plan.samples is not None and self._kept < plan.sample_count and random.random() < 0.2:
             self._kept += 1
             plan.samples.mkdir(parents=True, exist_ok=True)
-            soundfile.write(plan.samples / f"{kind}-{number:05d}.wav", samples, plan.sample_rate, subtype="PCM_16")
+            soundfile.write(
+                plan.samples / f"{kind}-{number:05d}.wav", samples, plan.sample_rate, subtype="PCM_16"
+            )
 
 
 async def gauges(client: httpx2.AsyncClient) -> dict[str, float]:
     """The server's own figures: its slots and its memory."""
     page = (await client.get("/metrics")).text
     names = (*_GAUGES, "process_resident_memory_bytes")
-    return {name: float(found[1]) for name in names if (found := re.search(rf"^{name} (\S+)$", page, re.MULTILINE))}
+    return {
+        name: float(found[1])
+        for name in names
+        if (found := re.search(rf"^{name} (\S+)$", page, re.MULTILINE))
+    }
 
 
 async def measure(url: str, key: str | None, plan_for: Callable[[dict[str, Any]], Plan]) -> dict[str, Any]:
     """The whole run as one JSON object."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=3600.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(
+        base_url=url, headers=headers, limits=limits, timeout=3600.0, trust_env=False
+    ) as client:
         try:
             card = (await client.get("/v1/models")).raise_for_status().json()["data"][0]
         except httpx2.HTTPError as error:
@@ -250,24 +284,54 @@ def _show(view: dict[str, Any]) -> None:
     for heading in ("kind", "ok", "failed", "p50 s", "p99 s", "first p50 s", "tokens/s", "audio s/s"):
         table.add_column(heading)
     for kind, row in view["kinds"].items():
-        names = ("ok", "failed", "p50_seconds", "p99_seconds", "first_p50_seconds", "tokens_per_second", "audio_seconds_per_second")
+        names = (
+            "ok",
+            "failed",
+            "p50_seconds",
+            "p99_seconds",
+            "first_p50_seconds",
+            "tokens_per_second",
+            "audio_seconds_per_second",
+        )
         table.add_row(kind, *(str(row[name]) for name in names))
     console = Console(width=140)
     console.print(table)
     memory = ", ".join(f"{when} {size / 1e6:.0f} MB" for when, size in view["memory_bytes"].items())
-    console.print(f"memory: {memory}; slots taken at the end: {sum(view['slots_taken_at_the_end'].values()):.0f}")
+    console.print(
+        f"memory: {memory}; slots taken at the end: {sum(view['slots_taken_at_the_end'].values()):.0f}"
+    )
 
 
 @click.command()
 @click.option("--server", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
-@click.option("--connections", default=128, show_default=True, type=click.IntRange(min=1), help="Connections of each kind.")
-@click.option("--requests", type=click.IntRange(min=1), help="Requests of each kind. [default: twice the connections]")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="What is asked; may be given more than once.")
+@click.option(
+    "--connections",
+    default=128,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Connections of each kind.",
+)
+@click.option(
+    "--requests", type=click.IntRange(min=1), help="Requests of each kind. [default: twice the connections]"
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(list(KINDS)),
+    help="What is asked; may be given more than once.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer of a dialogue.")
 @click.option("--max-seconds", type=click.FloatRange(min=0, min_open=True), help="Longest audio.")
 @click.option("--samples", type=click.Path(path_type=Path), help="Folder for some of the WAVs.")
 @click.option("--sample-count", default=12, show_default=True, help="How many of them.")
-@click.option("--to", type=click.Path(path_type=Path), default=RESULTS / "stress_server.json", show_default=True, help="JSON of the run.")
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    default=RESULTS / "stress_server.json",
+    show_default=True,
+    help="JSON of the run.",
+)
 def main(
     server: str,
     connections: int,
@@ -286,7 +350,18 @@ def main(
         chosen = kinds or (DIALOGUE_KINDS if able["text_out"] else VOICE_KINDS)
         voice = next(iter(able["voices"]), None)
         asked = requests or 2 * connections
-        return Plan(card["id"], card["sample_rate"], voice, chosen, connections, asked, max_tokens, max_seconds, samples, sample_count)
+        return Plan(
+            card["id"],
+            card["sample_rate"],
+            voice,
+            chosen,
+            connections,
+            asked,
+            max_tokens,
+            max_seconds,
+            samples,
+            sample_count,
+        )
 
     view = asyncio.run(measure(server.rstrip("/"), os.environ.get("SPEECH_SERVE__API_KEY"), plan_for))
     _show(view)

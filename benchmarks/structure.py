@@ -1,10 +1,12 @@
-"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings, commands, options of `run`),
-Protocols, small files, circles of imports, imports upward; with `--item MODEL` also the path of an item.
+"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings,
+commands, options of `run`), Protocols, small files, circles of imports, imports upward; with
+`--item MODEL` also the path of an item.
 
 Tokens are Python's, without comments, line ends and indentation.
 
-A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles` also follow
-imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order of the rooms.
+A circle is a group of modules that reach each other by imports which run when a module is imported;
+`deferred circles` also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither.
+An import upward breaks the order of the rooms.
 """
 
 from __future__ import annotations
@@ -60,13 +62,17 @@ def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, b
             elif isinstance(child, ast.ImportFrom):
                 above = package[: len(package) - child.level + 1] if child.level else []
                 base = ".".join([*above, *filter(None, [child.module])])
-                # `from package import module` needs the module, `from module import name` the one that has the name.
+                # `from package import module` needs the module, `from module import name` the one that has
+                # the name.
                 names = [f"{base}.{alias.name}" for alias in child.names]
                 yield from ((name if name in modules else base, at_import) for name in names)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from (found for other in child.orelse for found in walk(other, at_import))
             else:
-                yield from walk(child, at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+                yield from walk(
+                    child,
+                    at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
+                )
 
     found = walk(ast.parse(path.read_text(encoding="utf-8")), True)
     yield from ((name, at_import) for name, at_import in found if name in modules and name != module)
@@ -75,7 +81,9 @@ def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, b
 def circles(edges: Edges) -> list[list[str]]:
     """Groups of two modules or more that reach each other."""
     reached = {module: _reached(module, edges) for module in edges}
-    groups = {tuple(sorted(other for other in reached[module] if module in reached[other])) for module in edges}
+    groups = {
+        tuple(sorted(other for other in reached[module] if module in reached[other])) for module in edges
+    }
     return sorted(list(group) for group in groups if len(group) > 1)
 
 
@@ -99,15 +107,26 @@ def count_tokens(path: Path) -> int:
 
 def count_protocols(path: Path) -> int:
     """Classes that have `Protocol`, or a `Protocol[...]`, among their bases."""
-    classes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
-    return sum(any(ast.unparse(base).partition("[")[0] == "Protocol" for base in one.bases) for one in classes)
+    classes = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return sum(
+        any(ast.unparse(base).partition("[")[0] == "Protocol" for base in one.bases) for one in classes
+    )
 
 
 def count_settings(model: Any) -> int:
-    """The keys that a user can set: those of nested groups, and of one entry of a mapping of groups (`schedules`), included."""
+    """The keys that a user can set: those of nested groups, and of one entry of a mapping of groups
+    (`schedules`), included."""
     count = 0
     for field in model.model_fields.values():
-        groups = [one for one in (field.annotation, *typing.get_args(field.annotation)) if hasattr(one, "model_fields")]
+        groups = [
+            one
+            for one in (field.annotation, *typing.get_args(field.annotation))
+            if hasattr(one, "model_fields")
+        ]
         count += count_settings(groups[0]) if groups else 1
     return count
 
@@ -122,7 +141,10 @@ def surface() -> dict[str, int]:
     def commands(command: click.Command) -> int:
         return sum(map(commands, command.commands.values())) if isinstance(command, click.Group) else 1
 
-    leaves = [getattr(importlib.import_module(f"jobs.cli.{module}"), function) for module, function, _ in command_line.COMMANDS.values()]
+    leaves = [
+        getattr(importlib.import_module(f"jobs.cli.{module}"), function)
+        for module, function, _ in command_line.COMMANDS.values()
+    ]
     run = command_line.cli.get_command(click.Context(command_line.cli), "run")
     assert run is not None
     return {
@@ -134,7 +156,9 @@ def surface() -> dict[str, int]:
 
 def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
     """Files, lines, and the files that are small or large."""
-    lines = {str(path.relative_to(tree)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    lines = {
+        str(path.relative_to(tree)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths
+    }
     small = [path for path, count in lines.items() if count <= SMALL]
     return {
         "tokens": sum(map(count_tokens, paths)),
@@ -159,7 +183,10 @@ def measure(tree: Path) -> dict[str, Any]:
                 at_import[name].add(other)
     pairs = [(name, other) for name in sorted(anywhere) for other in sorted(anywhere[name])]
     groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
-    chosen = {name: [path for module, path in modules.items() if room_of(module) in rooms] for name, rooms in groups.items()}
+    chosen = {
+        name: [path for module, path in modules.items() if room_of(module) in rooms]
+        for name, rooms in groups.items()
+    }
 
     def told(wanted: Any) -> list[str]:
         return [f"{name} -> {other}" for name, other in pairs if wanted(name, other)]
@@ -169,21 +196,46 @@ def measure(tree: Path) -> dict[str, Any]:
         "circles": circles(at_import),
         "deferred_circles": circles(anywhere),
         "imports_upward": told(lambda name, other: ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))),
-        "tests_importing_benchmarks": told(lambda name, other: (room_of(name), room_of(other)) == ("tests", "benchmarks")),
-        "imports_of_jobs_cli": told(lambda name, other: other.startswith("jobs.cli") and not name.startswith(("jobs.cli", "tests"))),
+        "tests_importing_benchmarks": told(
+            lambda name, other: (room_of(name), room_of(other)) == ("tests", "benchmarks")
+        ),
+        "imports_of_jobs_cli": told(
+            lambda name, other: other.startswith("jobs.cli") and not name.startswith(("jobs.cli", "tests"))
+        ),
     }
 
 
 @click.command()
-@click.option("--tree", default=ROOT, type=click.Path(exists=True, file_okay=False, path_type=Path), help="The checkout to look at.")
-@click.option("--item", "models", multiple=True, help="Also trace an item of this model or checkpoint folder; may be repeated.")
+@click.option(
+    "--tree",
+    default=ROOT,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The checkout to look at.",
+)
+@click.option(
+    "--item",
+    "models",
+    multiple=True,
+    help="Also trace an item of this model or checkpoint folder; may be repeated.",
+)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
 def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
-    """Prints the shape of the tree. What a user meets and the path of an item are those of the code that runs this."""
+    """Prints the shape of the tree. What a user meets and the path of an item are those of the code that
+    runs this."""
     found = measure(tree)
     found |= {"surface": surface(), "items": [item_path.measure(model, runs=1) for model in models]}
     table = Table(title="Python files by room")
-    for heading in ("room", "tokens", "Protocols", "files", "lines", "median", f"<= {SMALL} lines", "without __init__", f"> {LARGE} lines"):
+    for heading in (
+        "room",
+        "tokens",
+        "Protocols",
+        "files",
+        "lines",
+        "median",
+        f"<= {SMALL} lines",
+        "without __init__",
+        f"> {LARGE} lines",
+    ):
         table.add_column(heading)
     for room, row in found["rooms"].items():
         counts = (
@@ -196,7 +248,9 @@ def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
             len(row["small_modules"]),
             len(row["large_files"]),
         )
-        table.add_row(room, *(f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts))
+        table.add_row(
+            room, *(f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts)
+        )
     console = Console(width=140)
     console.print(table)
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))

@@ -42,7 +42,9 @@ H200 = roofline.DEVICES[0]
         (512, 1500, 20690, 1675, 22365),
     ],
 )
-def test_floors_are_those_of_the_published_roofline(rows: int, context: int, talker: int, predictor: int, frame: int) -> None:
+def test_floors_are_those_of_the_published_roofline(
+    rows: int, context: int, talker: int, predictor: int, frame: int
+) -> None:
     floor = roofline.frame_floor("0b6", rows, context, H200)
     assert round(1e6 * max(floor.talker_read, floor.talker_compute)) == talker
     assert round(1e6 * max(floor.predictor_read, floor.predictor_compute)) == predictor
@@ -105,7 +107,14 @@ ROWS = [
     {**WHOLE, "audio_s_per_s": 2000.0, "frames_per_s": 25000.0, "ms_per_frame": 20.48}
     | {"floor_ms": 9.2, "floor_share": 0.449, "spread": 0.02, "peak_gib": 27.5},
     {**WHOLE, "reproducible": True, "audio_s_per_s": 1500.0, "frames_per_s": 18750.0, "ms_per_frame": 27.3},
-    {"size": "", "part": "codec", "us_per_frame": 13.0, "ms_per_frame": 0.013, "audio_s_per_s": 6154.0, "frames_per_s": 76923.0},
+    {
+        "size": "",
+        "part": "codec",
+        "us_per_frame": 13.0,
+        "ms_per_frame": 0.013,
+        "audio_s_per_s": 6154.0,
+        "frames_per_s": 76923.0,
+    },
 ]
 
 
@@ -154,7 +163,15 @@ def samples(growth: float, frames: list[int]) -> list[dict[str, float]]:
     ]
 
 
-END = {"utterances": 100, "wrong": 0, "drained": True, "free_slots": 8, "free_pages": 16, "distinct_probes": 1, "reproducible": True}
+END = {
+    "utterances": 100,
+    "wrong": 0,
+    "drained": True,
+    "free_slots": 8,
+    "free_pages": 16,
+    "distinct_probes": 1,
+    "reproducible": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +179,12 @@ END = {"utterances": 100, "wrong": 0, "drained": True, "free_slots": 8, "free_pa
     [
         (0.0, [100 * at for at in range(12)], {}, ""),
         (20.0, [100 * at for at in range(12)], {}, "the device's memory grew"),
-        (0.0, [0, 100, 200, 300, 400, 500, 600, 700, 800, 850, 900, 950], {}, "the last third ran at 50% of the first"),
+        (
+            0.0,
+            [0, 100, 200, 300, 400, 500, 600, 700, 800, 850, 900, 950],
+            {},
+            "the last third ran at 50% of the first",
+        ),
         (0.0, [100 * at for at in range(12)], {"free_pages": 15}, "1 pages are lost"),
         (0.0, [100 * at for at in range(12)], {"free_slots": 7}, "1 slots are lost"),
         (0.0, [100 * at for at in range(12)], {"wrong": 2}, "2 utterances were wrong"),
@@ -195,7 +217,9 @@ def test_summary_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "lm_gpu.json").write_text(
         json.dumps({"device": "NVIDIA H200", "frames": [{"model": "0.6b", "rows": 128, "best_ms": 5.55}]})
     )
-    (tmp_path / "bits.json").write_text(json.dumps({"same_bits": False, "requests": 9, "differ_alone": ["3"]}))
+    (tmp_path / "bits.json").write_text(
+        json.dumps({"same_bits": False, "requests": 9, "differ_alone": ["3"]})
+    )
     (tmp_path / "soak.json").write_text("{")
     shown = "\n".join(gpu_session.summary(tmp_path))
     assert "5.55 ms     1.88    34%" in shown
@@ -217,9 +241,17 @@ def test_the_codecs_stage_is_measured_both_ways(tmp_path: Path, monkeypatch: pyt
     assert codec_stage.main() == 0
     rows = json.loads(found.read_text())["rows"]
     ways = {(row["way"], row["front"], row["lengths"]) for row in rows if row["part"] == "host to host"}
-    assert ways == {(way, front, lengths) for way in ("gathered", "4x4") for front in ("plain", "fused") for lengths in ("equal", "mixed")}
+    assert ways == {
+        (way, front, lengths)
+        for way in ("gathered", "4x4")
+        for front in ("plain", "fused")
+        for lengths in ("equal", "mixed")
+    }
     assert all(row["wrong_lengths"] == 0 for row in rows if row["part"] == "host to host")
-    assert [(row["way"], row["front"]) for row in rows if row["part"] == "step"] == [("4x4", "plain"), ("4x4", "fused")]
+    assert [(row["way"], row["front"]) for row in rows if row["part"] == "step"] == [
+        ("4x4", "plain"),
+        ("4x4", "fused"),
+    ]
     errors = {row["way"]: row["relative_rms"] for row in rows if row["part"] == "error"}
     assert len(errors) == 5
     assert max(errors.values()) < 1e-4, "in float32 all ways are one"
@@ -267,9 +299,7 @@ def test_processor_time_of_a_span_is_read_between_readings() -> None:
 
 
 def test_samples_of_threads_become_shares() -> None:
-    raw = (
-        "thread (0x1): engine;run (a.py:1);step (a.py:2) 60\nthread (0x1): engine;run (a.py:1) 20\nthread (0x2): writer-0;put (b.py:3) 5\n"
-    )
+    raw = "thread (0x1): engine;run (a.py:1);step (a.py:2) 60\nthread (0x1): engine;run (a.py:1) 20\nthread (0x2): writer-0;put (b.py:3) 5\n"
     found = process_profile.summary(raw, 100)
     assert found["engine"] == {"share": 0.8, "functions": {"step (a.py:2)": 0.6, "run (a.py:1)": 0.2}}
     assert found["writer-0"]["share"] == 0.05
@@ -277,12 +307,16 @@ def test_samples_of_threads_become_shares() -> None:
 
 @pytest.mark.parametrize(("rows", "measured"), [(128, 5.55), (256, 7.06), (384, 8.94), (512, 10.47)])
 def test_a_predicted_frame_is_what_was_measured_of_qwen3_tts(rows: int, measured: float) -> None:
-    assert roofline.frame_ms(roofline.qwen3_frame("0b6"), rows, 300, H200) == pytest.approx(measured, rel=0.04)
+    assert roofline.frame_ms(roofline.qwen3_frame("0b6"), rows, 300, H200) == pytest.approx(
+        measured, rel=0.04
+    )
 
 
 def test_a_prediction_adds_up() -> None:
     found = roofline.predicted(roofline.SPARK, 512, H200)
     assert found["step"] == pytest.approx(1.1 * (found["frame"] + found["prefill"] + found["codec"]))
     assert found["audio_s_per_s"] == pytest.approx(1000 * 512 / 50 / found["step"])
-    kept, whole = (roofline.predicted(load, 256, H200) for load in (roofline.FISH, roofline.FISH_NOTHING_KEPT))
+    kept, whole = (
+        roofline.predicted(load, 256, H200) for load in (roofline.FISH, roofline.FISH_NOTHING_KEPT)
+    )
     assert kept["prefill"] < whole["prefill"]

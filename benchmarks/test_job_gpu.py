@@ -1,4 +1,5 @@
-"""What the rows of a job on several GPUs say: faults and what they cost, what was in use, and which part of a host is full."""
+"""What the rows of a job on several GPUs say: faults and what they cost, what was in use, and which part
+of a host is full."""
 
 from __future__ import annotations
 
@@ -17,20 +18,41 @@ from benchmarks.job_paths import Made
 from benchmarks.process_use import Process, ProcessUse
 from benchmarks.saturation import shares, verdict
 
-ROW: dict[str, Any] = {"gpus": 2, "gpu_busy_nvml": [0.9, 0.8, 0.0], "cpu_cores": 6.0, "busiest_thread_of": {"worker run": 0.4}}
+ROW: dict[str, Any] = {
+    "gpus": 2,
+    "gpu_busy_nvml": [0.9, 0.8, 0.0],
+    "cpu_cores": 6.0,
+    "busiest_thread_of": {"worker run": 0.4},
+}
 
 
 def test_every_item_of_a_job_with_faults_is_done_once_with_the_bytes_of_the_job_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine is killed, and a GPU is gone as far as a CPU can tell. Commits are small, so that both happen while items are left."""
+    """An engine is killed, and a GPU is gone as far as a CPU can tell. Commits are small, so that both
+    happen while items are left."""
     for name, value in (("RESTART_SECONDS", "0.5"), ("COMMIT_ITEMS", "4"), ("COMMIT_SECONDS", "0.1")):
         monkeypatch.setenv(f"NIGHTJAR_TIMES__{name}", value)
     path = tmp_path / "job.json"
-    asked = ["--device", "cpu", "--tiny", "--items", "150", "--paths", "--gpus", "2", "--faults", "--fault-noticed", "--skip-engine"]
+    asked = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--items",
+        "150",
+        "--paths",
+        "--gpus",
+        "2",
+        "--faults",
+        "--fault-noticed",
+        "--skip-engine",
+    ]
     assert job_gpu.main([*asked, "--folder", str(tmp_path), "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
-    assert [(fault["gpu"], fault["what"]) for fault in row["faults"]] == [("0", "its engine was killed"), ("1", "it was hidden")]
+    assert [(fault["gpu"], fault["what"]) for fault in row["faults"]] == [
+        ("0", "its engine was killed"),
+        ("1", "it was hidden"),
+    ]
     assert (row["items"], row["done"], row["failed"], row["other_bytes"]) == (150, 150, 0, 0)
     assert (row["read_back"], row["missing_objects"], row["wrong_objects"]) == (150, 0, 0)
     assert (row["nothing_lost"], row["noticed"]) == (True, True)
@@ -41,7 +63,10 @@ def test_a_part_without_time_is_left_out_and_the_rows_are_kept(tmp_path: Path) -
     asked = ["--device", "cpu", "--tiny", "--minutes", "0.1", "--folder", str(tmp_path), "--json", str(path)]
     assert job_gpu.main(asked) == 0
     found = json.loads(path.read_text())
-    assert (found["rows"], found["left_out"]) == ([], ["checkpoint tiny", "engine tiny 1", "folder tiny 1 off"])
+    assert (found["rows"], found["left_out"]) == (
+        [],
+        ["checkpoint tiny", "engine tiny 1", "folder tiny 1 off"],
+    )
 
 
 def test_what_differs_between_two_jobs() -> None:
@@ -54,7 +79,12 @@ def test_what_is_lost_in_a_store_is_seen() -> None:
     objects = {n: (f"key {n}", hashlib.sha256(b"%d" % n).hexdigest()) for n in range(5)}
     keys = {key for key, _ in objects.values()}
     read = lambda key: b"0" if key == "key 4" else key.removeprefix("key ").encode()  # noqa: E731
-    assert job_faults.checked(objects, keys, read) == {"missing_objects": 0, "orphans": 0, "read_back": 5, "wrong_objects": 1}
+    assert job_faults.checked(objects, keys, read) == {
+        "missing_objects": 0,
+        "orphans": 0,
+        "read_back": 5,
+        "wrong_objects": 1,
+    }
     found = job_faults.checked(objects, keys - {"key 4"} | {"orphan"}, read)
     assert found == {"missing_objects": 1, "orphans": 1, "read_back": 4, "wrong_objects": 0}
 
@@ -67,7 +97,14 @@ def test_nothing_is_lost_only_if_both_faults_came_and_all_is_there(tmp_path: Pat
     row = job_faults.found_of(made, made, 2, faults) | {"missing_objects": 0, "wrong_objects": 0}
     assert job_faults.nothing_lost(row)
     assert row["quarantined_s"] == 30.0
-    for wrong in ({"done": 1}, {"items": 3}, {"failed": 1}, {"other_bytes": 1}, {"missing_objects": 1}, {"faults": faults.happened[:1]}):
+    for wrong in (
+        {"done": 1},
+        {"items": 3},
+        {"failed": 1},
+        {"other_bytes": 1},
+        {"missing_objects": 1},
+        {"faults": faults.happened[:1]},
+    ):
         assert not job_faults.nothing_lost(row | wrong)
 
 
@@ -87,7 +124,11 @@ def test_a_gpu_is_hidden_from_the_voices_of_a_folder(tmp_path: Path, monkeypatch
 
 def test_the_part_that_is_full_is_named() -> None:
     found = shares(ROW, 8, 1000.0)
-    assert list(found.items()) == [("the GPUs", pytest.approx(0.85)), ("all cores", 0.75), ("one thread of worker run", 0.4)]
+    assert list(found.items()) == [
+        ("the GPUs", pytest.approx(0.85)),
+        ("all cores", 0.75),
+        ("one thread of worker run", 0.4),
+    ]
     assert verdict(found) == "Nothing is full; the closest is the GPUs (85%)."
     services = {"services_cores": {"weed": 2.0}, "services_busiest_thread_of": {"postgres": 0.95}}
     row = ROW | services | {"disk_mb_per_s": 500.0, "waited_for": {"cpu": 1.0, "io": 0.3, "memory": 0.0}}
@@ -121,7 +162,10 @@ def test_this_host_and_this_process_are_read() -> None:
 
 
 def test_the_busiest_thread_and_the_memory_of_a_process() -> None:
-    threads = {7: Process(7, "worker", [(10.0, 0.0), (12.0, 1.8)]), 8: Process(8, "worker", [(10.0, 0.0), (12.0, 0.2)])}
+    threads = {
+        7: Process(7, "worker", [(10.0, 0.0), (12.0, 1.8)]),
+        8: Process(8, "worker", [(10.0, 0.0), (12.0, 0.2)]),
+    }
     process = Process(1, "worker", [], [(10.0, 5, 1), (11.0, 7, 1)], threads)
     assert process.busiest_thread(10.0, 12.0) == pytest.approx(0.9)
     assert [process.bytes_at(when) for when in (9.0, 10.5, 12.0, 14.0)] == [(0, 0), (5, 1), (7, 1), (0, 0)]
@@ -142,10 +186,19 @@ def test_rows_are_compared_with_one_gpu_and_with_the_engine() -> None:
 def test_parts_of_one_result_are_put_together(tmp_path: Path) -> None:
     row = {"path": "folder", "size": "0b6", "gpus": 1, "slots": 512}
     part = {"commit": "c", "device": "d", "cores": 128, "faults": {}, "left_out": [], "rows": [row]}
-    other = part | {"faults": {"s3 1b7": "Traceback"}, "left_out": ["engine 1b7 8"], "rows": [row | {"size": "1b7"}], "checkpoint_1b7": {}}
+    other = part | {
+        "faults": {"s3 1b7": "Traceback"},
+        "left_out": ["engine 1b7 8"],
+        "rows": [row | {"size": "1b7"}],
+        "checkpoint_1b7": {},
+    }
     whole = job_rows.merged([part, other])
     assert [one["size"] for one in whole["rows"]] == ["0b6", "1b7"]
-    assert (whole["faults"], whole["left_out"], whole["checkpoint_1b7"]) == ({"s3 1b7": "Traceback"}, ["engine 1b7 8"], {})
+    assert (whole["faults"], whole["left_out"], whole["checkpoint_1b7"]) == (
+        {"s3 1b7": "Traceback"},
+        ["engine 1b7 8"],
+        {},
+    )
     with pytest.raises(ValueError, match="commit"):
         job_rows.merged([part, other | {"commit": "e"}])
 

@@ -1,4 +1,5 @@
-"""A job on a GPU: the engine alone, a job into a folder and one through services, their rates, and the planted lengths of their speech."""
+"""A job on a GPU: the engine alone, a job into a folder and one through services, their rates, and the
+planted lengths of their speech."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from pipelines.request import Done, Event, Failed, Speech
 
 
 def test_a_jobs_rate_leaves_out_the_ramp_and_the_tail() -> None:
-    # Two slots: 4 items are the ramp and the last 3 the tail. Commits of one item a second, of 2 s of audio, but for a slow start.
+    # Two slots: 4 items are the ramp and the last 3 the tail. Commits of one item a second, of 2 s of audio,
+    # but for a slow start.
     commits = [job_gpu.Commit(10.0, 3, 6.0)] + [job_gpu.Commit(20.0 + at, 1, 2.0) for at in range(10)]
     found = job_gpu.steady(commits, 2)
     assert (found["since"], found["until"]) == (20.0, 26.0)
@@ -34,7 +36,20 @@ def test_planted_texts_say_their_frames_and_are_as_long_as_their_speech() -> Non
 
 def test_a_job_runs_beside_the_engine_into_a_folder_and_through_services(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
-    asked = ["--device", "cpu", "--tiny", "--items", "40", "--paths", "folder", "s3", "--folder", str(tmp_path), "--json", str(path)]
+    asked = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--items",
+        "40",
+        "--paths",
+        "folder",
+        "s3",
+        "--folder",
+        str(tmp_path),
+        "--json",
+        str(path),
+    ]
     assert job_gpu.main(asked) == 0
     engine, *jobs = json.loads(path.read_text())["rows"]
     assert engine["engine_audio_s_per_s"] > 0
@@ -63,12 +78,41 @@ def test_planted_audio_is_as_long_as_what_it_replaces() -> None:
 def test_table_of_jobs_leaves_out_what_a_row_has_not() -> None:
     rows = [
         {"path": "engine", "size": "0b6", "gpus": 2, "slots": 512, "engine_audio_s_per_s": 4800.0},
-        {"path": "folder", "size": "0b6", "gpus": 2, "slots": 512, "qa": "off", "start": "warm", "job_audio_s_per_s": 4560.0}
-        | {"engine_audio_s_per_s": 4800.0, "share": 0.95, "times_one_gpu": 1.97, "first_audio_s": 8.04, "cpu_cores": 6.5, "failed": 0},
+        {
+            "path": "folder",
+            "size": "0b6",
+            "gpus": 2,
+            "slots": 512,
+            "qa": "off",
+            "start": "warm",
+            "job_audio_s_per_s": 4560.0,
+        }
+        | {
+            "engine_audio_s_per_s": 4800.0,
+            "share": 0.95,
+            "times_one_gpu": 1.97,
+            "first_audio_s": 8.04,
+            "cpu_cores": 6.5,
+            "failed": 0,
+        },
     ]
     shown = job_gpu.table(rows).splitlines()
     assert shown[1].split() == ["engine", "0b6", "2", "512", "4,800"]
-    assert shown[2].split() == ["folder", "0b6", "2", "512", "off", "warm", "4,560", "4,800", "95%", "1.97", "8.0", "6.50", "0"]
+    assert shown[2].split() == [
+        "folder",
+        "0b6",
+        "2",
+        "512",
+        "off",
+        "warm",
+        "4,560",
+        "4,800",
+        "95%",
+        "1.97",
+        "8.0",
+        "6.50",
+        "0",
+    ]
 
 
 def test_slots_of_a_job_are_those_that_its_worker_names() -> None:

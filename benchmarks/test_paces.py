@@ -44,8 +44,14 @@ class TestCalibration:
 
     def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def paces(texts: list[str]) -> tuple[Pace, ...]:
-            lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
-            made = [AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
+            lines = [
+                msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]})
+                for n, text in enumerate(texts)
+            ]
+            made = [
+                AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0)
+                for n, line in enumerate(lines)
+            ]
             monkeypatch.setattr("benchmarks.paces.audio_items", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             unused: Any = None

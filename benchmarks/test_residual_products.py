@@ -16,7 +16,9 @@ from benchmarks.residual_products import Product, table
 from kernels.layers import rms_norm
 
 
-def added_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, pdl: bool = False) -> Tensor:
+def added_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, pdl: bool = False
+) -> Tensor:
     """The twin of `kernels.lm_triton.add_norm`."""
     return out.copy_(rms_norm(x if y is None else x.add_(y), weight, eps))
 
@@ -40,6 +42,16 @@ def test_all_that_is_timed_adds_the_same_products(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_table_has_a_line_for_each_product_that_was_timed() -> None:
-    row = {"part": "products", "rows": 512, "product": "O 0.6B", "cut": None, "needed": 32, "cublas": 9.1, "split_4": 6.0}
+    row = {
+        "part": "products",
+        "rows": 512,
+        "product": "O 0.6B",
+        "cut": None,
+        "needed": 32,
+        "cublas": 9.1,
+        "split_4": 6.0,
+    }
     lines = table([{"part": "check"}, row, row | {"cut": 4}]).splitlines()[1:]
-    assert [line.split() for line in lines] == [["512", "O", "0.6B", cut, "32", "9.10", "6.00"] for cut in ("-", "4")]
+    assert [line.split() for line in lines] == [
+        ["512", "O", "0.6B", cut, "32", "9.10", "6.00"] for cut in ("-", "4")
+    ]

@@ -1,4 +1,5 @@
-"""Models that both engines can run, measured on a CPU from small checkpoints: what is measured of each, not how fast it is."""
+"""Models that both engines can run, measured on a CPU from small checkpoints: what is measured of each,
+not how fast it is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import pytest
 from benchmarks import engine_agreement, family_lines, fish_speech
 from benchmarks.speech_load import first_chunks, recording, spoken_request
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import AudioChunk, Done, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    Failed,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    Speech,
+    SynthesisRequest,
+)
 
 
 def found_in(path: Path) -> dict[str, Any]:
@@ -30,7 +41,9 @@ def test_fish_on_the_native_engine_beside_its_plain_loop(tmp_path: Path) -> None
     speech = [row for row in found["rows"] if row["part"] == "speech, end to end"]
     assert [(row["engine"], row["slots"]) for row in speech] == [("native", 1), ("native", 2)]
     assert speech[1]["audio_s_per_s"] > 0
-    assert {"frame alone", "frame, graph", "LM alone", "plain loop, end to end"} <= {row["part"] for row in found["rows"]}
+    assert {"frame alone", "frame, graph", "LM alone", "plain loop, end to end"} <= {
+        row["part"] for row in found["rows"]
+    }
 
 
 def test_a_recording_is_a_wav_file_of_its_length() -> None:
@@ -47,7 +60,9 @@ class Scripted:
         self.kept: list[OnEvent] = []
         self.started: list[int] = []
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         assert isinstance(request, SynthesisRequest)
         self.at_once += 1
         self.started.append(request.seed)
@@ -86,7 +101,12 @@ def test_first_chunks_are_waited_for_with_so_many_streams_at_once() -> None:
 
 def test_the_executor_of_a_cpu_agrees_with_plain_frames(tmp_path: Path) -> None:
     path = tmp_path / "agreement.json"
-    assert engine_agreement.main(["--device", "cpu", "--tiny", "--models", "spark,fish", "--rows", "2", "--json", str(path)]) == 0
+    assert (
+        engine_agreement.main(
+            ["--device", "cpu", "--tiny", "--models", "spark,fish", "--rows", "2", "--json", str(path)]
+        )
+        == 0
+    )
     rows = found_in(path)["rows"]
     assert [row["model"] for row in rows] == ["spark", "fish"]
     for row in rows:
@@ -94,7 +114,9 @@ def test_the_executor_of_a_cpu_agrees_with_plain_frames(tmp_path: Path) -> None:
         assert row["error"] == pytest.approx(row["plain_error"]), "the eager executor is the plain frame"
 
 
-def test_keys_that_are_too_far_from_plain_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_too_far_from_plain_ones_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = engine_agreement.frame_of
     calls: list[int] = []
 
@@ -105,7 +127,17 @@ def test_keys_that_are_too_far_from_plain_ones_are_told(tmp_path: Path, monkeypa
         return engine_agreement.Made(made.kept + 1, made.codes) if len(calls) == 3 else made
 
     monkeypatch.setattr(engine_agreement, "frame_of", wrong)
-    asked = ["--device", "cpu", "--tiny", "--models", "spark", "--rows", "1", "--json", str(tmp_path / "agreement.json")]
+    asked = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--models",
+        "spark",
+        "--rows",
+        "1",
+        "--json",
+        str(tmp_path / "agreement.json"),
+    ]
     assert engine_agreement.main(asked) == 1
 
 

@@ -1,4 +1,5 @@
-"""The load generator of streams: its arithmetic with a fake clock, its parsers at every cut, and whole runs on this host."""
+"""The load generator of streams: its arithmetic with a fake clock, its parsers at every cut, and whole
+runs on this host."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def fed(data: bytes, cuts: list[int]) -> tuple[AnswerParser, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "content"), [(CHUNKED, 200, b"ab\r\nc\x00\x01\x020123456789"), (COUNTED, 429, b"ab\r\n\r\nc")]
+    ("answer", "status", "content"),
+    [(CHUNKED, 200, b"ab\r\nc\x00\x01\x020123456789"), (COUNTED, 429, b"ab\r\n\r\nc")],
 )
 def test_an_answer_is_the_same_wherever_it_is_cut(answer: bytes, status: int, content: bytes) -> None:
     chance = random.Random(3)
@@ -127,7 +129,16 @@ def test_texts_are_one_sentence_as_long_as_their_speech() -> None:
 
 
 def heard(sent: float, **more: Any) -> dict[str, Any]:
-    found = {"sent": sent, "late": 0.0, "batch": False, "asked_audio": 4.0, "first": 0.02, "took": 1.0, "audio": 4.0, "underruns": []}
+    found = {
+        "sent": sent,
+        "late": 0.0,
+        "batch": False,
+        "asked_audio": 4.0,
+        "first": 0.02,
+        "took": 1.0,
+        "audio": 4.0,
+        "underruns": [],
+    }
     return found | {"failure": ""} | more
 
 
@@ -169,7 +180,13 @@ def test_seeds_give_medians_of_figures_and_sums_of_counts() -> None:
         for value, share in ((3.0, 0.0), (1.0, 0.5), (2.0, 0.1))
     ]
     joined = over_seeds(rows)
-    assert joined == {"first_pcm_ms": {"95": 2.0}, "requests": 30, "failures": {"429": 1}, "underrun_share": 0.1, "rtf": None}
+    assert joined == {
+        "first_pcm_ms": {"95": 2.0},
+        "requests": 30,
+        "failures": {"429": 1},
+        "underrun_share": 0.1,
+        "rtf": None,
+    }
     assert over_seeds(rows[:1]) is rows[0]
 
 
@@ -183,11 +200,17 @@ def test_rows_are_shown_beside_their_goals() -> None:
     assert goals_of(CLOSED) == (50, 120)
     assert goals_of({**CLOSED, "listen": True}) is None
     assert goals_of({**CLOSED, "size": ""}) is None
-    assert load_of({**CLOSED, "listen": True, "batch_clients": 192, "cancel": 0.3}) == "listen 64 + 192 whole cancel 30%"
+    assert (
+        load_of({**CLOSED, "listen": True, "batch_clients": 192, "cancel": 0.3})
+        == "listen 64 + 192 whole cancel 30%"
+    )
     shown = table([OPEN, CLOSED]).splitlines()
     assert shown[1].split()[:7] == ["1b7", "open", "20/s", "http", "20.0", "20.0", "20.0"]
     assert shown[2].split()[7] == "120"
-    lines = {line.name: line for line in lines_of([OPEN, {**OPEN, "rate": 50.0}, CLOSED, {**OPEN, "batch_clients": 3}], "open")}
+    lines = {
+        line.name: line
+        for line in lines_of([OPEN, {**OPEN, "rate": 50.0}, CLOSED, {**OPEN, "batch_clients": 3}], "open")
+    }
     assert lines["1b7, http"].points == ((20.0, 20.0), (50.0, 20.0))
     assert lines["must"].dashed
     assert plot({"rows": [OPEN, CLOSED]}, "closed").count("<polyline") == 3
@@ -228,9 +251,14 @@ def test_the_tool_measures_both_protocols_in_a_closed_loop(
     local: tuple[LocalServer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, url = local
-    status, found = run(url, tmp_path / "found.json", "--clients", "3", "--protocol", "http", "websocket", "--size", "tiny")
+    status, found = run(
+        url, tmp_path / "found.json", "--clients", "3", "--protocol", "http", "websocket", "--size", "tiny"
+    )
     assert status == 0
-    assert [(row["protocol"], row["clients"], row["size"]) for row in found["rows"]] == [("http", 3, "tiny"), ("websocket", 3, "tiny")]
+    assert [(row["protocol"], row["clients"], row["size"]) for row in found["rows"]] == [
+        ("http", 3, "tiny"),
+        ("websocket", 3, "tiny"),
+    ]
     for row in found["rows"]:
         assert row["requests"] > 0
         assert 0 < row["first_pcm_ms"]["50"] <= row["first_pcm_ms"]["95"]
@@ -243,7 +271,9 @@ def test_the_tool_measures_both_protocols_in_a_closed_loop(
     assert "closed 3" in capsys.readouterr().out
 
 
-def test_the_open_loop_has_medians_over_seeds_and_refusals_count(local: tuple[LocalServer, str], tmp_path: Path) -> None:
+def test_the_open_loop_has_medians_over_seeds_and_refusals_count(
+    local: tuple[LocalServer, str], tmp_path: Path
+) -> None:
     server, url = local
     status, found = run(url, tmp_path / "found.json", "--mode", "open", "--rate", "30", "--seeds", "2")
     (row,) = found["rows"]
@@ -258,7 +288,16 @@ def test_the_open_loop_has_medians_over_seeds_and_refusals_count(local: tuple[Lo
 def test_listeners_keep_to_the_time_of_their_audio(local: tuple[LocalServer, str], tmp_path: Path) -> None:
     _, url = local
     _, found = run(
-        url, tmp_path / "found.json", "--clients", "4", "--listen", "--batch-clients", "1", "--text-lengths", "--field", "max_seconds=0.4"
+        url,
+        tmp_path / "found.json",
+        "--clients",
+        "4",
+        "--listen",
+        "--batch-clients",
+        "1",
+        "--text-lengths",
+        "--field",
+        "max_seconds=0.4",
     )
     (row,) = found["rows"]
     # A listener of 0.4 s asks at most twice in half a second, one that goes on at once a hundred times.
@@ -267,9 +306,13 @@ def test_listeners_keep_to_the_time_of_their_audio(local: tuple[LocalServer, str
 
 
 @pytest.mark.parametrize("protocol", ["http", "websocket"])
-def test_cancelled_streams_are_no_failures_and_their_places_are_free(local: tuple[LocalServer, str], tmp_path: Path, protocol: str) -> None:
+def test_cancelled_streams_are_no_failures_and_their_places_are_free(
+    local: tuple[LocalServer, str], tmp_path: Path, protocol: str
+) -> None:
     _, url = local
-    status, found = run(url, tmp_path / "found.json", "--clients", "3", "--cancel", "0.5", "--protocol", protocol)
+    status, found = run(
+        url, tmp_path / "found.json", "--clients", "3", "--cancel", "0.5", "--protocol", protocol
+    )
     (row,) = found["rows"]
     assert status == 0
     assert 0 < row["cancelled"] < row["requests"]
@@ -277,7 +320,9 @@ def test_cancelled_streams_are_no_failures_and_their_places_are_free(local: tupl
     assert found["cancel"]["server_ms"]["max"] > 0
 
 
-def test_what_has_no_audio_when_time_is_up_is_a_failure(local: tuple[LocalServer, str], tmp_path: Path) -> None:
+def test_what_has_no_audio_when_time_is_up_is_a_failure(
+    local: tuple[LocalServer, str], tmp_path: Path
+) -> None:
     server, url = local
     server.first_seconds = 3.0
     target = stream_load.target_of(url)
@@ -287,7 +332,9 @@ def test_what_has_no_audio_when_time_is_up_is_a_failure(local: tuple[LocalServer
     server.first_seconds = 0.0
 
 
-def test_a_load_starts_when_all_its_clients_are_connected(local: tuple[LocalServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_starts_when_all_its_clients_are_connected(
+    local: tuple[LocalServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, url = local
     greet = server._websocket
 
@@ -296,7 +343,16 @@ def test_a_load_starts_when_all_its_clients_are_connected(local: tuple[LocalServ
         await greet(*arguments)
 
     monkeypatch.setattr(server, "_websocket", late)
-    load = stream_load.Load("closed", "websocket", clients=2, warm_up=0.0, duration=0.5, drain=2.0, seconds=(0.3, 1.0), processes=2)
+    load = stream_load.Load(
+        "closed",
+        "websocket",
+        clients=2,
+        warm_up=0.0,
+        duration=0.5,
+        drain=2.0,
+        seconds=(0.3, 1.0),
+        processes=2,
+    )
     assert stream_load.measure(stream_load.target_of(url), load)["requests"] > 0
 
 
@@ -329,8 +385,33 @@ def test_a_listening_process_and_its_threads_are_found() -> None:
 
 def test_the_gpu_script_measures_a_real_pipeline_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "stream.json"
-    asked = ["--device", "cpu", "--sizes", "tiny", "--clients", "2", "--parts", "first", "closed", "cancel", "--cancels", "3"]
-    asked += ["--closed-seconds", "2", "--closed-warm-up", "0.5", "--seconds", "0.3", "0.6", "--json", str(path), "--folder", str(tmp_path)]
+    asked = [
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--clients",
+        "2",
+        "--parts",
+        "first",
+        "closed",
+        "cancel",
+        "--cancels",
+        "3",
+    ]
+    asked += [
+        "--closed-seconds",
+        "2",
+        "--closed-warm-up",
+        "0.5",
+        "--seconds",
+        "0.3",
+        "0.6",
+        "--json",
+        str(path),
+        "--folder",
+        str(tmp_path),
+    ]
     assert stream_gpu.main([*asked, "--server", "--slots 4 --waiting-room 8 --option slots=4"]) == 0
     found = json.loads(path.read_text())
     (row,) = found["rows"]

@@ -17,12 +17,17 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Watched(FrameExecutor):
-    """Passes everything on. Between `start` and `stop` it marks each piece of work on the device's stream and adds up the host's time."""
+    """Passes everything on. Between `start` and `stop` it marks each piece of work on the device's stream
+    and adds up the host's time."""
 
     def __init__(self, executor: FrameExecutor) -> None:
         self._executor = executor
         self.name, self.lag = executor.name, executor.lag
-        self.kernels, self.packed, self.reproducible = executor.kernels, executor.packed, executor.reproducible
+        self.kernels, self.packed, self.reproducible = (
+            executor.kernels,
+            executor.packed,
+            executor.reproducible,
+        )
         self.state, self.kv = executor.state, executor.kv
         self.batch_sizes, self.stream = executor.batch_sizes, executor.stream
         self.device = executor.kv.k.device
@@ -33,21 +38,32 @@ class Watched(FrameExecutor):
         self._turns = self._admitted = 0
 
     def start(self) -> None:
-        self._spans, self._host = {"prefill": [], "frames": []}, {"embed": 0.0, "prefill": 0.0, "frames": 0.0, "wait": 0.0}
+        self._spans, self._host = (
+            {"prefill": [], "frames": []},
+            {"embed": 0.0, "prefill": 0.0, "frames": 0.0, "wait": 0.0},
+        )
         self._turns = self._admitted = 0
         self._began, self._on = time.perf_counter(), True
 
     def stop(self) -> dict[str, Any]:
-        """Shares of the time between: what the host did, `host_other` being the scheduler; the device's stream with this executor."""
+        """Shares of the time between: what the host did, `host_other` being the scheduler; the device's
+        stream with this executor."""
         self._on, seconds = False, time.perf_counter() - self._began
         found: dict[str, Any] = {f"host_{name}": spent / seconds for name, spent in self._host.items()}
         found["host_other"] = 1 - sum(found.values())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             for name, spans in self._spans.items():
-                found[f"stream_{name}"] = sum(begin.elapsed_time(end) for begin, end in spans) / 1000 / seconds
+                found[f"stream_{name}"] = (
+                    sum(begin.elapsed_time(end) for begin, end in spans) / 1000 / seconds
+                )
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
-        return {**found, "turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
+        return {
+            **found,
+            "turns": self._turns,
+            "prefills": len(self._spans["prefill"]),
+            "admitted": self._admitted,
+        }
 
     def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
         begin = time.perf_counter()

@@ -1,11 +1,13 @@
-"""Times SwiGLU of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the launches around those, and frames with it.
+"""Times SwiGLU of many rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS's and the launches around
+those, and frames with it.
 
     python -m benchmarks.wide_products [--rows 512,640,1024] [--parts check,products,frame]
 
-`check` compares it with float64 (`error`: the worst one over cuBLAS's) and launches it twice; `products` times chains of launches over the
-weights of 28 layers, each behind a norm, us of both, and `alone`, without what is around a product; `fills`: whether a frame has it at so
-many rows; `frame` whole frames, ms, by contexts of 108 and 300, without and with it where it fills the GPU.
-Random weights of the 0.6B sizes, and at the most rows of the 1.7B ones.
+`check` compares it with float64 (`error`: the worst one over cuBLAS's) and launches it twice; `products`
+times chains of launches over the weights of 28 layers, each behind a norm, us of both, and `alone`,
+without what is around a product; `fills`: whether a frame has it at so many rows; `frame` whole frames,
+ms, by contexts of 108 and 300, without and with it where it fills the GPU. Random weights of the 0.6B
+sizes, and at the most rows of the 1.7B ones.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LAYERS, EPS = 28, 1e-6
 SHAPES = {"0.6B": SMALL, "1.7B": LARGE}
 CONTEXTS = (108, 300)
 PAGE = 64
-#: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the process along.
+#: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the
+#: process along.
 SECONDS = 90
 
 
@@ -108,7 +111,9 @@ def frame(bench: Bench, rows: int) -> None:
             bench.clean()
 
 
-def frame_ms(bench: Bench, shape: Shape, rows: int, context: int, plans: Mapping[str, Plan]) -> dict[str, float]:
+def frame_ms(
+    bench: Bench, shape: Shape, rows: int, context: int, plans: Mapping[str, Plan]
+) -> dict[str, float]:
     """Milliseconds of whole frames by plan, contexts from half to one and a half of `context`."""
     maker = Maker(str(bench.device), torch.bfloat16)
     weights, contexts = maker.frame(shape), maker.integers(context // 2, context * 3 // 2, rows)

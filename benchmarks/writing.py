@@ -1,8 +1,10 @@
-"""`python -m benchmarks.writing`: what follows the engine, for one item: checks, encoding, hashing, files; and puts over S3.
+"""`python -m benchmarks.writing`: what follows the engine, for one item: checks, encoding, hashing, files;
+and puts over S3.
 
-The first table has the processor time of each step, the smallest of five rounds. The second puts the WAV files of 5 s into an S3 server
-(SeaweedFS) on this machine, with 0, 1, 2 and 4 writer processes: the server shares the cores, so on a small machine the objects per
-second are its limit, and the processor time of the worker is the figure.
+The first table has the processor time of each step, the smallest of five rounds. The second puts the WAV
+files of 5 s into an S3 server (SeaweedFS) on this machine, with 0, 1, 2 and 4 writer processes: the server
+shares the cores, so on a small machine the objects per second are its limit, and the processor time of the
+worker is the figure.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def steps(folder: Path, seconds: float, sample_rate: int) -> list[Figure]:
     assert isinstance(quality, Quality)
 
     def put() -> object:
-        return store.put(f"{seconds:g}/{next(numbers):09d}.wav", wav, content_type="audio/wav", metadata=METADATA)
+        return store.put(
+            f"{seconds:g}/{next(numbers):09d}.wav", wav, content_type="audio/wav", metadata=METADATA
+        )
 
     calls: dict[str, Callable[[], object]] = {
         "checks of --qa basic": lambda: check_draw(0, 1, speech, quality, _TEXT, Generation()),
@@ -61,7 +65,10 @@ def steps(folder: Path, seconds: float, sample_rate: int) -> list[Figure]:
         "SHA-256 of the WAV": lambda: hashlib.sha256(wav).hexdigest(),
         "put into a folder (with the hash)": put,
     }
-    return [Figure(f"{name}, {seconds:g} s at {sample_rate} Hz", _micros(call), "us") for name, call in calls.items()]
+    return [
+        Figure(f"{name}, {seconds:g} s at {sample_rate} Hz", _micros(call), "us")
+        for name, call in calls.items()
+    ]
 
 
 def _micros(call: Callable[[], object]) -> float:
@@ -85,7 +92,11 @@ def puts(url: str, settings: S3Settings, processes: int, objects: int) -> list[F
             first += 2 * THREADS
         theirs, mine, start = _seconds_of(pool.pids), time.process_time(), time.perf_counter()
         _put_all(store, data, range(first, first + objects))
-        seconds, mine, theirs = time.perf_counter() - start, time.process_time() - mine, _seconds_of(pool.pids) - theirs
+        seconds, mine, theirs = (
+            time.perf_counter() - start,
+            time.process_time() - mine,
+            _seconds_of(pool.pids) - theirs,
+        )
     finally:
         pool.close()
     name = f"S3, {processes} writer processes"
@@ -121,7 +132,9 @@ def _seconds_of(pids: list[int]) -> float:
 
 
 @click.command()
-@click.option("--objects", default=2000, show_default=True, help="Objects of each row of S3; 0 leaves S3 out.")
+@click.option(
+    "--objects", default=2000, show_default=True, help="Objects of each row of S3; 0 leaves S3 out."
+)
 def main(objects: int) -> None:
     """Measures on this machine what a worker does for an item after the engine."""
     with tempfile.TemporaryDirectory(prefix="nightjar-bench-", ignore_cleanup_errors=True) as name:
@@ -130,7 +143,9 @@ def main(objects: int) -> None:
         if objects:
             with running_services(folder / "services") as services:
                 names = ("endpoint_url", "access_key_id", "secret_access_key", "region")
-                settings = S3Settings.model_validate({one: services.environment[f"SPEECH_S3__{one.upper()}"] for one in names})
+                settings = S3Settings.model_validate(
+                    {one: services.environment[f"SPEECH_S3__{one.upper()}"] for one in names}
+                )
                 bucket = services.s3().list_buckets()["Buckets"][0]["Name"]
                 for processes in (0, 1, 2, 4):
                     figures += puts(f"s3://{bucket}/{processes}", settings, processes, objects)

@@ -1,12 +1,14 @@
 """The registry of quality checks: one row a score. Whatever else knows a score reads it here.
 
-To add a check, add a row to `CHECKS` and the class that measures it to `worker/quality/meters.py`. The presets of `--qa`, the checks of a
-job's spec, the verdict, error codes, the report, provenance, `nightjar doctor`, the table of docs/quality.md and the worker follow
-from the row. This module loads no meter: meters run beside a worker.
+To add a check, add a row to `CHECKS` and the class that measures it to `worker/quality/meters.py`. The
+presets of `--qa`, the checks of a job's spec, the verdict, error codes, the report, provenance,
+`nightjar doctor`, the table of docs/quality.md and the worker follow from the row. This module loads no
+meter: meters run beside a worker.
 
-The `quality` part of a job's spec is here too: the checks that its speech has to pass, their bounds, and what follows from a failure.
-All of it is frozen in the spec at submit. So the verdict on an item does not depend on its shard, on the order of the items or on a
-retry. Learned bounds come from a calibration, never from the run itself.
+The `quality` part of a job's spec is here too: the checks that its speech has to pass, their bounds, and
+what follows from a failure. All of it is frozen in the spec at submit. So the verdict on an item does not
+depend on its shard, on the order of the items or on a retry. Learned bounds come from a calibration, never
+from the run itself.
 """
 
 from __future__ import annotations
@@ -49,7 +51,13 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """As in "minimum 0", "maximum 1" and "0 to 1"; empty without a limit."""
         if self.low is not None and self.high is not None:
             return f"{self.low:g} to {self.high:g}"
-        return f"minimum {self.low:g}" if self.low is not None else f"maximum {self.high:g}" if self.high is not None else ""
+        return (
+            f"minimum {self.low:g}"
+            if self.low is not None
+            else f"maximum {self.high:g}"
+            if self.high is not None
+            else ""
+        )
 
 
 class MeterCard(NamedTuple):
@@ -158,23 +166,34 @@ CHECKS: dict[str, Check] = {
 }  # fmt: skip
 
 #: The built-in meters.
-METERS: dict[str, MeterCard] = {check.meter.name: check.meter for check in CHECKS.values() if check.meter is not None}
+METERS: dict[str, MeterCard] = {
+    check.meter.name: check.meter for check in CHECKS.values() if check.meter is not None
+}
 
 
 def code_of(score: str) -> ErrorCode:
-    """What an item ends with when no draw passed this score; `qa.score` for scores of other packages' meters."""
+    """What an item ends with when no draw passed this score; `qa.score` for scores of other packages'
+    meters."""
     return CHECKS[score].code if score in CHECKS else ErrorCode.QA_SCORE
 
 
 def scores_with(meters: Iterable[str]) -> set[str]:
     """The scores that are measured with these built-in meters: theirs, and those that need none."""
     chosen = set(meters)
-    return {name for name, check in CHECKS.items() if check.meter is None or check.replaced or check.meter.name in chosen}
+    return {
+        name
+        for name, check in CHECKS.items()
+        if check.meter is None or check.replaced or check.meter.name in chosen
+    }
 
 
 def strict_meters() -> dict[str, dict[str, Option]]:
     """The meters that `--qa strict` needs, each without options."""
-    return {check.meter.name: {} for check in CHECKS.values() if check.meter and check.strict and not check.replaced}
+    return {
+        check.meter.name: {}
+        for check in CHECKS.values()
+        if check.meter and check.strict and not check.replaced
+    }
 
 
 def added_meters() -> set[str]:
@@ -190,7 +209,8 @@ def known_meters() -> list[str]:
 
 
 def missing_libraries(meter: str) -> tuple[str, ...]:
-    """Libraries of a built-in meter that are not installed here; of another package's meter nothing is known."""
+    """Libraries of a built-in meter that are not installed here; of another package's meter nothing is
+    known."""
     from importlib.util import find_spec
 
     card = METERS.get(meter)
@@ -198,8 +218,11 @@ def missing_libraries(meter: str) -> tuple[str, ...]:
 
 
 def lacking(meters: Iterable[str]) -> ModelError | None:
-    """The error that names each of these meters that cannot be opened here (`config.missing_library`), or None."""
-    missing = {name: found for name in meters if (found := missing_libraries(name)) and not METERS[name].optional}
+    """The error that names each of these meters that cannot be opened here (`config.missing_library`), or
+    None."""
+    missing = {
+        name: found for name in meters if (found := missing_libraries(name)) and not METERS[name].optional
+    }
     if not missing:
         return None
     needs = "; ".join(f"the meter {name} needs {', '.join(libraries)}" for name, libraries in missing.items())
@@ -212,11 +235,15 @@ def lacking(meters: Iterable[str]) -> ModelError | None:
 
 
 def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
-    """The error of a meter whose weights are not on this machine (`model.unreachable`, `model.bad_checkpoint`), or None.
+    """The error of a meter whose weights are not on this machine (`model.unreachable`,
+    `model.bad_checkpoint`), or None.
 
-    With `fetch` they are fetched from their hub first, and the error says why that failed. Only for meters whose libraries are here.
+    With `fetch` they are fetched from their hub first, and the error says why that failed. Only for meters
+    whose libraries are here.
     """
-    wanted = {name: dict(options) for name, options in meters.items() if name in METERS and METERS[name].weights}
+    wanted = {
+        name: dict(options) for name, options in meters.items() if name in METERS and METERS[name].weights
+    }
     if not wanted:
         return None
     import subprocess
@@ -225,13 +252,16 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     # Meters belong to the worker, and are slow to import.
     command = [sys.executable, "-P", "-m", "worker.quality.meters"]
     asked = msgspec.json.encode({"fetch": fetch, "meters": wanted})
-    answer = subprocess.run(command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    answer = subprocess.run(
+        command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
     facts = msgspec.json.decode(answer.stdout, type=dict[str, str])
     return ModelError(ErrorCode(facts["code"]), facts["message"], facts["advice"]) if facts else None
 
 
 def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
-    """What this machine lacks for the checks of a job: a meter's libraries (`config.missing_library`) or weights (`model.unreachable`).
+    """What this machine lacks for the checks of a job: a meter's libraries (`config.missing_library`) or
+    weights (`model.unreachable`).
 
     With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
     """
@@ -254,16 +284,20 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     #: The maximum number of draws of an item, the first included.
     draws: int = 3
-    #: For an item without a draw that passed: put its best draw into quarantine and fail the item, or keep the best draw.
+    #: For an item without a draw that passed: put its best draw into quarantine and fail the item, or keep
+    #: the best draw.
     on_fail: Literal["quarantine", "keep"] = "quarantine"
     #: Whether silence at both ends is cut, down to `trim_keep_ms`, before anything is measured.
     trim: bool = False
     trim_keep_ms: int = 100
-    #: What tells speech from silence. Where Silero's library is missing the energy detector does, and the score says so.
+    #: What tells speech from silence. Where Silero's library is missing the energy detector does, and the
+    #: score says so.
     vad: Literal["energy", "silero"] = "energy"
-    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` has the bounds of its pace too.
+    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` has the bounds of
+    #: its pace too.
     bounds: dict[str, Bound] = {}
-    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not checked.
+    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not
+    #: checked.
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
@@ -282,45 +316,70 @@ DEFAULT = "basic"
 
 
 def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
-    """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys (`bounds.wer.high=0.2`).
+    """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys
+    (`bounds.wer.high=0.2`).
 
-    `false` removes a whole bound or meter; the preset's bounds of that meter go with it. Raises `ConfigError` (`config.invalid`).
+    `false` removes a whole bound or meter; the preset's bounds of that meter go with it. Raises
+    `ConfigError` (`config.invalid`).
     """
     base = PRESETS[preset]
     if base is None:
         if config is not None or overrides:
-            raise _invalid("Quality checks are off, and they are configured too.", "Choose `--qa basic` or `--qa strict`.")
+            raise _invalid(
+                "Quality checks are off, and they are configured too.",
+                "Choose `--qa basic` or `--qa strict`.",
+            )
         return None
     tree = cast("dict[str, Any]", msgspec.to_builtins(base))
     changes = [*([] if config is None else [_read(config)]), *map(_override, overrides)]
     for change in changes:
         _merge(tree, change)
     if tree.get("vad") == "silero" and _taken_out("silero", changes):
-        raise _invalid("`vad` is `silero`, and the meter silero is taken out.", "Set `vad` to `energy`, as with `--qa-set vad=energy`.")
+        raise _invalid(
+            "`vad` is `silero`, and the meter silero is taken out.",
+            "Set `vad` to `energy`, as with `--qa-set vad=energy`.",
+        )
     _leave_out_bounds(tree, changes)
     try:
         quality = msgspec.convert(tree, Quality)
     except msgspec.ValidationError as error:
-        raise _invalid(f"The quality checks cannot be used: {error}.", "See docs/quality.md for the keys.") from None
+        raise _invalid(
+            f"The quality checks cannot be used: {error}.", "See docs/quality.md for the keys."
+        ) from None
     return checked(quality)
 
 
 def checked(quality: Quality) -> Quality:
     """The same checks; raises `ConfigError` for values that make no sense."""
     if _has_infinite(msgspec.to_builtins(quality)):
-        raise _invalid("The quality checks hold a number that is infinite or none.", "Take a bound out with `false` in its place.")
+        raise _invalid(
+            "The quality checks hold a number that is infinite or none.",
+            "Take a bound out with `false` in its place.",
+        )
     if not 1 <= quality.draws <= MAX_DRAWS:
         raise _invalid(f"`draws` is {quality.draws}.", f"Use 1 to {MAX_DRAWS}.")
     if quality.trim_keep_ms < 0:
         raise _invalid(f"`trim_keep_ms` is {quality.trim_keep_ms}.", "Use 0 or more.")
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
-            raise _invalid(f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Let `low` be at most `high`.")
+            raise _invalid(
+                f"The bound of `{name}` is empty: {bound.low} to {bound.high}.",
+                "Let `low` be at most `high`.",
+            )
     for pace in quality.paces:
-        if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
-            raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "See docs/quality.md.")
+        if not (
+            0 <= pace.low <= pace.high
+            and pace.seconds_per_unit >= 0
+            and pace.base_seconds >= 0
+            and pace.slack_seconds >= 0
+        ):
+            raise _invalid(
+                "A pace has a negative number, or its `low` is above its `high`.", "See docs/quality.md."
+            )
         if not pace.base_seconds + pace.seconds_per_unit:
-            raise _invalid("A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md.")
+            raise _invalid(
+                "A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md."
+            )
     _check_names(quality)
     return quality
 
@@ -338,7 +397,10 @@ def _check_names(quality: Quality) -> None:
         if name not in scores:
             message = f"There is a bound of `{name[:80]}`, which nothing measures."
             if name in CHECKS and (meter := CHECKS[name].meter) is not None:
-                raise _invalid(message, f"Add the meter with `[meters.{meter.name}]`, or `--qa-set meters.{meter.name}={{}}`.")
+                raise _invalid(
+                    message,
+                    f"Add the meter with `[meters.{meter.name}]`, or `--qa-set meters.{meter.name}={{}}`.",
+                )
             raise _invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 
 
@@ -359,7 +421,9 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise _invalid(f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file.") from None
+        raise _invalid(
+            f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
 
@@ -382,7 +446,11 @@ def _override(text: str) -> dict[str, Any]:
 
 def _taken_out(meter: str, changes: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the last change that names the meter takes it out."""
-    named = [meters[meter] for change in changes if isinstance(meters := change.get("meters"), Mapping) and meter in meters]
+    named = [
+        meters[meter]
+        for change in changes
+        if isinstance(meters := change.get("meters"), Mapping) and meter in meters
+    ]
     return bool(named) and named[-1] is False
 
 
@@ -391,14 +459,19 @@ def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]
     meters, bounds = tree.get("meters"), tree.get("bounds")
     if not isinstance(meters, dict) or not isinstance(bounds, dict):
         return
-    named = {name for change in changes if isinstance(chosen := change.get("bounds"), Mapping) for name in chosen}
+    named = {
+        name for change in changes if isinstance(chosen := change.get("bounds"), Mapping) for name in chosen
+    }
     for name in set(bounds) - named - scores_with(meters):
         del bounds[name]
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:
     if depth >= _KEY_PARTS:
-        raise _invalid(f"A key of the quality checks has more than {_KEY_PARTS} parts.", "See docs/quality.md for the keys.")
+        raise _invalid(
+            f"A key of the quality checks has more than {_KEY_PARTS} parts.",
+            "See docs/quality.md for the keys.",
+        )
     for key, value in values.items():
         old = into.get(key)
         if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Child processes: they die with the process that started them, and tell it that they came up, that they finish items, and why they end.
+"""Child processes: they die with the process that started them, and tell it that they came up, that they
+finish items, and why they end.
 
 A child says so in lines through a pipe whose number stands in its environment.
 """
@@ -37,7 +38,8 @@ class UpPipe:
         self.came_up = False
         #: Why the child says that it ends; empty if it has said nothing.
         self.last_words = ""
-        #: What the child cannot open its model with, however often it is started; None if it has said nothing of that.
+        #: What the child cannot open its model with, however often it is started; None if it has said nothing
+        #: of that.
         self.refusal: NightjarError | None = None
 
     @property
@@ -81,7 +83,8 @@ class UpPipe:
 
 
 class StartSignal:
-    """Holds children back until `send`. Give `environment` and `pass_fds` to each; afterwards they are empty."""
+    """Holds children back until `send`. Give `environment` and `pass_fds` to each; afterwards they are
+    empty."""
 
     def __init__(self) -> None:
         self._pipe: tuple[int, int] | None = os.pipe()
@@ -102,7 +105,8 @@ class StartSignal:
 
 
 def wait_for_start() -> None:
-    """Waits until the process that started this one lets it go on, or ends; returns at once where there is none."""
+    """Waits until the process that started this one lets it go on, or ends; returns at once where there is
+    none."""
     number = os.environ.pop(START_PIPE, None)
     if number is not None:
         with os.fdopen(int(number), "rb") as pipe:
@@ -170,11 +174,13 @@ def spawn(
     pass_fds: Sequence[int] = (),
     cores: frozenset[int] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a child in a group of its own that the kernel kills when this process dies, however it dies. `log`: the file of its
-    output, open for writing; it is closed here. `cores`: the only ones it and its children may use."""
+    """Starts a child in a group of its own that the kernel kills when this process dies, however it dies.
+    `log`: the file of its output, open for writing; it is closed here. `cores`: the only ones it and its
+    children may use."""
     parent = os.getpid()
     pin = pinned_to(cores)
-    # What a signal's handler raises while hooks of a fork run, such as those of logging, would be lost in them.
+    # What a signal's handler raises while hooks of a fork run, such as those of logging, would be lost in
+    # them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def die_with_parent() -> None:
@@ -206,9 +212,11 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def pinned_to(cores: frozenset[int] | None) -> Callable[[], None] | None:
-    """What a new process does before its program to keep itself and its children on these cores; None: nothing.
+    """What a new process does before its program to keep itself and its children on these cores; None:
+    nothing.
 
-    A worker works on other cores too if the kernel refuses, for example where a container lost some meanwhile.
+    A worker works on other cores too if the kernel refuses, for example where a container lost some
+    meanwhile.
     """
     if cores is None or not hasattr(os, "sched_setaffinity"):
         return None

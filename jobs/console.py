@@ -1,4 +1,5 @@
-"""What command lines share: output (data on stdout, everything else on stderr), exit codes, interrupts, and types of options."""
+"""What command lines share: output (data on stdout, everything else on stderr), exit codes, interrupts,
+and types of options."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ import click
 import msgspec
 
 from jobs.formatting import is_address, printable, redact
-from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, NotFoundError, ServiceError, StoreError
+from pipelines.errors import (
+    ConfigError,
+    ErrorCode,
+    InputError,
+    ModelError,
+    NightjarError,
+    NotFoundError,
+    ServiceError,
+    StoreError,
+)
 
 #: Environment variable: the program name in the usage line of a command that another command line starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
@@ -53,7 +63,8 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that is neither empty, which would be the working directory, nor an option: a variable that is not set would make it so.
+    """A path that is neither empty, which would be the working directory, nor an option: a variable that
+    is not set would make it so.
 
     `anywhere`: it may be an address too, which whoever takes it checks.
     """
@@ -91,9 +102,13 @@ _interrupts: list[int] = []
 
 
 def note_interrupts() -> None:
-    """From here on Ctrl-C is remembered as well as raised: what is raised in Python code that C code calls, as in many imports, is lost."""
+    """From here on Ctrl-C is remembered as well as raised: what is raised in Python code that C code
+    calls, as in many imports, is lost."""
     _interrupts.clear()
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
         signal.signal(signal.SIGINT, _noted)
         others = sys.unraisablehook
 
@@ -118,7 +133,8 @@ def check_interrupts() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the end of this: Python code that C code calls, as in the import of a model of pydantic, would swallow it."""
+    """Ctrl-C waits until the end of this: Python code that C code calls, as in the import of a model of
+    pydantic, would swallow it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -136,13 +152,17 @@ def exit_code(error: NightjarError) -> int:
 
 
 def fail(error: BaseException, *, as_json: bool) -> None:
-    """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`; never a password of a URL."""
+    """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`; never a
+    password of a URL."""
     if isinstance(error, NightjarError):
         code, message, advice = error.code.value, redact(error.message), redact(error.advice)
     elif isinstance(error, OSError):
         code, (message, advice) = "system", _refusal(error)
     else:
-        code, message = "internal", redact(f"Something broke that should not: {type(error).__name__}: {error}.")
+        code, message = (
+            "internal",
+            redact(f"Something broke that should not: {type(error).__name__}: {error}."),
+        )
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
     if as_json:
         view = {"schema": "nightjar.error/1", "error": {"code": code, "message": message, "advice": advice}}
@@ -151,7 +171,11 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     label = click.style("Error", fg="red", bold=True)
     # No command is running any more whose context could know of NO_COLOR.
     color = False if os.environ.get("NO_COLOR") else None
-    click.echo(f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""), err=True, color=color)
+    click.echo(
+        f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""),
+        err=True,
+        color=color,
+    )
 
 
 def _refusal(error: OSError) -> tuple[str, str]:
@@ -159,9 +183,14 @@ def _refusal(error: OSError) -> tuple[str, str]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return "The working directory no longer exists.", "Change to a directory that exists and run the command again."
+        return (
+            "The working directory no longer exists.",
+            "Change to a directory that exists and run the command again.",
+        )
     where = "" if error.filename is None else f": {error.filename}"
-    return redact(f"The system refused: {error.strerror or error}{where}."), "Correct that and run the command again."
+    return redact(
+        f"The system refused: {error.strerror or error}{where}."
+    ), "Correct that and run the command again."
 
 
 class Output:

@@ -1,7 +1,7 @@
 """Deletes a job: its objects in the store, its rows in the ledger, and what this user remembers of it.
 
-Everything of a job has a key below `jobs/ID/`, also its copies of reference recordings, so nothing of another job is touched. A deletion
-that was interrupted goes on when it is given again.
+Everything of a job has a key below `jobs/ID/`, also its copies of reference recordings, so nothing of
+another job is touched. A deletion that was interrupted goes on when it is given again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,18 @@ def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
     prefix = job_prefix(job_id)
     if split_key(prefix.removesuffix("/")) != ["jobs", job_id]:
         raise StoreError(
-            ErrorCode.STORE_BAD_KEY, f"The id {job_id[:80]!a} is not the id of a job.", "`nightjar list` shows the jobs of this ledger."
+            ErrorCode.STORE_BAD_KEY,
+            f"The id {job_id[:80]!a} is not the id of a job.",
+            "`nightjar list` shows the jobs of this ledger.",
         )
-    return (info for info in store.list(prefix) if info.key.startswith(prefix) and _is_written_by_us(info.key))
+    return (
+        info for info in store.list(prefix) if info.key.startswith(prefix) and _is_written_by_us(info.key)
+    )
 
 
-def delete_objects(store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None) -> tuple[int, int]:
+def delete_objects(
+    store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None
+) -> tuple[int, int]:
     """Deletes every object of a job; how many there were, and their bytes. Raises `StoreError`."""
     objects = size = 0
     for _ in range(MAX_PASSES):
@@ -68,8 +74,11 @@ def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     return Deleted(job_id, ledger.job(job_id).total_items, objects, size)
 
 
-def delete_job(ledger: Ledger, store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None) -> Deleted:
-    """Deletes a job that has ended. Raises `NotFoundError`, `StoreError`, and `ServiceError` with `ledger.state` for one that has not.
+def delete_job(
+    ledger: Ledger, store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None
+) -> Deleted:
+    """Deletes a job that has ended. Raises `NotFoundError`, `StoreError`, and `ServiceError` with
+    `ledger.state` for one that has not.
 
     `progress` gets the number of objects deleted by now.
     """

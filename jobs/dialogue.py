@@ -1,5 +1,5 @@
-"""One line of an input file: a dialogue of ESPnet with its optional `generation` object, strictly decoded; and chat messages and requests
-of an OpenAI batch, which become one."""
+"""One line of an input file: a dialogue of ESPnet with its optional `generation` object, strictly decoded;
+and chat messages and requests of an OpenAI batch, which become one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 MAX_EXAMPLE_ID_CHARACTERS = 1000
 #: PostgreSQL cannot index longer values.
 MAX_EXAMPLE_ID_BYTES = 2000
-#: Python reads no longer integers (`sys.get_int_max_str_digits`): a line that has one could be exported, but not read again.
+#: Python reads no longer integers (`sys.get_int_max_str_digits`): a line that has one could be exported, but
+#: not read again.
 MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
 #: Texts are found so that they are passed over; of numbers, the digits, and what makes one no integer.
@@ -68,9 +69,11 @@ _encode = msgspec.json.Encoder().encode
 Decoded = TypeVar("Decoded")
 
 
-def decode_line(decode: Callable[[bytes], Decoded], line: bytes, refused: Callable[[str], InputError]) -> Decoded:
-    """A line of UTF-8 JSON by a decoder of msgspec; `refused` makes the error of JSON that the decoder does not take, of the reason
-    that it gives. Raises also `input.bad_json`."""
+def decode_line(
+    decode: Callable[[bytes], Decoded], line: bytes, refused: Callable[[str], InputError]
+) -> Decoded:
+    """A line of UTF-8 JSON by a decoder of msgspec; `refused` makes the error of JSON that the decoder
+    does not take, of the reason that it gives. Raises also `input.bad_json`."""
     try:
         found = decode(line)
         if not line.isascii():
@@ -79,7 +82,11 @@ def decode_line(decode: Callable[[bytes], Decoded], line: bytes, refused: Callab
         raise refused(clean(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
+        raise InputError(
+            ErrorCode.INPUT_BAD_JSON,
+            f"The line is not JSON: {clean(reason)}.",
+            "Write one JSON object a line.",
+        ) from None
     return found
 
 
@@ -107,8 +114,11 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
 
 
 def chosen_id(example_id: object, other: object) -> str | None:
-    """The id of a record that may call it `example_id` or `id`; None: it has neither. Raises `input.bad_line` where they differ."""
-    ids = [str(one) for one in (example_id, other) if isinstance(one, str | int) and not isinstance(one, bool)]
+    """The id of a record that may call it `example_id` or `id`; None: it has neither. Raises
+    `input.bad_line` where they differ."""
+    ids = [
+        str(one) for one in (example_id, other) if isinstance(one, str | int) and not isinstance(one, bool)
+    ]
     if len(set(ids)) > 1:
         both = " and ".join(f"{clean(one, 100)!r}" for one in ids)
         raise InputError(
@@ -120,7 +130,8 @@ def chosen_id(example_id: object, other: object) -> str | None:
 
 
 def _check_integers(raw: bytes) -> None:
-    """Raises `input.bad_json` for an integer outside of texts that is too long; takes a line that is known to be JSON."""
+    """Raises `input.bad_json` for an integer outside of texts that is too long; takes a line that is known
+    to be JSON."""
     longest = max((len(digits) for digits, rest in _NUMBER_OR_TEXT.findall(raw) if not rest), default=0)
     if longest > MAX_INTEGER_DIGITS:
         message = f"The line has an integer of {longest:,} digits; {MAX_INTEGER_DIGITS:,} are the maximum."
@@ -137,8 +148,8 @@ def spoken_text(messages: Sequence[Message]) -> str:
 
 
 def speech_position(messages: Sequence[Sequence[str]]) -> int:
-    """Where the speech of a dialogue stands among its messages, given as (role, modality, ...): the place of the first assistant
-    audio message, or after the last message where there is none."""
+    """Where the speech of a dialogue stands among its messages, given as (role, modality, ...): the place
+    of the first assistant audio message, or after the last message where there is none."""
     for place, message in enumerate(messages):
         if message[0] == "assistant" and message[1] == "audio":
             return place
@@ -152,7 +163,8 @@ def clean(text: str, limit: int = 500) -> str:
 
 
 def check_example_id(example_id: str, key: str, shape: str) -> None:
-    """Raises `input.bad_line` for an id that cannot be an item's; `key` is what the line calls it, `shape` how a line is written."""
+    """Raises `input.bad_line` for an id that cannot be an item's; `key` is what the line calls it, `shape`
+    how a line is written."""
     if not example_id:
         raise InputError(ErrorCode.INPUT_BAD_LINE, f"The `{key}` is empty.", shape)
     if len(example_id) > MAX_EXAMPLE_ID_CHARACTERS or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES:
@@ -162,7 +174,11 @@ def check_example_id(example_id: str, key: str, shape: str) -> None:
             "Use a shorter one.",
         )
     if "\0" in example_id:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, f"The `{key}` holds a NUL character.", "Databases cannot store it; remove it.")
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            f"The `{key}` holds a NUL character.",
+            "Databases cannot store it; remove it.",
+        )
 
 
 def _shape_error(reason: str) -> InputError:
@@ -175,13 +191,26 @@ def _shape_error(reason: str) -> InputError:
         return InputError(ErrorCode.INPUT_BAD_ROLE, message, "Roles are user, assistant and system.")
     if path.startswith(".messages") and path.endswith("[1]") and "enum" in what:
         message = f"Message {number} has the unknown modality {value}."
-        return InputError(ErrorCode.INPUT_BAD_MODALITY, message, "Modalities are text, audio, image, video and toolcall.")
+        return InputError(
+            ErrorCode.INPUT_BAD_MODALITY, message, "Modalities are text, audio, image, video and toolcall."
+        )
     if path.startswith(".generation"):
         fields = ", ".join(Generation.__struct_fields__)
-        return InputError(ErrorCode.INPUT_BAD_GENERATION, f"{what} in {path[1:]}.", f"The keys of `generation` are: {fields}.")
+        return InputError(
+            ErrorCode.INPUT_BAD_GENERATION,
+            f"{what} in {path[1:]}.",
+            f"The keys of `generation` are: {fields}.",
+        )
     if _MESSAGE.fullmatch(path):
-        return InputError(ErrorCode.INPUT_BAD_LINE, f"Message {number} is not a list of three texts, [role, modality, content].", _SHAPE)
-    if path in ("", ".messages") and (kind := _KINDS.get(what.rpartition("got `")[2].rstrip("`"))) is not None:
+        return InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            f"Message {number} is not a list of three texts, [role, modality, content].",
+            _SHAPE,
+        )
+    if (
+        path in ("", ".messages")
+        and (kind := _KINDS.get(what.rpartition("got `")[2].rstrip("`"))) is not None
+    ):
         wanted = "`messages` is {}, not a list." if path else "The line is {}, not an object."
         return InputError(ErrorCode.INPUT_BAD_LINE, wanted.format(kind), _SHAPE)
     where = f" in {path[1:]}" if path[1:] else ""
@@ -221,16 +250,21 @@ _decode_chat = msgspec.json.Decoder(_Chat).decode
 
 
 def chat_dialogue(line: bytes, number: int) -> bytes:
-    """The dialogue of a line of chat messages, as JSON; `example_id` or `id` is its id, else its number. Raises `InputError`.
+    """The dialogue of a line of chat messages, as JSON; `example_id` or `id` is its id, else its number.
+    Raises `InputError`.
 
         {"id": "a1", "messages": [{"role": "user", "content": "Good evening."}, {"role": "assistant", "content": "Hello."}]}
 
     Source: https://platform.openai.com/docs/api-reference/chat/create (`messages`) and
     https://huggingface.co/docs/transformers/chat_templating.
     """
-    found = decode_line(_decode_chat, line, lambda reason: InputError(ErrorCode.INPUT_BAD_LINE, f"{reason}.", _CHAT_SHAPE))
+    found = decode_line(
+        _decode_chat, line, lambda reason: InputError(ErrorCode.INPUT_BAD_LINE, f"{reason}.", _CHAT_SHAPE)
+    )
     named = chosen_id(found.example_id, found.id)
-    messages = [(message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)]
+    messages = [
+        (message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)
+    ]
     return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
 
 
@@ -240,7 +274,11 @@ def _text(content: str | list[_Part], place: int) -> str:
     other = next((part.type for part in content if part.type != "text"), None)
     if other is not None:
         message = f"Message {place} has a part of type {clean(other, 40)!r}."
-        raise InputError(ErrorCode.INPUT_BAD_MODALITY, message, "Parts of chat messages are texts; write audio as a dialogue.")
+        raise InputError(
+            ErrorCode.INPUT_BAD_MODALITY,
+            message,
+            "Parts of chat messages are texts; write audio as a dialogue.",
+        )
     return "\n".join(part.text for part in content)
 
 
@@ -283,8 +321,9 @@ class OpenAiBatchForm:
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
-    Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. A line that
-    asks for something that the job cannot do is an error, so that nobody gets speech other than the requested one.
+    Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech.
+    A line that asks for something that the job cannot do is an error, so that nobody gets speech other
+    than the requested one.
     """
 
     #: What lines call the id of an example.
@@ -297,16 +336,19 @@ class OpenAiBatchForm:
         self._encoding = encoding
 
     def dialogue(self, line: bytes) -> bytes:
-        """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and `instructions` its generation.
+        """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and
+        `instructions` its generation.
 
-        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported` for what the job
-        cannot do. Messages use the keys of a batch.
+        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and
+        `input.unsupported` for what the job cannot do. Messages use the keys of a batch.
         """
         request = decode_line(_decode_request, line, _batch_error)
         body = request.body
         if request.method != "POST" or request.url != URL:
             asked = clean(f"{request.method} {request.url}", 100)
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is supported.")
+            raise InputError(
+                ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is supported."
+            )
         check_example_id(request.custom_id, self.id_key, _BATCH_SHAPE)
         self._check(body)
         # An empty voice or instruction counts as none.
@@ -326,29 +368,47 @@ class OpenAiBatchForm:
     def _check(self, body: _Body) -> None:
         if body.model not in self._models:
             raise _unsupported(
-                "model", body.model, f"This job's model is {self._models[0]}; submit with another --model, or change the line."
+                "model",
+                body.model,
+                f"This job's model is {self._models[0]}; submit with another --model, or change the line.",
             )
         if not is_visible(body.input):
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Put the text there.")
+            raise InputError(
+                ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Put the text there."
+            )
         if body.instructions and not self._instruct:
             advice = "Leave `instructions` out, or submit with a --model that follows them."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
         if body.response_format is not None and body.response_format != self._encoding:
             known = body.response_format in AUDIO_FORMATS
-            other = f"`--format {body.response_format}` makes the other" if known else f"other formats are {', '.join(AUDIO_FORMATS)}"
+            other = (
+                f"`--format {body.response_format}` makes the other"
+                if known
+                else f"other formats are {', '.join(AUDIO_FORMATS)}"
+            )
             advice = f"This job's audio is {self._encoding}, and a job has one format; {other}."
             raise _unsupported("response_format", body.response_format, advice)
         if body.speed is not None and body.speed != 1:
-            raise _unsupported("speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out.")
+            raise _unsupported(
+                "speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out."
+            )
         if body.stream_format not in (None, "audio"):
-            raise _unsupported("stream_format", body.stream_format or "", "A batch writes whole files; leave `stream_format` out.")
+            raise _unsupported(
+                "stream_format",
+                body.stream_format or "",
+                "A batch writes whole files; leave `stream_format` out.",
+            )
 
 
 def _batch_error(reason: str) -> InputError:
     what, _, path = reason.partition(" - at `$")
     where = f" in {path[1:-1]}" if path[1:-1] else ""
     if "unknown field" in what:
-        return InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}{where}.", "It would have no effect; remove it from the line.")
+        return InputError(
+            ErrorCode.INPUT_UNSUPPORTED,
+            f"{what}{where}.",
+            "It would have no effect; remove it from the line.",
+        )
     return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _BATCH_SHAPE)
 
 

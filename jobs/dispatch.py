@@ -1,4 +1,5 @@
-"""The broker and the dispatcher: a Celery app whose settings keep it harmless, and ready shards that become messages.
+"""The broker and the dispatcher: a Celery app whose settings keep it harmless, and ready shards that
+become messages.
 
 The ledger holds the truth; the broker only wakes workers."""
 
@@ -31,7 +32,8 @@ BATCH_MESSAGES = 500
 
 
 def message_priority(job_priority: int) -> int:
-    """The Redis priority of a job's messages: 0 is delivered first, and kombu keeps one list each for 0, 3, 6 and 9."""
+    """The Redis priority of a job's messages: 0 is delivered first, and kombu keeps one list each for 0,
+    3, 6 and 9."""
     if job_priority > 0:
         return 0 if job_priority >= 10 else 3
     return 6 if job_priority == 0 else 9
@@ -40,8 +42,8 @@ def message_priority(job_priority: int) -> int:
 def make_celery(settings: Settings) -> Celery:
     """The Celery app of this installation.
 
-    Messages only wake workers: no results, no ETA, JSON only, acknowledged late, and a worker takes no message it has
-    no slot for. Retries are the ledger's (`not_before`), never Celery's.
+    Messages only wake workers: no results, no ETA, JSON only, acknowledged late, and a worker takes no
+    message it has no slot for. Retries are the ledger's (`not_before`), never Celery's.
     """
     from celery import Celery
     from kombu.entity import Queue
@@ -50,7 +52,8 @@ def make_celery(settings: Settings) -> Celery:
     app.conf.update(
         broker_url=settings.effective_broker_url,
         broker_transport_options={
-            # Only for messages of killed workers; leases decide who may run a shard, so a second delivery is harmless.
+            # Only for messages of killed workers; leases decide who may run a shard, so a second delivery is
+            # harmless.
             "visibility_timeout": 3600,
             "unacked_restore_interval": 5,
             "unacked_restore_throttle": 1,
@@ -82,7 +85,8 @@ def make_celery(settings: Settings) -> Celery:
         worker_enable_remote_control=False,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
-        # The pool has its own drain deadline; Celery's would wait its whole time even when all tasks ended (celery#9505).
+        # The pool has its own drain deadline; Celery's would wait its whole time even when all tasks ended
+        # (celery#9505).
         worker_soft_shutdown_timeout=0,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
@@ -147,7 +151,9 @@ class Publisher:
 
         try:
             with self._app.pool.acquire(block=True, timeout=CONNECT_SECONDS) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=CONNECT_SECONDS)
+                connection.ensure_connection(
+                    max_retries=1, interval_start=0, interval_step=0, timeout=CONNECT_SECONDS
+                )
                 yield connection
         except (OperationalError, RedisError, OSError) as error:
             url = redact(str(self._app.conf.broker_url))
@@ -167,8 +173,8 @@ def check(settings: Settings) -> None:
 class Dispatcher:
     """Moves shards from ready to queued in the ledger, then publishes them.
 
-    The state is committed before the message is sent: a crash between loses messages, which `Ledger.reconcile` finds, and
-    never a shard. Any number of dispatchers may run at once.
+    The state is committed before the message is sent: a crash between loses messages, which
+    `Ledger.reconcile` finds, and never a shard. Any number of dispatchers may run at once.
     """
 
     def __init__(self, ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> None:

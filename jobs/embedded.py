@@ -1,4 +1,5 @@
-"""The embedded default: one home folder with its lock, a private Valkey and its workers, all gone when the process is gone.
+"""The embedded default: one home folder with its lock, a private Valkey and its workers, all gone when the
+process is gone.
 
 <home>/.nightjar/lock            held while a `nightjar run` or `nightjar dev` works here
 <home>/.nightjar/ledger.sqlite   the ledger
@@ -47,10 +48,11 @@ _QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "
 
 
 def embedded_overrides(settings: Settings) -> dict[str, object]:
-    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the home, a short drain.
+    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the
+    home, a short drain.
 
-    Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this run's shards by its
-    ledger but never by its broker, while its worker would take on their jobs.
+    Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this
+    run's shards by its ledger but never by its broker, while its worker would take on their jobs.
     """
     own = settings.state_folder / "ledger.sqlite"
     if settings.database_url is not None and sqlite_path(settings.ledger_url) != own:
@@ -59,7 +61,11 @@ def embedded_overrides(settings: Settings) -> dict[str, object]:
             f"This command keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
-    drain: dict[str, object] = {"worker": {"drain_seconds": DRAIN_SECONDS}} if settings.origin("worker.drain_seconds") == "default" else {}
+    drain: dict[str, object] = (
+        {"worker": {"drain_seconds": DRAIN_SECONDS}}
+        if settings.origin("worker.drain_seconds") == "default"
+        else {}
+    )
     return {"database_url": sqlite_url(own), "store_url": settings.effective_store_url, **drain}
 
 
@@ -69,7 +75,8 @@ def embedded_settings(chosen: Settings) -> Settings:
 
 
 class EmbeddedHome:
-    """A context manager that holds a home: its lock on entry; broker and workers once `start` was called; nothing after exit.
+    """A context manager that holds a home: its lock on entry; broker and workers once `start` was called;
+    nothing after exit.
 
     One worker runs for each of `devices`; None: one as it is.
     """
@@ -80,7 +87,8 @@ class EmbeddedHome:
         self.home = settings.home.absolute()
         self.state = settings.state_folder
         self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
-        #: Hosts and processes of the workers of a run that was killed: the home's lock is ours, so they are dead too.
+        #: Hosts and processes of the workers of a run that was killed: the home's lock is ours, so they are
+        #: dead too.
         self.lost_workers: list[tuple[str, int]] = []
         self._lock: int | None = None
         self._socket_folder: Path | None = None
@@ -119,7 +127,9 @@ class EmbeddedHome:
         self.lost_workers = embedded_workers(self.state)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.stop(0.0)
         finally:
@@ -130,7 +140,9 @@ class EmbeddedHome:
     def check_place(self) -> None:
         """Raises `store.unreachable` where the home's path no longer leads to the folder that is held."""
         try:
-            there = self._lock is not None and os.path.samestat(os.stat(self.state / "lock"), os.fstat(self._lock))
+            there = self._lock is not None and os.path.samestat(
+                os.stat(self.state / "lock"), os.fstat(self._lock)
+            )
         except OSError:
             there = False
         if not there:
@@ -151,8 +163,8 @@ class EmbeddedHome:
         return self._socket_folder / "broker"
 
     def prepare(self, model: str | None) -> None:
-        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before `start`. None: they are those of
-        no job, and a job whose model they cannot open ends without them.
+        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before
+        `start`. None: they are those of no job, and a job whose model they cannot open ends without them.
 
         Raises `broker.unreachable` when the broker does not come up.
         """
@@ -192,9 +204,10 @@ class EmbeddedHome:
     ) -> None:
         """Brings back what died; to be called often, from the main thread.
 
-        Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with host and process of a worker
-        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work,
-        what they cannot open the model with where that is it, and `server.unreachable` when the server ended.
+        Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with
+        host and process of a worker that died, and `on_quarantine` with the reason why one of several is
+        left alone. Raises `worker.crash` when none can work, what they cannot open the model with where
+        that is it, and `server.unreachable` when the server ended.
         """
         if self._server is not None and self._server.poll() is not None:
             said = f"The server ended. It said: {_last_line(self.server_log)}"
@@ -205,7 +218,10 @@ class EmbeddedHome:
         workers = self._workers
         if workers is None:
             return
-        self._on_worker_lost, self._on_quarantine = on_worker_lost, on_quarantine if len(self.plans) > 1 else (lambda sentence: None)
+        self._on_worker_lost, self._on_quarantine = (
+            on_worker_lost,
+            on_quarantine if len(self.plans) > 1 else (lambda sentence: None),
+        )
         before = [process.pid for process in workers.processes]
         workers.tend()
         self._reports.tend(workers.quarantined)
@@ -220,11 +236,15 @@ class EmbeddedHome:
         return f"It said: {line}" if line else ""
 
     def stop(self, drain_seconds: float) -> None:
-        """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
+        """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills.
+        May be called again."""
         workers, self._workers = self._workers, None
         server, self._server = self._server, None
         self._reports.close(over=True)
-        end([*([] if workers is None else workers.processes), *([] if server is None else [server])], drain_seconds)
+        end(
+            [*([] if workers is None else workers.processes), *([] if server is None else [server])],
+            drain_seconds,
+        )
         self._start_signal.send()
         broker, self._broker = self._broker, None
         if broker is not None:
@@ -233,7 +253,10 @@ class EmbeddedHome:
 
     def kill(self) -> None:
         """Ends the workers and the server at once; `stop` does the rest."""
-        for process in [*([] if self._workers is None else self._workers.processes), *([] if self._server is None else [self._server])]:
+        for process in [
+            *([] if self._workers is None else self._workers.processes),
+            *([] if self._server is None else [self._server]),
+        ]:
             signal_group(process, signal.SIGKILL)
 
     def _start_broker(self) -> None:
@@ -241,7 +264,18 @@ class EmbeddedHome:
 
         if self._socket_folder is None:
             self._socket_folder = _short_folder()
-        arguments = ["--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700", "--save", "", "--appendonly", "no"]
+        arguments = [
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self._socket),
+            "--unixsocketperm",
+            "700",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         # A title of its own would hide from the system's lists whose broker it is.
         arguments += ["--set-proc-title", "no"]
         command = [str(get_binary_path()), *arguments, "--dir", str(self._socket_folder)]
@@ -250,18 +284,33 @@ class EmbeddedHome:
         while not _answers(self._socket):
             if self._broker.poll() is not None or time.monotonic() > deadline:
                 raise ServiceError(
-                    ErrorCode.BROKER_UNREACHABLE, "The embedded broker did not start.", f"See {self.state / 'broker.log'} for the reason."
+                    ErrorCode.BROKER_UNREACHABLE,
+                    "The embedded broker did not start.",
+                    f"See {self.state / 'broker.log'} for the reason.",
                 )
             time.sleep(0.02)
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
         _write_own(self.state / "broker.json", record)
 
     def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str | None) -> subprocess.Popen[bytes]:
-        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
+        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no
+        # death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
         command += [] if model is None else ["--private", "--preload", model]
-        environment = os.environ | self._environment() | plan.environment | up.environment | self._start_signal.environment
-        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds + self._start_signal.pass_fds, plan.cores)
+        environment = (
+            os.environ
+            | self._environment()
+            | plan.environment
+            | up.environment
+            | self._start_signal.environment
+        )
+        return spawn(
+            command,
+            _open_log(self.worker_log),
+            environment,
+            up.pass_fds + self._start_signal.pass_fds,
+            plan.cores,
+        )
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
@@ -272,7 +321,11 @@ class EmbeddedHome:
     def _environment(self) -> dict[str, str]:
         """Variables that give the worker this home, over whatever the environment or a file says."""
         return {
-            **{f"{TIMES}{name.upper()}": value for name, value in _QUICK.items() if f"{TIMES}{name.upper()}" not in os.environ},
+            **{
+                f"{TIMES}{name.upper()}": value
+                for name, value in _QUICK.items()
+                if f"{TIMES}{name.upper()}" not in os.environ
+            },
             "SPEECH_HOME": str(self.home),
             "SPEECH_DATABASE_URL": self.settings.ledger_url,
             "SPEECH_STORE_URL": self.settings.effective_store_url,
@@ -284,7 +337,11 @@ class EmbeddedHome:
         refusals = [member.refusal for member in workers.members if member.refusal is not None]
         if len(refusals) == len(workers.members):
             first = refusals[0]
-            return type(first)(first.code, first.message, f"{first.advice} Then give the same command again to continue.".lstrip())
+            return type(first)(
+                first.code,
+                first.message,
+                f"{first.advice} Then give the same command again to continue.".lstrip(),
+            )
         reasons = " ".join(workers.sentence(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,
@@ -301,7 +358,11 @@ class EmbeddedHome:
             folder = self._socket_folder
         record.unlink(missing_ok=True)
         for leftover in {folder, self._socket_folder} - {None}:
-            if leftover is not None and leftover.name.startswith("nightjar-") and leftover.parent in _runtime_folders():
+            if (
+                leftover is not None
+                and leftover.name.startswith("nightjar-")
+                and leftover.parent in _runtime_folders()
+            ):
                 shutil.rmtree(leftover, ignore_errors=True)
         self._socket_folder = None
 
@@ -331,7 +392,11 @@ def _write_own(path: Path, record: Mapping[str, object]) -> None:
 
 
 def _runtime_folders() -> list[Path]:
-    return [Path(folder) for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if folder]  # noqa: S108
+    return [
+        Path(folder)
+        for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")  # noqa: S108
+        if folder
+    ]
 
 
 def _short_folder() -> Path:
@@ -339,7 +404,11 @@ def _short_folder() -> Path:
     for folder in _runtime_folders():
         if len(str(folder)) + 20 <= _LONGEST_FOLDER and os.access(folder, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="nightjar-", dir=folder))
-    raise ServiceError(ErrorCode.BROKER_UNREACHABLE, "There is no folder for the embedded broker's socket.", "Set TMPDIR to a short path.")
+    raise ServiceError(
+        ErrorCode.BROKER_UNREACHABLE,
+        "There is no folder for the embedded broker's socket.",
+        "Set TMPDIR to a short path.",
+    )
 
 
 def _answers(path: Path) -> bool:

@@ -1,4 +1,5 @@
-"""The audio file of an item: made of its speech as the job's spec says, at the worker and wherever it is made again."""
+"""The audio file of an item: made of its speech as the job's spec says, at the worker and wherever it is
+made again."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class EncodedAudio:
 
 
 def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
-    """The file of a job's speech, in the job's format and at its sample rate; without one, at that of the speech.
+    """The file of a job's speech, in the job's format and at its sample rate; without one, at that of the
+    speech.
 
     Raises `SynthesisError` for speech that is no audio, or has less than a sample at the job's rate.
     """
@@ -45,10 +47,16 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
     rate = speech.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
     samples = resample(speech.samples, speech.sample_rate, rate)
     if not len(samples):
-        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, f"The speech has no sample at {rate} Hz.", "Check the text, or try again.")
+        raise SynthesisError(
+            ErrorCode.SYNTH_NO_AUDIO,
+            f"The speech has no sample at {rate} Hz.",
+            "Check the text, or try again.",
+        )
     data = encode(samples, rate, audio_format)
     # What a reader gets of MP3 and Opus is the codec's to say.
-    return EncodedAudio(data, rate, soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples))
+    return EncodedAudio(
+        data, rate, soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
+    )
 
 
 @cache

@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 _GPU_STREAMS, _CPU_STREAMS = 128, 8
 
 
-def open_engine_process(model: str, options: dict[str, Any], settings: Settings, level: str | None = None) -> EngineProcess:
-    """The process of a model, once the model is open. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
-    return EngineProcess(model, options, ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format))
+def open_engine_process(
+    model: str, options: dict[str, Any], settings: Settings, level: str | None = None
+) -> EngineProcess:
+    """The process of a model, once the model is open. Raises `NightjarError`: what opening raises, and
+    `EngineCrashError`."""
+    return EngineProcess(
+        model, options, ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format)
+    )
 
 
-def open_model(model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None) -> Pipeline:
-    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm` bring such a process along.
+def open_model(
+    model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None
+) -> Pipeline:
+    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm`
+    bring such a process along.
 
     Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
     """
@@ -41,8 +49,8 @@ def open_model(model: str, card: ModelCard, settings: Settings, options: dict[st
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length), and a
-    model that can is prepared for streams."""
+    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one
+    (`finish_reason` length), and a model that can is prepared for streams."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
     if native and has_option(card, "streams"):
         streams = settings.serve.streams

@@ -36,9 +36,20 @@ _FLAC_SHARE = 0.55
 #: What a file has beside its sound.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
-#: Bits of a second of speech by sample rate, as libsndfile's settings for MP3 and Opus make of the voice `hibari`.
+#: Bits of a second of speech by sample rate, as libsndfile's settings for MP3 and Opus make of the voice
+#: `hibari`.
 _BITS_PER_SECOND = {
-    "mp3": {8_000: 25e3, 11_025: 34e3, 12_000: 35e3, 16_000: 43e3, 22_050: 52e3, 24_000: 57e3, 32_000: 62e3, 44_100: 69e3, 48_000: 70e3},
+    "mp3": {
+        8_000: 25e3,
+        11_025: 34e3,
+        12_000: 35e3,
+        16_000: 43e3,
+        22_050: 52e3,
+        24_000: 57e3,
+        32_000: 62e3,
+        44_100: 69e3,
+        48_000: 70e3,
+    },
     "opus": {8_000: 19e3, 12_000: 23e3, 16_000: 25e3, 24_000: 34e3, 48_000: 54e3},
 }
 
@@ -72,8 +83,8 @@ def dry_run(
 ) -> Estimate:
     """Checks an input as `submit` does and estimates its job; writes nothing to ledger or store.
 
-    Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with `abort`, for the first bad
-    line; `ModelError`, `StoreError`.
+    Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
+    `abort`, for the first bad line; `ModelError`, `StoreError`.
     """
     resolved = resolve(spec, input_format, voice_folder(settings))
     card = resolved.card
@@ -111,7 +122,8 @@ def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> 
 
 
 class _SeenIds:
-    """The example ids of an input as 64-bit hashes in a temporary file: memory stays bounded for any number of lines."""
+    """The example ids of an input as 64-bit hashes in a temporary file: memory stays bounded for any
+    number of lines."""
 
     def __enter__(self) -> _SeenIds:
         self._folder = tempfile.TemporaryDirectory(prefix="nightjar-dry-run-")
@@ -132,7 +144,9 @@ class _SeenIds:
         self._database.execute("BEGIN")
         insert = self._database.execute
         for line in good:
-            hashed = int.from_bytes(hashlib.blake2b(line.example_id.encode(), digest_size=8).digest(), "big", signed=True)
+            hashed = int.from_bytes(
+                hashlib.blake2b(line.example_id.encode(), digest_size=8).digest(), "big", signed=True
+            )
             if insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount:
                 new.append(line)
             else:

@@ -1,4 +1,5 @@
-"""What people read, in commands, errors, reports and logs: counts, times and sizes; no passwords; nothing that drives a terminal."""
+"""What people read, in commands, errors, reports and logs: counts, times and sizes; no passwords; nothing
+that drives a terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +7,19 @@ import re
 
 #: Takes the place of a secret.
 MASK = "********"
-# A password may hold any sign but white space, also `@` and `/`: all up to the last `@` of the word is hidden.
+# A password may hold any sign but white space, also `@` and `/`: all up to the last `@` of the word is
+# hidden.
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
 #: Also with one slash, as it is typed by mistake, and as a path has it that was made of an address.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
-_PARAMETER = re.compile(r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE)
+_PARAMETER = re.compile(
+    r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE
+)
 
 
 def redact(text: str) -> str:
-    """`text` with the password of every URL in it masked, and every query parameter that is a secret by its name."""
+    """`text` with the password of every URL in it masked, and every query parameter that is a secret by
+    its name."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1:{MASK}@", text))
@@ -29,7 +34,10 @@ def printable(text: str) -> str:
     """The text with what could drive a terminal (control and format characters, newlines) escaped."""
     if text.isprintable():
         return text
-    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -32,9 +32,11 @@ _ADVICE = "Give the indexes that `nvidia-smi` shows, for example --gpu 0,1, or -
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as `nvidia-smi` lists it. `bus_id` is its PCI address as in /sys, empty if unknown; `mig_ids` are its MIG instances.
+    """A GPU as `nvidia-smi` lists it. `bus_id` is its PCI address as in /sys, empty if unknown; `mig_ids`
+    are its MIG instances.
 
-    Where another GPU is lost, CUDA may count the others in another way than `nvidia-smi`: `sure` says whether the index is that of CUDA.
+    Where another GPU is lost, CUDA may count the others in another way than `nvidia-smi`: `sure` says
+    whether the index is that of CUDA.
     """
 
     index: int
@@ -51,7 +53,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one worker gets: `name` is its CUDA_VISIBLE_DEVICES, `uuid` the GPU or MIG instance, whatever it was called."""
+    """What one worker gets: `name` is its CUDA_VISIBLE_DEVICES, `uuid` the GPU or MIG instance, whatever
+    it was called."""
 
     name: str
     uuid: str
@@ -63,10 +66,11 @@ class NotListedError(Exception):
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus. Raises `NotListedError`.
+    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus. Raises
+    `NotListedError`.
 
-    The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process that only starts others. Where it
-    fails because of one GPU, those that it lists all the same are there.
+    The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process
+    that only starts others. Where it fails because of one GPU, those that it lists all the same are there.
     """
     gpus: list[Gpu] = []
     bus_ids: dict[str, str] = {}
@@ -85,9 +89,12 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def _nvidia_smi(*arguments: str) -> tuple[list[str], str | None]:
-    """Its lines, and what it says where it did not end well. Raises `NotListedError` where it did not and names no GPU."""
+    """Its lines, and what it says where it did not end well. Raises `NotListedError` where it did not and
+    names no GPU."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
+        )
     except FileNotFoundError:
         raise NotListedError("`nvidia-smi`, which comes with NVIDIA's driver, is not installed") from None
     except (OSError, subprocess.SubprocessError) as error:
@@ -106,11 +113,14 @@ def _sys_address(bus_id: str) -> str:
     return f"{domain[-4:]}:{rest}" if rest else ""
 
 
-def choose_gpus(wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Gpu]] = list_gpus) -> tuple[Device, ...]:
+def choose_gpus(
+    wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Gpu]] = list_gpus
+) -> tuple[Device, ...]:
     """The devices of `--gpu`: indexes, UUIDs and MIG ids with commas between them, or `all`.
 
-    `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: it is not set. Where the GPUs cannot be listed, well-formed names
-    are taken as they are. Raises `config.invalid` for everything else, with what there is.
+    `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: it is not set. Where the GPUs cannot
+    be listed, well-formed names are taken as they are. Raises `config.invalid` for everything else, with
+    what there is.
     """
     names = [name.strip() for name in wanted.split(",")]
     if not any(names):
@@ -133,7 +143,8 @@ def choose_gpus(wanted: str, visible: str | None = None, listing: Callable[[], S
 
 
 def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
-    """How many GPUs this process may use; `visible` as above. Looks at the device files: the driver's own program takes a second."""
+    """How many GPUs this process may use; `visible` as above. Looks at the device files: the driver's own
+    program takes a second."""
     if visible is not None:
         return sum(name.strip() not in NO_GPU for name in visible.split(","))
     return len(list(devices.glob("nvidia[0-9]*")))
@@ -154,7 +165,9 @@ def _distinct(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def _find(name: str, gpus: Sequence[Gpu], allowed: Sequence[tuple[Gpu, Device]], visible: str | None) -> Device:
+def _find(
+    name: str, gpus: Sequence[Gpu], allowed: Sequence[tuple[Gpu, Device]], visible: str | None
+) -> Device:
     if name == ALL:
         raise _refused("--gpu all stands alone.")
     found = _named(name, gpus)
@@ -168,18 +181,25 @@ def _find(name: str, gpus: Sequence[Gpu], allowed: Sequence[tuple[Gpu, Device]],
 def _named(name: str, gpus: Sequence[Gpu]) -> tuple[Gpu, Device] | None:
     """What CUDA finds under a name: an index, a UUID or MIG id, or the beginning of only one of them."""
     if name.isdigit():
-        return next(((gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if gpu.index == int(name)), None)
+        return next(
+            ((gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if gpu.index == int(name)), None
+        )
     found: list[tuple[Gpu, Device]] = []
     for gpu in gpus:
         if name.startswith(f"MIG-{gpu.uuid}/"):
             # Older drivers name an instance by its GPU and two numbers.
             found.append((gpu, Device(name, name, gpu.bus_id)))
-        found += [(gpu, Device(name, uuid, gpu.bus_id)) for uuid in (gpu.uuid, *gpu.mig_ids) if uuid.startswith(name)]
+        found += [
+            (gpu, Device(name, uuid, gpu.bus_id))
+            for uuid in (gpu.uuid, *gpu.mig_ids)
+            if uuid.startswith(name)
+        ]
     return found[0] if len(found) == 1 else None
 
 
 def _allowed(gpus: Sequence[Gpu], visible: str | None) -> list[tuple[Gpu, Device]]:
-    """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not know, and so does this."""
+    """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not
+    know, and so does this."""
     if visible is None:
         whole = [(gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if not gpu.mig_ids]
         return whole + [(gpu, Device(mig, mig, gpu.bus_id)) for gpu in gpus for mig in gpu.mig_ids]
@@ -204,25 +224,34 @@ def _no_gpus(reason: str) -> ConfigError:
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     looked = f"{reason}; /dev has {there} NVIDIA devices"
     advice = "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1."
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"--gpu all: no GPU was found on this host ({looked}).", advice)
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID, f"--gpu all: no GPU was found on this host ({looked}).", advice
+    )
 
 
 def _refused(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, _ADVICE)
 
 
-def share_cores(bus_ids: Sequence[str], allowed: Iterable[int] | None = None, system: Path = Path("/sys")) -> list[frozenset[int] | None]:
-    """The cores of each worker, one for each `bus_id` (empty: unknown); None for all: there is nothing to divide.
+def share_cores(
+    bus_ids: Sequence[str], allowed: Iterable[int] | None = None, system: Path = Path("/sys")
+) -> list[frozenset[int] | None]:
+    """The cores of each worker, one for each `bus_id` (empty: unknown); None for all: there is nothing to
+    divide.
 
-    `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of the GPUs there; cores near no
-    GPU are divided among all workers. The hardware threads of one core stay together.
+    `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of
+    the GPUs there; cores near no GPU are divided among all workers. The hardware threads of one core stay
+    together.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     count = len(bus_ids)
     if count < 2 or len(cores) < LEAST_CORES * count:
         return [None] * count
     near = [_near(bus_id, system) & cores for bus_id in bus_ids]
-    groups = {local: [number for number, other in enumerate(near) if other == local] for local in map(frozenset, near)}
+    groups = {
+        local: [number for number, other in enumerate(near) if other == local]
+        for local in map(frozenset, near)
+    }
     apart = sum(map(len, groups)) == len(set().union(*groups))
     if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(range(count))}
@@ -236,7 +265,11 @@ def share_cores(bus_ids: Sequence[str], allowed: Iterable[int] | None = None, sy
 
 def _near(bus_id: str, system: Path) -> set[int]:
     try:
-        return _core_list((system / "bus/pci/devices" / bus_id / "local_cpulist").read_text()) if bus_id else set()
+        return (
+            _core_list((system / "bus/pci/devices" / bus_id / "local_cpulist").read_text())
+            if bus_id
+            else set()
+        )
     except (OSError, ValueError):
         return set()
 
@@ -259,7 +292,9 @@ def _slices(values: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 def _first_sibling(core: int, system: Path) -> int:
     try:
-        return min(_core_list((system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()))
+        return min(
+            _core_list((system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text())
+        )
     except (OSError, ValueError):
         return core
 

@@ -1,4 +1,5 @@
-"""From an input file to a job that can be dispatched: streamed, checked, written to the store, staged in the ledger."""
+"""From an input file to a job that can be dispatched: streamed, checked, written to the store, staged in
+the ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ from pipelines.errors import ErrorCode, InputError, ServiceError
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "check_wanted", "dry_run", "submit", "submit_for_workers"]
+__all__ = [
+    "Estimate",
+    "IngestProgress",
+    "SubmitOptions",
+    "SubmitResult",
+    "check_wanted",
+    "dry_run",
+    "submit",
+    "submit_for_workers",
+]
 
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
@@ -72,17 +82,20 @@ def submit(
 ) -> SubmitResult:
     """Makes a job of an input, or finds the job that was made of it with the same spec and store.
 
-    An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot be read, for
-    settings that the model refuses and, with `on_error="abort"`, for the first bad line; then nothing of the job is left.
-    Raises `ServiceError` with `ledger.state` where the idempotency key belongs to a job of another input or spec.
-    Raises `ModelError`, `StoreError` or `ServiceError` when model, store or ledger fail; the same submit then goes on later.
+    An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot
+    be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line; then
+    nothing of the job is left. Raises `ServiceError` with `ledger.state` where the idempotency key belongs
+    to a job of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` when model,
+    store or ledger fail; the same submit then goes on later.
     """
     options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings))
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        key = options.idempotency_key or _idempotency_key(opened.sha256, sha, ledger.store_address(store.url), resolved.input_format)
+        key = options.idempotency_key or _idempotency_key(
+            opened.sha256, sha, ledger.store_address(store.url), resolved.input_format
+        )
         identity = _identity_of(ledger, store)
         store.check()
         job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, identity, options))
@@ -90,15 +103,29 @@ def submit(
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         if job.state is not JobState.INGESTING:
-            return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
+            return SubmitResult(
+                job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines
+            )
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         uploader = ReferenceUploader(reader, store, job.id)
         measured_rtf = ledger.measured_rtf(resolved.spec.model)
-        size = ShardSize.of(resolved.card, settings.times.shard_seconds, settings.times.shard_items, measured_rtf)
+        size = ShardSize.of(
+            resolved.card, settings.times.shard_seconds, settings.times.shard_items, measured_rtf
+        )
         try:
             resolved.voices.put(store, job.id)
             records = records_of(opened, resolved)
-            _Ingest(ledger, store, job, records, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
+            _Ingest(
+                ledger,
+                store,
+                job,
+                records,
+                resolved.checker,
+                uploader,
+                size,
+                options.on_error == "abort",
+                progress,
+            ).run()
         except InputError:
             _undo(ledger, store, job)
             raise
@@ -108,16 +135,25 @@ def submit(
                 raise
     sealed = ledger.seal_job(job.id)
     resumed = job.lines_read > 0
-    return SubmitResult(sealed, created=not resumed, resumed=resumed, items=sealed.total_items, rejected=sealed.rejected_lines)
+    return SubmitResult(
+        sealed, created=not resumed, resumed=resumed, items=sealed.total_items, rejected=sealed.rejected_lines
+    )
 
 
 def check_wanted(job: Job) -> None:
-    """Raises for the job of a submit that makes nothing: `input.no_items` where no line became an item, `ledger.cancelled`."""
+    """Raises for the job of a submit that makes nothing: `input.no_items` where no line became an item,
+    `ledger.cancelled`."""
     if job.state is JobState.CANCELLED:
         advice = "To run the input again as another job, give the same command with `--idempotency-key KEY`."
-        raise ServiceError(ErrorCode.LEDGER_CANCELLED, f"Job {job.id} of this input with these options was cancelled.", advice)
+        raise ServiceError(
+            ErrorCode.LEDGER_CANCELLED,
+            f"Job {job.id} of this input with these options was cancelled.",
+            advice,
+        )
     if job.state is JobState.FAILED and job.rejected_lines:
-        raise InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
+        raise InputError(
+            ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}"
+        )
     if job.state is JobState.FAILED:
         raise no_records()
 
@@ -162,7 +198,9 @@ class _Ingest:
                 good, rejected = self._checker.check(batch, self._uploader.key)
                 refusals = refusals_left(refusals, good, rejected)
                 self._staged(staging)
-                staging = stager.submit(self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1)
+                staging = stager.submit(
+                    self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1
+                )
             self._staged(staging)
         self._source.check_unchanged()
 
@@ -172,14 +210,24 @@ class _Ingest:
             return
         staging.result()
         if self._progress is not None:
-            self._progress(IngestProgress(self._lines, self._items, self._rejected, self._source.bytes_read, self._source.bytes))
+            self._progress(
+                IngestProgress(
+                    self._lines, self._items, self._rejected, self._source.bytes_read, self._source.bytes
+                )
+            )
 
     def _stage(
-        self, write_all: Callable[..., Iterable[NewShard]], good: list[GoodLine], rejected: list[RejectedLine], lines_read: int
+        self,
+        write_all: Callable[..., Iterable[NewShard]],
+        good: list[GoodLine],
+        rejected: list[RejectedLine],
+        lines_read: int,
     ) -> None:
-        """Writes and stages one batch; example ids that the job has already are found by the ledger and left out.
+        """Writes and stages one batch; example ids that the job has already are found by the ledger and
+        left out.
 
-        Where another process ingests the same job, each batch is staged by one of them, and the other one goes on after it.
+        Where another process ingests the same job, each batch is staged by one of them, and the other one
+        goes on after it.
         """
         if lines_read <= self._lines:
             return
@@ -228,12 +276,17 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        info = put_numbered(self._store, input_key(self._job.id, shard_no), compress(encoded), CONTENT_TYPE).info
-        return NewShard(shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns)
+        info = put_numbered(
+            self._store, input_key(self._job.id, shard_no), compress(encoded), CONTENT_TYPE
+        ).info
+        return NewShard(
+            shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
+        )
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
-    """Raises for a bad line that an earlier submit of the same job left out; of an ingest that was not ended nothing is left."""
+    """Raises for a bad line that an earlier submit of the same job left out; of an ingest that was not
+    ended nothing is left."""
     skipped = next(ledger.rejected_lines(job.id), None)
     if skipped is None:
         return
@@ -245,7 +298,11 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
 
 def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
     """A key that a person chose names one input and one spec; two files must never mix in one job."""
-    if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (input_sha256, sha, input_format):
+    if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (
+        input_sha256,
+        sha,
+        input_format,
+    ):
         raise ServiceError(
             ErrorCode.LEDGER_STATE,
             f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
@@ -253,7 +310,9 @@ def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_forma
         )
 
 
-def _without(good: list[GoodLine], example_ids: set[str], key: str) -> tuple[list[GoodLine], list[RejectedLine]]:
+def _without(
+    good: list[GoodLine], example_ids: set[str], key: str
+) -> tuple[list[GoodLine], list[RejectedLine]]:
     kept = [line for line in good if line.example_id not in example_ids]
     repeated = [line for line in good if line.example_id in example_ids]
     if len(kept) == len(good):
@@ -270,7 +329,8 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
 
 
 def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
-    """The identity of a store that can be submitted into. One that the ledger has jobs in must be there, and is not made anew."""
+    """The identity of a store that can be submitted into. One that the ledger has jobs in must be there,
+    and is not made anew."""
     known, file = ledger.store_identity(store.url), ledger.database.path
     # A ledger that lies in the store proves that this is its place.
     within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
@@ -290,7 +350,15 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, identity: str, options: SubmitOptions) -> NewJob:
+def _new_job(
+    source: Source,
+    resolved: ResolvedSpec,
+    sha: str,
+    key: str,
+    store_url: str,
+    identity: str,
+    options: SubmitOptions,
+) -> NewJob:
     return NewJob(
         spec=resolved.spec,
         spec_sha=sha,
@@ -306,7 +374,9 @@ def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_u
         max_attempts=options.max_attempts,
         max_in_flight=options.max_in_flight,
         error_budget=options.error_budget,
-        labels=options.labels if resolved.input_format == "dialogues" else {**options.labels, INPUT_FORMAT: resolved.input_format},
+        labels=options.labels
+        if resolved.input_format == "dialogues"
+        else {**options.labels, INPUT_FORMAT: resolved.input_format},
     )
 
 

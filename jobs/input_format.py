@@ -1,4 +1,5 @@
-"""How an input is written: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's `text`, told apart by its start."""
+"""How an input is written: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's
+`text`, told apart by its start."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
 INPUT_FORMATS: tuple[InputFormat, ...] = get_args(InputFormat)
 #: What a person may ask for: `auto` is one of the others, as `recognized` finds it.
-AskedFormat = Literal["auto", "dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
+AskedFormat = Literal[
+    "auto", "dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"
+]
 
 #: A format in the words of an error.
 WORDS: dict[InputFormat, str] = {
@@ -49,7 +52,8 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def recognized(source: Source) -> InputFormat:
-    """The format of an input: by its first lines where they are JSON, by its first bytes where it is Parquet, else by its name.
+    """The format of an input: by its first lines where they are JSON, by its first bytes where it is
+    Parquet, else by its name.
 
     Raises `input.wrong_format`, which says what the input looks like, where none of these decides.
     """
@@ -61,20 +65,32 @@ def recognized(source: Source) -> InputFormat:
     if looks in _JSON:
         return looks
     if head.startswith(_UTF_16_AND_32):
-        raise wrong_format(uri, "is not UTF-8 but UTF-16 or UTF-32", "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
+        raise wrong_format(
+            uri,
+            "is not UTF-8 but UTF-16 or UTF-32",
+            "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.",
+        )
     named = _BY_EXTENSION.get(_extension(uri))
     if named == "parquet":
-        raise wrong_format(uri, "is no Parquet file", "Give the file that its name promises, or name its format with --input-format.")
+        raise wrong_format(
+            uri,
+            "is no Parquet file",
+            "Give the file that its name promises, or name its format with --input-format.",
+        )
     if named is not None:
         return named
     if b"\0" in head:
-        raise wrong_format(uri, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats.")
+        raise wrong_format(
+            uri, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats."
+        )
     if looks is None:
         # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
         return "dialogues"
     if PurePosixPath(uri).name == "text":
         looks = "kaldi"
-    raise wrong_format(uri, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}.")
+    raise wrong_format(
+        uri, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}."
+    )
 
 
 def check_format(source: Source, format: InputFormat) -> None:
@@ -88,7 +104,9 @@ def check_format(source: Source, format: InputFormat) -> None:
         wrong = True
     if wrong and looks is not None:
         raise wrong_format(
-            source.uri, f"is not {WORDS[format]}; it looks like {WORDS[looks]}", f"Use --input-format {looks}, or leave it out."
+            source.uri,
+            f"is not {WORDS[format]}; it looks like {WORDS[looks]}",
+            f"Use --input-format {looks}, or leave it out.",
         )
 
 
@@ -96,17 +114,26 @@ def _check_lines(uri: str, head: bytes) -> None:
     """Raises `input.wrong_format` for an input whose records are plainly not in lines of their own."""
     text = head.lstrip()
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
-        raise wrong_format(uri, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`.")
+        raise wrong_format(
+            uri, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`."
+        )
     if text.partition(b"\n")[0].strip() == b"{":
         raise wrong_format(
-            uri, "is JSON with objects of several lines; one object a line is read", "Convert it: `jq -c . OLD > NEW.jsonl`."
+            uri,
+            "is JSON with objects of several lines; one object a line is read",
+            "Convert it: `jq -c . OLD > NEW.jsonl`.",
         )
     if b"\n" not in head and b"\r" in head.rstrip():
-        raise wrong_format(uri, "has lines that end with CR alone; lines end with LF, or with CR LF", f"Convert it: {CONVERT_RETURNS}.")
+        raise wrong_format(
+            uri,
+            "has lines that end with CR alone; lines end with LF, or with CR LF",
+            f"Convert it: {CONVERT_RETURNS}.",
+        )
 
 
 def _looks_like(head: bytes) -> InputFormat | None:
-    """The format that the first bytes of an input look like; None: they are empty, or JSON of no known kind."""
+    """The format that the first bytes of an input look like; None: they are empty, or JSON of no known
+    kind."""
     if head.startswith(b"PAR1"):
         return "parquet"
     lines = [line.strip() for line in head.split(b"\n")[:_LINES_LOOKED_AT]]
@@ -157,4 +184,6 @@ def _extension(uri: str) -> str:
 
 def wrong_format(uri: str, what: str, advice: str) -> InputError:
     """The error of an input that is not of its format; without a name it is a person's records."""
-    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice)
+    return InputError(
+        ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice
+    )

@@ -1,4 +1,5 @@
-"""The records of an input, whatever its format: each a dialogue as JSON at the number of its line, those that were chosen.
+"""The records of an input, whatever its format: each a dialogue as JSON at the number of its line, those
+that were chosen.
 
 A row of a table, a line of text or one of Kaldi's is one text, with what says how it is spoken:
 
@@ -24,7 +25,8 @@ from jobs.source import BATCH_BYTES, BATCH_LINES, MAX_LINE_BYTES, LineBatch, Rec
 from jobs.store.base import sha256_of
 from pipelines.errors import ConfigError, ErrorCode, InputError
 
-#: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names another.
+#: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names
+#: another.
 FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "transcription", "transcript"),
     "id": ("id", "example_id"),
@@ -43,14 +45,16 @@ _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
 ALL = Reading()
-# The csv module refuses fields of more than 128 KiB; a field may be as long as a line, and reach into the line after the last full one.
+# The csv module refuses fields of more than 128 KiB; a field may be as long as a line, and reach into the
+# line after the last full one.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one input that its job is made of. They can be read more than once, and are the same each time."""
+    """The records of one input that its job is made of. They can be read more than once, and are the same
+    each time."""
 
     source: Source
     format: InputFormat
@@ -58,9 +62,16 @@ class Records:
     #: Of the choice of a sample.
     seed: int
 
-    def batches(self, max_lines: int = BATCH_LINES, max_bytes: int = BATCH_BYTES, after_line: int = 0) -> Iterator[LineBatch]:
-        """The records after the first `after_line` lines, as `Source.batches`. Raises `InputError` for an input that cannot be read."""
-        if self.format in ("dialogues", "openai-batch") and self.chosen.limit is None and self.chosen.sample is None:
+    def batches(
+        self, max_lines: int = BATCH_LINES, max_bytes: int = BATCH_BYTES, after_line: int = 0
+    ) -> Iterator[LineBatch]:
+        """The records after the first `after_line` lines, as `Source.batches`. Raises `InputError` for an
+        input that cannot be read."""
+        if (
+            self.format in ("dialogues", "openai-batch")
+            and self.chosen.limit is None
+            and self.chosen.sample is None
+        ):
             yield from self.source.batches(max_lines, max_bytes, after_line)
             return
         waiting: list[Record] = []
@@ -84,7 +95,8 @@ class Records:
             left = min(sample, total)
         elif limit is not None:
             total = left = limit
-        # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: any subset is as likely, in one pass.
+        # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: any subset is as likely, in
+        # one pass.
         draw = random.Random(f"nightjar.sample:{self.seed}").random
         for record in self._all():
             if (limit is None and sample is None) or _blank(record):
@@ -122,11 +134,14 @@ def _of_lines(source: Source, dialogue: Callable[[bytes, int], bytes]) -> Iterat
 
 
 def _sentences(source: Source, chosen: Reading) -> Iterator[Record]:
-    return _of_lines(source, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, chosen.voices))
+    return _of_lines(
+        source, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, chosen.voices)
+    )
 
 
 def _kaldi(source: Source, chosen: Reading) -> Iterator[Record]:
-    """Lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, which has the same order.
+    """Lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, which has the
+    same order.
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
@@ -174,14 +189,17 @@ class Columns:
     """The columns of one table, and what is made of a row."""
 
     def __init__(self, names: Sequence[str], chosen: Reading, uri: str) -> None:
-        """Raises `input.wrong_format` for a table without the columns that are needed, or with two of one name."""
+        """Raises `input.wrong_format` for a table without the columns that are needed, or with two of one
+        name."""
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
         self.of: dict[str, str] = {}
         self._ids: list[str] = []
         for field, usual in FIELDS.items():
             if field in wanted and wanted[field] not in names:
-                raise wrong_format(uri, f"has no column {clean(wanted[field], 40)!r}", f"Its columns are: {shown}.")
+                raise wrong_format(
+                    uri, f"has no column {clean(wanted[field], 40)!r}", f"Its columns are: {shown}."
+                )
             found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
             if field == "id":
                 self._ids = found
@@ -216,11 +234,14 @@ class Columns:
         except InputError as error:
             return error
         except (UnicodeError, TypeError, ValueError) as error:
-            return InputError(ErrorCode.INPUT_BAD_LINE, f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.")
+            return InputError(
+                ErrorCode.INPUT_BAD_LINE, f"The row cannot be read: {clean(str(error), 200)}.", "Correct it."
+            )
 
 
 def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, str] | None) -> bytes:
-    """The dialogue of the fields of a row, those of `FIELDS`; an empty one counts as none. Raises `InputError`."""
+    """The dialogue of the fields of a row, those of `FIELDS`; an empty one counts as none. Raises
+    `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
@@ -233,13 +254,14 @@ def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, st
     return _encode(dialogue | ({"generation": generation} if generation else {}))
 
 
-#: Number of a row's first line, its fields or why it has none, and how many lines of it follow; a blank line has no fields.
+#: Number of a row's first line, its fields or why it has none, and how many lines of it follow; a blank line
+#: has no fields.
 _Row = tuple[int, list[str] | InputError, int]
 
 
 def _table(rows: Iterator[_Row], source: Source, chosen: Reading) -> Iterator[Record]:
-    """The records of a table with a header, one for each of its lines: the lines of a row after its first, the header and blank lines
-    are blank. Raises `input.wrong_format`."""
+    """The records of a table with a header, one for each of its lines: the lines of a row after its first,
+    the header and blank lines are blank. Raises `input.wrong_format`."""
     columns: Columns | None = None
     names: list[str] = []
     for number, fields, more in rows:
@@ -257,13 +279,18 @@ def _table(rows: Iterator[_Row], source: Source, chosen: Reading) -> Iterator[Re
             yield columns.dialogue(dict(zip(names, fields)), number)
         else:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
-            yield InputError(ErrorCode.INPUT_BAD_LINE, message, "Write as many, and put a text with the separator in quotes.")
+            yield InputError(
+                ErrorCode.INPUT_BAD_LINE,
+                message,
+                "Write as many, and put a text with the separator in quotes.",
+            )
         for _ in range(more):
             yield b""
 
 
 def _csv(source: Source, chosen: Reading) -> Iterator[Record]:
-    """CSV with a header (RFC 4180): fields are between commas, or between semicolons, where the header has these and no comma."""
+    """CSV with a header (RFC 4180): fields are between commas, or between semicolons, where the header has
+    these and no comma."""
     return _table(_CsvLines(_lines(source), chosen).rows(), source, chosen)
 
 
@@ -295,7 +322,9 @@ def _parquet(source: Source, chosen: Reading) -> Iterator[Record]:
     except ImportError:
         message = "Reading Parquet needs the library pyarrow."
         raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install Nightjar with its extra `export` (docs/install.md)."
+            ErrorCode.CONFIG_MISSING_LIBRARY,
+            message,
+            "Install Nightjar with its extra `export` (docs/install.md).",
         ) from None
     try:
         # A stream of pages: a row group may be larger than the memory.
@@ -338,7 +367,8 @@ _READERS: dict[InputFormat, Callable[[Source, Reading], Iterator[Record]]] = {
 
 
 class _CsvLines:
-    """Lines as the `csv` module pulls them, a record at a time; those of a record that turns out to be none are read again."""
+    """Lines as the `csv` module pulls them, a record at a time; those of a record that turns out to be
+    none are read again."""
 
     def __init__(self, lines: Iterator[bytes | None], chosen: Reading) -> None:
         self._lines = lines
@@ -386,7 +416,11 @@ class _CsvLines:
             except InputError as error:
                 found = error
             except csv.Error as error:
-                found = _bare_return() if any(b"\r" in (line or b"").rstrip(b"\r") for line in self._taken) else _not_csv(error)
+                found = (
+                    _bare_return()
+                    if any(b"\r" in (line or b"").rstrip(b"\r") for line in self._taken)
+                    else _not_csv(error)
+                )
             if isinstance(found, InputError):
                 self._again += reversed(self._taken[1:])
                 self._taken = self._taken[:1]
@@ -399,21 +433,30 @@ def decoded(line: bytes | None) -> str:
     """The text of a line. Raises `InputError` for one that is too long, is not UTF-8, or holds a NUL."""
     if line is None:
         raise InputError(
-            ErrorCode.INPUT_TOO_LONG, f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.", "Split its text into several lines."
+            ErrorCode.INPUT_TOO_LONG,
+            f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
+            "Split its text into several lines.",
         )
     if b"\0" in line:
         raise InputError(
-            ErrorCode.INPUT_BAD_LINE, "The line holds a NUL byte; the file may be binary or UTF-16.", "Write the file as UTF-8."
+            ErrorCode.INPUT_BAD_LINE,
+            "The line holds a NUL byte; the file may be binary or UTF-16.",
+            "Write the file as UTF-8.",
         )
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         message = f"The line is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}."
-        raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`.") from None
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            message,
+            "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`.",
+        ) from None
 
 
 def one_line(line: bytes | None) -> str:
-    """As `decoded`, without the end of the line. Raises `InputError` also for one that holds ends of lines of another kind."""
+    """As `decoded`, without the end of the line. Raises `InputError` also for one that holds ends of lines
+    of another kind."""
     text = decoded(line).rstrip("\r\n")
     if "\r" in text:
         raise _bare_return()
@@ -422,7 +465,11 @@ def one_line(line: bytes | None) -> str:
 
 def _bare_return() -> InputError:
     message = "The line holds a carriage return (CR) that ends no line: lines end with LF, or with CR LF."
-    return InputError(ErrorCode.INPUT_BAD_LINE, message, f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.")
+    return InputError(
+        ErrorCode.INPUT_BAD_LINE,
+        message,
+        f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.",
+    )
 
 
 def _not_csv(error: csv.Error) -> InputError:
@@ -431,7 +478,8 @@ def _not_csv(error: csv.Error) -> InputError:
 
 
 def _delimiter(header: bytes, asked: Iterable[str]) -> str:
-    """`;` for a header that has several fields between semicolons, and none between commas; `asked`: names of columns that are given."""
+    """`;` for a header that has several fields between semicolons, and none between commas; `asked`: names
+    of columns that are given."""
     text = header.decode(errors="replace").strip()
     return ";" if len(_split(text, ";")) > 1 and len(_split(text, ",")) <= 1 and text not in asked else ","
 
@@ -462,21 +510,29 @@ def _text(value: Any, name: str) -> str:
         return str(value)
     if not isinstance(value, str):
         message = f"The column {clean(name, 40)!r} holds no text but {type(value).__name__}."
-        raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Convert the column to text, or name another one with --column.")
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            message,
+            "Convert the column to text, or name another one with --column.",
+        )
     return value
 
 
 def _seed(text: str) -> int:
     if text.strip().isascii() and text.strip().isdecimal() and len(text) <= len(str(2**63)):
         return int(text)
-    raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {clean(text, 40)!r}.", "Write a whole number.")
+    raise InputError(
+        ErrorCode.INPUT_BAD_GENERATION, f"The seed is {clean(text, 40)!r}.", "Write a whole number."
+    )
 
 
 def _voice(speaker: str, voices: Mapping[str, str]) -> str:
     voice = voices.get(speaker) or voices.get("*")
     if voice is None:
         what = f"speaker {clean(speaker, 40)!r}" if speaker else "line, which names no speaker,"
-        advice = "Give it one with --voice-for SPEAKER=VOICE, or all the others one with --voice-for '*=VOICE'."
+        advice = (
+            "Give it one with --voice-for SPEAKER=VOICE, or all the others one with --voice-for '*=VOICE'."
+        )
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"The {what} has no voice.", advice)
     return voice
 
@@ -486,4 +542,6 @@ def check_columns(columns: Mapping[str, str]) -> None:
     for field in columns:
         if field not in FIELDS:
             known = ", ".join(FIELDS)
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"Rows have no field {field[:40]!r}.", f"The fields are: {known}.")
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, f"Rows have no field {field[:40]!r}.", f"The fields are: {known}."
+            )

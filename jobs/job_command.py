@@ -26,9 +26,11 @@ _KEY_PARTS = 3
 
 
 def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
-    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists it finds the job again.
+    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists it
+    finds the job again.
 
-    `engines`: those that made it, of a model that several can run. A run is told the one; a submit leaves it to the workers.
+    `engines`: those that made it, of a model that several can run. A run is told the one; a submit leaves
+    it to the workers.
     """
     if home is None:
         program = ["nightjar", "submit", job.input_uri]
@@ -54,9 +56,13 @@ def unsaid(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]
     """What the command of `job_command` cannot say, in sentences."""
     notes: list[str] = []
     if len(engines) > 1:
-        notes.append(f"The job was made on the engines {' and '.join(engines)}; the command names none of them.")
+        notes.append(
+            f"The job was made on the engines {' and '.join(engines)}; the command names none of them."
+        )
     elif engines and home is None:
-        notes.append(f"The job was made on the engine {engines[0]}: the workers of the next one need {ENGINE}={engines[0]}.")
+        notes.append(
+            f"The job was made on the engine {engines[0]}: the workers of the next one need {ENGINE}={engines[0]}."
+        )
     if job.input_uri == "-":
         notes.append("The input came from standard input: give the same lines again.")
     roles = (job.spec.generation.roles or {}).values()
@@ -66,7 +72,9 @@ def unsaid(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]
     if revision and (card is None or card.revision != revision):
         notes.append(f"The job was made with revision {revision} of the model, which is not the one here.")
     if job.spec.stored_voices is not msgspec.UNSET:
-        notes.append(f"Stored voices are taken as they are then: {', '.join(sorted(job.spec.stored_voices))}.")
+        notes.append(
+            f"Stored voices are taken as they are then: {', '.join(sorted(job.spec.stored_voices))}."
+        )
     return notes
 
 
@@ -83,7 +91,10 @@ def _card(model: str) -> ModelCard | None:
 def _of_options(job: Job) -> Iterator[str]:
     """The model, and each other option that is not as usual."""
     made, usual = options_of(job.spec, job), usual_options()
-    settings = {**made.pop("generation"), **{name: value for name, value in made.items() if name not in flags() and value != usual[name]}}
+    settings = {
+        **made.pop("generation"),
+        **{name: value for name, value in made.items() if name not in flags() and value != usual[name]},
+    }
     for name, shown in flags().items():
         value = made.get(name)
         if value is None or (value == usual.get(name) and name != "model"):
@@ -105,7 +116,11 @@ def _without_own_pace(spec: JobSpec) -> Quality | None:
     if quality is None or not quality.paces:
         return quality
     card = _card(spec.model)
-    return quality if card is None or quality.paces != (card.pace,) else msgspec.structs.replace(quality, paces=())
+    return (
+        quality
+        if card is None or quality.paces != (card.pace,)
+        else msgspec.structs.replace(quality, paces=())
+    )
 
 
 def _of_quality(quality: Quality | None) -> Iterator[str]:
@@ -123,8 +138,11 @@ def _of_quality(quality: Quality | None) -> Iterator[str]:
         yield from ("--qa-set", f"{key}={json.dumps(value, ensure_ascii=False)}")
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each difference: `false` for a bound or a meter that is taken out, `null` for a side without a limit."""
+def _changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each difference: `false` for a bound or a meter that is taken out, `null` for
+    a side without a limit."""
     for key in {**before, **after}:
         here = (*path, key)
         old, new = before.get(key), after.get(key)

@@ -51,15 +51,23 @@ class Shown:
 
 
 class JobOptions(TypedDict, total=False):
-    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their defaults."""
+    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
+    defaults."""
 
-    model: Annotated[str | Path, Shown(MODEL, "Name of a model, or path of a checkpoint folder. See `nightjar models`.", "MODEL")]
+    model: Annotated[
+        str | Path,
+        Shown(MODEL, "Name of a model, or path of a checkpoint folder. See `nightjar models`.", "MODEL"),
+    ]
     voice: Annotated[str, Shown(MODEL, "Voice for lines without a voice.", "NAME")]
     language: Annotated[str, Shown(MODEL, "Language for lines without a language.", "NAME")]
     instruct: Annotated[str, Shown(MODEL, "Style instruction for lines without one.", "TEXT")]
     voice_of: Annotated[
         Mapping[SpokenRole, str],
-        Shown(MODEL, "Voice for one role, for example assistant=heart. Can be given more than once.", "ROLE=NAME"),
+        Shown(
+            MODEL,
+            "Voice for one role, for example assistant=heart. Can be given more than once.",
+            "ROLE=NAME",
+        ),
     ]
     voice_for: Annotated[
         Mapping[str, str],
@@ -81,15 +89,25 @@ class JobOptions(TypedDict, total=False):
     seed: Annotated[
         int,
         Field(ge=0, le=2**63 - 1),
-        Shown(MODEL, "Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.", "N"),
+        Shown(
+            MODEL,
+            "Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.",
+            "N",
+        ),
     ]
     format: Annotated[AudioFormat, Shown(INPUT, "Audio format: wav, flac, mp3 or opus.")]
     sample_rate: Annotated[
         int,
         Field(ge=8_000, le=48_000),
-        Shown(JOB, "Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]", "HZ"),
+        Shown(
+            JOB,
+            "Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]",
+            "HZ",
+        ),
     ]
-    input_format: Annotated[AskedFormat, Shown(INPUT, "How INPUT is written. `auto`: as its first lines or its name say.")]
+    input_format: Annotated[
+        AskedFormat, Shown(INPUT, "How INPUT is written. `auto`: as its first lines or its name say.")
+    ]
     columns: Annotated[
         Mapping[str, str],
         Shown(
@@ -103,7 +121,10 @@ class JobOptions(TypedDict, total=False):
     sample: Annotated[int, Field(ge=1), Shown(INPUT, "Use N lines of INPUT only, chosen by --seed.", "N")]
     pack: Annotated[
         bool,
-        Shown(JOB, "Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object."),
+        Shown(
+            JOB,
+            "Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object.",
+        ),
     ]
     qa: Annotated[Literal["off", "basic", "strict"], Shown(CHECKS, "Quality checks: off, basic or strict.")]
     qa_config: Annotated[str | Path, Shown(CHECKS, "TOML file with changes to the checks.", "FILE")]
@@ -122,13 +143,26 @@ class JobOptions(TypedDict, total=False):
     name: Annotated[str, Shown(JOB, "Display name of the job.", "NAME")]
     labels: Annotated[
         Mapping[str, str],
-        Shown(JOB, "Label of the job; `nightjar list --label` finds it. Can be given more than once.", "KEY=VALUE", "--label"),
+        Shown(
+            JOB,
+            "Label of the job; `nightjar list --label` finds it. Can be given more than once.",
+            "KEY=VALUE",
+            "--label",
+        ),
     ]
-    priority: Annotated[int, Field(ge=-100, le=100), Shown(JOB, "Jobs with a higher priority run first.", "N")]
-    weight: Annotated[int, Field(ge=1, le=1000), Shown("", "Share of the workers among jobs of the same priority.")]
+    priority: Annotated[
+        int, Field(ge=-100, le=100), Shown(JOB, "Jobs with a higher priority run first.", "N")
+    ]
+    weight: Annotated[
+        int, Field(ge=1, le=1000), Shown("", "Share of the workers among jobs of the same priority.")
+    ]
     max_attempts: Annotated[int, Field(ge=1, le=100), Shown("", "Maximum attempts per item.")]
-    max_in_flight: Annotated[int, Field(ge=1), Shown("", "Maximum shards of this job that run at the same time.")]
-    error_budget: Annotated[float, Field(ge=0, le=1), Shown("", "Pause the job when more than this share of its items fails.")]
+    max_in_flight: Annotated[
+        int, Field(ge=1), Shown("", "Maximum shards of this job that run at the same time.")
+    ]
+    error_budget: Annotated[
+        float, Field(ge=0, le=1), Shown("", "Pause the job when more than this share of its items fails.")
+    ]
     idempotency_key: Annotated[
         str,
         Field(pattern=r"\S"),
@@ -195,7 +229,9 @@ def hints() -> dict[str, Any]:
 @cache
 def _model() -> type[BaseModel]:
     fields: dict[str, Any] = {name: (hint, None) for name, hint in hints().items()}
-    return create_model("JobOptions", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+    return create_model(
+        "JobOptions", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields
+    )
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +258,9 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if fault.unknown:
             raise unknown_name("option", fault.name, hints()) from None
         message = f"The option {fault.name} is {fault.value!r:.100}: {fault.reason}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are."
+        ) from None
 
 
 def checked_generation(asked: Mapping[str, Any]) -> Generation:
@@ -236,7 +274,9 @@ def checked_generation(asked: Mapping[str, Any]) -> Generation:
         if unknown := sorted(asked.keys() - set(Generation.__struct_fields__)):
             raise unknown_name("key of `generation`", unknown[0], Generation.__struct_fields__) from None
         known = ", ".join(Generation.__struct_fields__)
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}."
+        ) from None
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +299,10 @@ def kind_of(name: str) -> Any:
 def bounds_of(name: str) -> tuple[int | None, int | None]:
     """The least and the largest value of an option that is a number."""
     bounds = [bound for mark in _marks(name) if isinstance(mark, FieldInfo) for bound in mark.metadata]
-    least, most = (next((getattr(bound, side) for bound in bounds if hasattr(bound, side)), None) for side in ("ge", "le"))
+    least, most = (
+        next((getattr(bound, side) for bound in bounds if hasattr(bound, side)), None)
+        for side in ("ge", "le")
+    )
     return least, most
 
 
@@ -271,12 +314,18 @@ def shown_of(name: str) -> Shown:
 def flags() -> dict[str, Shown]:
     """The options that have a flag of their own on the command line."""
     rows = {name: shown_of(name) for name in hints() if _marks(name)}
-    return {name: replace(row, flag=row.flag or f"--{name.replace('_', '-')}") for name, row in rows.items() if row.heading}
+    return {
+        name: replace(row, flag=row.flag or f"--{name.replace('_', '-')}")
+        for name, row in rows.items()
+        if row.heading
+    }
 
 
 def settable() -> dict[str, str]:
     """What `--set` takes, with its help: options without a flag, and settings of a generation."""
-    return {name: shown_of(name).help for name in hints() if _marks(name) and not shown_of(name).heading} | GENERATION
+    return {
+        name: shown_of(name).help for name in hints() if _marks(name) and not shown_of(name).heading
+    } | GENERATION
 
 
 def _marks(name: str) -> tuple[object, ...]:
@@ -284,17 +333,23 @@ def _marks(name: str) -> tuple[object, ...]:
 
 
 def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:
-    """What of the options, as `read_options` gives them, is the job's spec, and what is not. Raises `config.invalid`."""
+    """What of the options, as `read_options` gives them, is the job's spec, and what is not. Raises
+    `config.invalid`."""
     given = {"input_format": "auto", **options}
     asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in OWN_OPTION if key in given}}
     generation = checked_generation(asked)
     if voices := given.pop("voice_of", None):
-        roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in voices.items()}
+        roles: dict[SpokenRole, Generation] = {
+            role: Generation(voice=voice) for role, voice in voices.items()
+        }
         generation = msgspec.structs.replace(generation, roles=roles)
     config = given.pop("qa_config", None)
-    quality = quality_of(given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ())))
+    quality = quality_of(
+        given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
+    )
     reading = Reading(
-        **{name: given.pop(name) for name in ("limit", "sample", "columns") if name in given}, voices=given.pop("voice_for", None)
+        **{name: given.pop(name) for name in ("limit", "sample", "columns") if name in given},
+        voices=given.pop("voice_for", None),
     )
     own = {name: given.pop(name) for name in ("seed", "format", "speak", "sample_rate") if name in given}
     spec = JobSpec(
@@ -309,18 +364,26 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
-    """The options that a job was made with, apart from those of its checks, its `on_error` and its key; None for what was not said."""
+    """The options that a job was made with, apart from those of its checks, its `on_error` and its key;
+    None for what was not said."""
     reading = Reading() if spec.reading is msgspec.UNSET else spec.reading
     found = {
-        name: next((getattr(owner, name) for owner in (spec, reading, spec.generation, job) if hasattr(owner, name)), None)
+        name: next(
+            (getattr(owner, name) for owner in (spec, reading, spec.generation, job) if hasattr(owner, name)),
+            None,
+        )
         for name in hints()
         if name not in ("qa", "qa_config", "qa_set", "on_error", "idempotency_key")
     }
     found = {name: None if value is msgspec.UNSET else value for name, value in found.items()}
-    generation = {name: value for name, value in msgspec.to_builtins(spec.generation).items() if name in GENERATION}
+    generation = {
+        name: value for name, value in msgspec.to_builtins(spec.generation).items() if name in GENERATION
+    }
     labels = dict(job.labels)
     return found | {
-        "voice_of": {role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None},
+        "voice_of": {
+            role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None
+        },
         "voice_for": reading.voices,
         "generation": generation,
         "speak": "auto" if spec.speak == "answer" else spec.speak,
@@ -331,7 +394,10 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
 
 def usual_options() -> dict[str, Any]:
     """The defaults, of the options of checks and of bad lines too."""
-    return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {"qa": DEFAULT, "on_error": SubmitOptions().on_error}
+    return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {
+        "qa": DEFAULT,
+        "on_error": SubmitOptions().on_error,
+    }
 
 
 def user_name() -> str:

@@ -1,4 +1,5 @@
-"""Where the objects of a job stand in the store. An `example_id` is data: it never decides where a key leads."""
+"""Where the objects of a job stand in the store. An `example_id` is data: it never decides where a key
+leads."""
 
 from __future__ import annotations
 
@@ -26,13 +27,19 @@ def slug(example_id: str) -> str:
     Different ids may share a slug; the item's index in front of it keeps keys apart.
     """
     head = example_id[: 4 * MAX_SLUG_CHARACTERS]
-    ascii_head = head if head.isascii() else unicodedata.normalize("NFKD", head).encode("ascii", "ignore").decode()
+    ascii_head = (
+        head if head.isascii() else unicodedata.normalize("NFKD", head).encode("ascii", "ignore").decode()
+    )
     return _NOT_SAFE.sub("_", ascii_head)[:MAX_SLUG_CHARACTERS].strip("_") or "item"
 
 
-#: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file takes a block for it.
+#: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file
+#: takes a block for it.
 SPEC_SHA_CHARACTERS = 16
-CONTENT_TYPES: dict[str, str] = {**{str(name): kind for name, kind in AUDIO_TYPES.items()}, "txt": "text/plain; charset=utf-8"}
+CONTENT_TYPES: dict[str, str] = {
+    **{str(name): kind for name, kind in AUDIO_TYPES.items()},
+    "txt": "text/plain; charset=utf-8",
+}
 #: Of the SHA-256 in a pack's key.
 PACK_SHA_CHARACTERS = 16
 
@@ -48,7 +55,8 @@ def job_prefix(job_id: str) -> str:
 
 
 def audio_key(job_id: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
-    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later draw.
+    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later
+    draw.
 
     Each draw has a key of its own. What is made again with other content is numbered, see `put_numbered`.
     """
@@ -66,7 +74,8 @@ def quarantine_key(job_id: str, index: int, example_id: str, ext: str, draw: int
 
 
 def pack_key(job_id: str, shard_no: int, epoch: int, number: int, sha256: str) -> str:
-    """A pack that a worker wrote while it had a shard: `jobs/<job>/packs/<shard>-<epoch>-<number>-<sha256[:16]>.tar`.
+    """A pack that a worker wrote while it had a shard:
+    `jobs/<job>/packs/<shard>-<epoch>-<number>-<sha256[:16]>.tar`.
 
     The epoch keeps the packs of two workers apart, and the hash says what the content has to be.
     """
@@ -84,7 +93,8 @@ def packs_prefix(job_id: str) -> str:
 
 
 def lease_of_pack(key: str, job_id: str) -> tuple[int, int] | None:
-    """The shard and the epoch of the worker that would write a pack under this key; None: it is the key of no pack."""
+    """The shard and the epoch of the worker that would write a pack under this key; None: it is the key of
+    no pack."""
     match = _PACK.fullmatch(key.removeprefix(packs_prefix(job_id)))
     return None if match is None else (int(match[1]), int(match[2]))
 
@@ -101,17 +111,21 @@ def _item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, dra
 
 
 def index_of(key: str) -> int | None:
-    """The index of the item that a key below `audio/`, `text/` or `quarantine/` begins with; None: it is no such key."""
+    """The index of the item that a key below `audio/`, `text/` or `quarantine/` begins with; None: it is
+    no such key."""
     match = _INDEX.search(key)
     return None if match is None else int(match[1])
 
 
 def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: str) -> int | None:
-    """The draw of this item whose key this is, with any number, to the letter; None: it is no key of the item's."""
+    """The draw of this item whose key this is, with any number, to the letter; None: it is no key of the
+    item's."""
     match = _DRAW.search(key)
     draws = [0] if match is None else [0, int(match[1])]
     unnumbered = _NUMBER.sub(r"\2", key)
-    return next((draw for draw in draws if unnumbered == _item_key(job_id, kind, index, example_id, ext, draw)), None)
+    return next(
+        (draw for draw in draws if unnumbered == _item_key(job_id, kind, index, example_id, ext, draw)), None
+    )
 
 
 def shard_of_input(key: str, job_id: str) -> int | None:
@@ -163,12 +177,16 @@ def numbered_key(key: str, number: int) -> str:
     return f"{folder}{slash}{stem}.{number}{dot}{extensions}"
 
 
-def put_numbered(store: ObjectStore, key: str, data: bytes, content_type: str, metadata: Mapping[str, str] | None = None) -> PutResult:
-    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the audio of a worker that died):
-    under `key`, or, where other content stands there, under the next free number. Only the same content, by its SHA-256, is adopted.
+def put_numbered(
+    store: ObjectStore, key: str, data: bytes, content_type: str, metadata: Mapping[str, str] | None = None
+) -> PutResult:
+    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the
+    audio of a worker that died): under `key`, or, where other content stands there, under the next free
+    number. Only the same content, by its SHA-256, is adopted.
 
-    Objects stay write-once, so a reader never sees half of a change, and what a power cut damaged stands in nobody's way; the ledger
-    names the one that counts, and where it names none the highest number is the newest. Returns the object with its key and SHA-256.
+    Objects stay write-once, so a reader never sees half of a change, and what a power cut damaged stands
+    in nobody's way; the ledger names the one that counts, and where it names none the highest number is
+    the newest. Returns the object with its key and SHA-256.
     """
     number, sha256 = 1, ""
     while True:

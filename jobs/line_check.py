@@ -1,4 +1,5 @@
-"""Which lines of an input become items: they can be decoded, the model can do what they ask for, their reference audio can be read."""
+"""Which lines of an input become items: they can be decoded, the model can do what they ask for, their
+reference audio can be read."""
 
 from __future__ import annotations
 
@@ -32,8 +33,14 @@ _NO_REFERENCES: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
 _ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": ("assistant",)}
 _NOTHING: dict[Speak, tuple[str, str]] = {
-    "assistant": ("no assistant text", "Give the line an assistant text message, or speak the user's with --speak user."),
-    "user": ("no user text", "Give the line a user text message, or speak the assistant's with --speak assistant."),
+    "assistant": (
+        "no assistant text",
+        "Give the line an assistant text message, or speak the user's with --speak user.",
+    ),
+    "user": (
+        "no user text",
+        "Give the line a user text message, or speak the assistant's with --speak assistant.",
+    ),
 }
 
 
@@ -67,8 +74,9 @@ class LineChecker:
         speak: Speak = "auto",
         voices: JobVoices | None = None,
     ) -> None:
-        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken; `answer`: a line is
-        one item, which the model makes of the whole dialogue. `voices`: with the stored ones that lines may name.
+        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken;
+        `answer`: a line is one item, which the model makes of the whole dialogue. `voices`: with the
+        stored ones that lines may name.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
@@ -82,13 +90,18 @@ class LineChecker:
         #: What lines call the id of an example.
         self.id_key = "example_id" if form is None else form.id_key
         self._ms_per_character = card.seconds_per_character * 1000
-        wholes = [defaults] if speak == "answer" else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
+        wholes = (
+            [defaults]
+            if speak == "answer"
+            else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
+        )
         # Each is looked at: any may hold what no line can mend.
         passed = [self._passes(generation) for generation in wholes]
         self._plain_lines_pass = all(passed)
 
     def _passes(self, generation: Generation) -> bool:
-        """Whether a line of plain text passes with these settings. Raises `InputError` for what no line can mend."""
+        """Whether a line of plain text passes with these settings. Raises `InputError` for what no line
+        can mend."""
         try:
             self._task([Message("user", "text", "a")], generation, None)
         except InputError as error:
@@ -97,8 +110,11 @@ class LineChecker:
             return False
         return True
 
-    def check(self, batch: LineBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
-        """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good.
+    def check(
+        self, batch: LineBatch, reference_key: ReferenceKey
+    ) -> tuple[list[GoodLine], list[RejectedLine]]:
+        """The lines of a batch in order; blank ones are left out, and of lines with one example_id the
+        first is good.
 
         `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
         """
@@ -133,13 +149,17 @@ class LineChecker:
                 rejected.append(RejectedLine(line_no, error.code, clean(str(error)), example_id))
                 continue
             seen.add(example_id)
-            good.append(GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns))
+            good.append(
+                GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns)
+            )
         return good, rejected
 
     def _accept(self, dialogue: Dialogue, reference_key: ReferenceKey) -> tuple[int, Mapping[int, str]]:
         """Characters to speak, and keys of the references. Raises `InputError`."""
         messages = dialogue.typed_messages()
-        generation = self._defaults if dialogue.generation is None else dialogue.generation.over(self._defaults)
+        generation = (
+            self._defaults if dialogue.generation is None else dialogue.generation.over(self._defaults)
+        )
         task = speech_task(messages, generation, self._capabilities)
         self._check_text(task.text)
         references = {
@@ -156,8 +176,17 @@ class LineChecker:
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
         turns = spoken_turns(messages, speak)
         if not turns:
-            what, advice = _NOTHING.get(speak, ("no text to speak", "Give the line a user or an assistant text message."))
-            other = next((f", but a message of modality {message[1]!r}" for message in messages if message[1] not in ("text", "audio")), "")
+            what, advice = _NOTHING.get(
+                speak, ("no text to speak", "Give the line a user or an assistant text message.")
+            )
+            other = next(
+                (
+                    f", but a message of modality {message[1]!r}"
+                    for message in messages
+                    if message[1] not in ("text", "audio")
+                ),
+                "",
+            )
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}{other}.", advice)
         characters = 0
         heard: set[int] = set()
@@ -179,11 +208,17 @@ class LineChecker:
         try:
             return speech_task(messages, said, self._capabilities)
         except InputError as error:
-            if error.code in _VOICE_FAULTS and said.voice is not None and own_voice(said.voice, self._capabilities.voices) is None:
+            if (
+                error.code in _VOICE_FAULTS
+                and said.voice is not None
+                and own_voice(said.voice, self._capabilities.voices) is None
+            ):
                 raise self._voices.refusal(said.voice) from None
             raise
 
-    def _of_turn(self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]) -> InputError:
+    def _of_turn(
+        self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]
+    ) -> InputError:
         """The error with what a person needs to find the turn, and with advice for it."""
         role = dialogue.messages[turn][0]
         advice = error.advice
@@ -193,8 +228,8 @@ class LineChecker:
         return InputError(error.code, f"{where}{error.message}", advice)
 
     def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
-        """The verdict of `_accept_turns` at a third of its time for what most lines are, text alone of which one message is
-        spoken and passes; None: ask there."""
+        """The verdict of `_accept_turns` at a third of its time for what most lines are, text alone of
+        which one message is spoken and passes; None: ask there."""
         if dialogue.generation is not None or not self._plain_lines_pass:
             return None
         user = assistant = -1
@@ -227,22 +262,31 @@ class LineChecker:
 def duplicate(example_id: str, key: str = "example_id") -> InputError:
     """The error of a line whose example_id an earlier line has; `key` is what the line calls it."""
     return InputError(
-        ErrorCode.INPUT_DUPLICATE_ID, f"An earlier line has the {key} {clean(example_id, 100)!r}.", "Give every line its own."
+        ErrorCode.INPUT_DUPLICATE_ID,
+        f"An earlier line has the {key} {clean(example_id, 100)!r}.",
+        "Give every line its own.",
     )
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
     """The error of an input that one bad line refuses; `outcome` says what became of the others."""
-    return InputError(line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out.")
+    return InputError(
+        line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out."
+    )
 
 
 def refusals_left(left: int, good: Sequence[GoodLine], rejected: Sequence[RejectedLine]) -> int:
-    """How many more lines may be refused after these. Raises `input.wrong_format` where hardly any line is good."""
+    """How many more lines may be refused after these. Raises `input.wrong_format` where hardly any line is
+    good."""
     left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
     if left < 0:
         last = rejected[-1]
-        message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, f"See what the file is. Line {last.line}: {last.message}")
+        message = (
+            f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
+        )
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT, message, f"See what the file is. Line {last.line}: {last.message}"
+        )
     return left
 
 
@@ -253,5 +297,7 @@ def _any_text(_: str) -> None:
 def overlong() -> InputError:
     """The error of a line of more than `MAX_LINE_BYTES`."""
     return InputError(
-        ErrorCode.INPUT_TOO_LONG, f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.", "Split its text into several lines."
+        ErrorCode.INPUT_TOO_LONG,
+        f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
+        "Split its text into several lines.",
     )

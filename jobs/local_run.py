@@ -1,4 +1,5 @@
-"""A job on this machine, from its input to its report: ledger, broker, store and workers live in one folder and die with the process."""
+"""A job on this machine, from its input to its report: ledger, broker, store and workers live in one
+folder and die with the process."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ class RunResult:
 def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
     """Makes a job of an input, or finds it, and runs it to its end. Interrupted, the same run goes on later.
 
-    Raises `InputError` for an input without items, `Interrupted` as `events.check` does, and what a submit and the job's services raise.
+    Raises `InputError` for an input without items, `Interrupted` as `events.check` does, and what a submit
+    and the job's services raise.
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
@@ -109,7 +111,9 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
             embedded.prepare(spec.spec.model)
         with closing(Ledger.of(settings)) as ledger:
             ledger.migrate()
-            result = submit(settings, ledger, store, run.source, spec, options=run.options, progress=events.reading)
+            result = submit(
+                settings, ledger, store, run.source, spec, options=run.options, progress=events.reading
+            )
             remember(result.job.id, settings.home)
             where = out_words(result.job.id, ledger.database.path)
             if result.job.state is JobState.FAILED:
@@ -138,7 +142,9 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
                 raise
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
-                events.say(f"Stopping. Items in the engine have {drain_seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
+                events.say(
+                    f"Stopping. Items in the engine have {drain_seconds:.0f} s to finish. Press Ctrl-C again to stop now."
+                )
                 embedded.stop(drain_seconds + 2)
                 _say_resume(ledger, result.job.id, events)
                 raise
@@ -153,7 +159,9 @@ def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, event
     if settings.store_url is not None:
         events.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
     if settings.broker_url is not None:
-        events.say(f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own.")
+        events.say(
+            f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own."
+        )
     if unused := settings.unused(card):
         events.say(unused)
 
@@ -165,11 +173,14 @@ def _explain(job: Job, where: str, *, created: bool, events: RunEvents) -> None:
     before = "" if created else ", done before" if job.state.final else ", begun before"
     if INPUT_FORMAT in job.labels:
         events.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
-    events.say(f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}.")
+    events.say(
+        f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}."
+    )
 
 
 def _say_begun_elsewhere(ledger: Ledger, job: Job, events: RunEvents) -> None:
-    """Names a job of the same input and options with another store that has not ended: it may be what was to go on."""
+    """Names a job of the same input and options with another store that has not ended: it may be what was
+    to go on."""
     for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha):
         if other.store_url != job.store_url and not other.state.final:
             store = redact(other.store_url)
@@ -185,8 +196,8 @@ def _paused(job: Job, where: str) -> NightjarError:
 
 
 def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events: RunEvents) -> JobStatus:
-    """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is paused, and the
-    error that a person has to mend, such as a full disk."""
+    """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is
+    paused, and the error that a person has to mend, such as a full disk."""
     status = ledger.status(job.id)
     if status.job.state.final:
         return status
@@ -212,7 +223,9 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events
             doubt_at = time.monotonic() + STALL_SECONDS
         elif time.monotonic() > doubt_at:
             doubt_at = time.monotonic() + STALL_SECONDS
-            events.say(f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}")
+            events.say(
+                f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}"
+            )
         if status.job.state is JobState.PAUSED and not status.shards.get(ShardState.LEASED):
             raise _paused(status.job, where)
         outage = status.outage
@@ -241,7 +254,9 @@ def _say_resume(ledger: Ledger, job_id: str, events: RunEvents) -> None:
     events.say(f"Stopped after {items.done} of {items.total} items. Give the same command to continue.")
 
 
-def _when_there(made: Callable[[], dict[str, str | None]], embedded: EmbeddedHome, events: RunEvents) -> dict[str, str | None]:
+def _when_there(
+    made: Callable[[], dict[str, str | None]], embedded: EmbeddedHome, events: RunEvents
+) -> dict[str, str | None]:
     """What `made` gives, once the store is there: a job that has ended is not left without its manifest."""
     said = False
     while True:
@@ -273,18 +288,24 @@ def _folder(store: ObjectStore, job: Job, kind: str) -> str | None:
     return None if next(iter(store.list(f"{folder}/")), None) is None else store.uri(folder)
 
 
-def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, events: RunEvents) -> None:
-    """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no longer has their lines."""
+def _restore(
+    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, events: RunEvents
+) -> None:
+    """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no
+    longer has their lines."""
     from jobs.repair import lost_inputs, restore_inputs
 
     lost = lost_inputs(ledger, store, job)
     if lost:
-        events.say(f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. They are written again.")
+        events.say(
+            f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. They are written again."
+        )
         restore_inputs(settings, ledger, store, job, source, lost)
 
 
 def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, events: RunEvents) -> None:
-    """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing` for what cannot be."""
+    """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing`
+    for what cannot be."""
     from jobs.provenance import mixed_engines, options_again, recorded_engines
     from jobs.repair import mend
     from jobs.verify import expected_objects, listed_faults
@@ -302,7 +323,9 @@ def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, events: R
     events.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
         message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be made again."
-        raise StoreError(ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair{where}")
+        raise StoreError(
+            ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair{where}"
+        )
 
 
 def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | None:
@@ -312,20 +335,26 @@ def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | No
     return store.uri(put_manifest(ledger, store, status.job.id).key) if status.items.done else None
 
 
-def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, events: RunEvents) -> str | None:
-    """Writes the report; where it is, or None for a page that could not be written: the job has ended all the same."""
+def _report(
+    ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, events: RunEvents
+) -> str | None:
+    """Writes the report; where it is, or None for a page that could not be written: the job has ended all
+    the same."""
     from jobs.report import ReportOptions, default_place, write_report
 
     options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
     try:
-        return write_report(ledger, store, status.job.id, default_place(settings, status.job.id), options).path
+        return write_report(
+            ledger, store, status.job.id, default_place(settings, status.job.id), options
+        ).path
     except NightjarError as error:
         events.say(f"The report was not written: {error}")
         return None
 
 
 def _report_ends(ledger: Ledger, settings: Settings, events: RunEvents) -> None:
-    """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that fails holds up nothing."""
+    """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that
+    fails holds up nothing."""
     from jobs.notification import report_ends_with_retries
 
     for one in report_ends_with_retries(ledger, settings, REPORT_TRIES, REPORT_PAUSE_SECONDS):

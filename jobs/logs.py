@@ -1,4 +1,5 @@
-"""Logging for every process of the house: structlog over the standard library, JSON or console, without secrets."""
+"""Logging for every process of the house: structlog over the standard library, JSON or console, without
+secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ LogFormat = Literal["auto", "json", "console"]
 _SECRET_NAME = re.compile(r"password|passwd|secret|token|basic_auth|credential", re.IGNORECASE)
 
 #: Loggers of libraries that speak too much at INFO.
-_QUIET = ("celery.worker.strategy", "celery.app.trace", "celery.redirected", "botocore", "boto3", "urllib3", "alembic", "kombu")
+_QUIET = (
+    "celery.worker.strategy",
+    "celery.app.trace",
+    "celery.redirected",
+    "botocore",
+    "boto3",
+    "urllib3",
+    "alembic",
+    "kombu",
+)
 
 
 def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -31,10 +41,11 @@ def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 
 
 def setup_logging(level: str = "INFO", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
-    """Sends all logs of this process, structlog's and the standard library's, to `stream` (stderr) in one shape.
+    """Sends all logs of this process, structlog's and the standard library's, to `stream` (stderr) in one
+    shape.
 
-    `auto` is the console shape on a terminal and one JSON object a line elsewhere. Bound context variables (job, shard,
-    epoch, worker) appear in every line. May be called again; the last call counts.
+    `auto` is the console shape on a terminal and one JSON object a line elsewhere. Bound context variables
+    (job, shard, epoch, worker) appear in every line. May be called again; the last call counts.
     """
     import structlog
 
@@ -54,7 +65,9 @@ def setup_logging(level: str = "INFO", log_format: LogFormat = "auto", stream: T
         # Tracebacks become text first, so that they are redacted like all the rest.
         structlog.processors.format_exc_info,
         redact_event,
-        structlog.dev.ConsoleRenderer(colors=out.isatty()) if console else structlog.processors.JSONRenderer(ensure_ascii=False),
+        structlog.dev.ConsoleRenderer(colors=out.isatty())
+        if console
+        else structlog.processors.JSONRenderer(ensure_ascii=False),
     ]
     handler = logging.StreamHandler(out)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=tail))

@@ -1,7 +1,7 @@
 """Reports the ends of jobs to the operator: a command, the hook, gets the job's view on its standard input.
 
-It comes from the settings of the installation and never from a job. Each end is reported at least once, by one sender at a time: it is
-claimed in the ledger first, and noted there after the hook has taken it.
+It comes from the settings of the installation and never from a job. Each end is reported at least once, by
+one sender at a time: it is claimed in the ledger first, and noted there after the hook has taken it.
 """
 
 from __future__ import annotations
@@ -59,21 +59,28 @@ def planned_pause(attempt: int) -> float:
     return backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
 
 
-def report_ends(ledger: Ledger, settings: Settings, pause: Callable[[int], float] = planned_pause) -> list[Reported]:
-    """Reports the ends that are due, if the settings name a hook. Raises `ServiceError` where the ledger cannot be reached."""
+def report_ends(
+    ledger: Ledger, settings: Settings, pause: Callable[[int], float] = planned_pause
+) -> list[Reported]:
+    """Reports the ends that are due, if the settings name a hook. Raises `ServiceError` where the ledger
+    cannot be reached."""
     if not settings.notify.command:
         return []
     found = (_report(ledger, settings, end, pause) for end in ledger.unreported_ends())
     return [one for one in found if one is not None]
 
 
-def report_ends_with_retries(ledger: Ledger, settings: Settings, tries: int, pause_seconds: float) -> list[Reported]:
-    """Reports the ends that are due, and tries those again that the hook did not take: the last try of each that it never took."""
+def report_ends_with_retries(
+    ledger: Ledger, settings: Settings, tries: int, pause_seconds: float
+) -> list[Reported]:
+    """Reports the ends that are due, and tries those again that the hook did not take: the last try of
+    each that it never took."""
     failed: dict[str, Reported] = {}
     for number in range(tries):
         if number:
             time.sleep(pause_seconds)
-        # They stay due: by the ledger's clock the same pause could be a little longer, and a try would find nothing.
+        # They stay due: by the ledger's clock the same pause could be a little longer, and a try would find
+        # nothing.
         for one in report_ends(ledger, settings, lambda _: 0.0):
             failed.pop(one.job_id, None)
             if one.reason:
@@ -83,7 +90,9 @@ def report_ends_with_retries(ledger: Ledger, settings: Settings, tries: int, pau
     return list(failed.values())
 
 
-def _report(ledger: Ledger, settings: Settings, end: JobEnd, pause: Callable[[int], float]) -> Reported | None:
+def _report(
+    ledger: Ledger, settings: Settings, end: JobEnd, pause: Callable[[int], float]
+) -> Reported | None:
     notify = settings.notify
     attempt = ledger.claim_end(end, notify.timeout_seconds + _CLAIM_SLACK_SECONDS)
     if attempt is None:
@@ -105,15 +114,18 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, pause: Callable[[in
 
 
 def _view(ledger: Ledger, settings: Settings, end: JobEnd) -> dict[str, Any] | None:
-    """What `nightjar status --json` prints of the job, and `end`, which is the same for each try to report this end. None: the job was
-    deleted or is retried meanwhile, and its next end is another one."""
+    """What `nightjar status --json` prints of the job, and `end`, which is the same for each try to report
+    this end. None: the job was deleted or is retried meanwhile, and its next end is another one."""
     try:
         status, errors = ledger.read(lambda reader: status_and_errors(reader, end.job_id))
     except NotFoundError:
         return None
     if status.job.finished_at != end.finished_at:
         return None
-    return {**status_view(status, settings.price_per_gpu_hour, errors), "end": f"{end.job_id}/{end.finished_at:.3f}"}
+    return {
+        **status_view(status, settings.price_per_gpu_hour, errors),
+        "end": f"{end.job_id}/{end.finished_at:.3f}",
+    }
 
 
 def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
@@ -124,10 +136,17 @@ def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
         given.seek(0)
         try:
             process = subprocess.Popen(
-                notify.command, stdin=given, stdout=subprocess.DEVNULL, stderr=said, env=os.environ | variables, start_new_session=True
+                notify.command,
+                stdin=given,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env=os.environ | variables,
+                start_new_session=True,
             )
         except OSError as error:
-            raise HookError(f"the command {notify.command[0]!r} cannot be started: {error.strerror}") from error
+            raise HookError(
+                f"the command {notify.command[0]!r} cannot be started: {error.strerror}"
+            ) from error
         try:
             status = process.wait(notify.timeout_seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""The files that a home keeps for itself: no link on the way to them is followed, and a disk without room for them is noticed.
+"""The files that a home keeps for itself: no link on the way to them is followed, and a disk without room
+for them is noticed.
 
 Who may write into a home must not choose which other file is written, or what is waited for.
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from pipelines.errors import ErrorCode, StoreError
 
-#: What the kernel says of a link, a folder, a pipe or a socket in the place of a file, and of a link or a file in that of a folder.
+#: What the kernel says of a link, a folder, a pipe or a socket in the place of a file, and of a link or a
+#: file in that of a folder.
 _REFUSED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 
 
@@ -25,8 +27,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = False) -> int:
-    """A file descriptor of a file that is ours, as are the folders that its last `depth` names go through: `.nightjar/lock`. With
-    `os.O_CREAT` the file is made where it is missing; with `make_folders` also its folders, which may have been moved meanwhile.
+    """A file descriptor of a file that is ours, as are the folders that its last `depth` names go through:
+    `.nightjar/lock`. With `os.O_CREAT` the file is made where it is missing; with `make_folders` also its
+    folders, which may have been moved meanwhile.
 
     Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
     """
@@ -64,7 +67,8 @@ def read_own(path: Path, depth: int = 2) -> str:
 
 
 def own_path(path: Path, depth: int = 2) -> Path:
-    """`path`, for libraries that open files by name. Raises `store.forbidden` as `open_own` does; what is missing is no error."""
+    """`path`, for libraries that open files by name. Raises `store.forbidden` as `open_own` does; what is
+    missing is no error."""
     for place in (*reversed(path.parents[: depth - 1]), path):
         # What cannot be looked at cannot be opened either, and that says why.
         with suppress(OSError):
@@ -87,7 +91,9 @@ def has_room(folder: Path) -> bool:
 def disk_full(what: object) -> StoreError:
     """The error of a full disk; `what` could not be written there."""
     return StoreError(
-        ErrorCode.STORE_FULL, f"No space left on the disk of {what}.", "Free space on that disk; the work continues where it stopped."
+        ErrorCode.STORE_FULL,
+        f"No space left on the disk of {what}.",
+        "Free space on that disk; the work continues where it stopped.",
     )
 
 
@@ -104,4 +110,6 @@ def full_disk_explained(home: Path) -> Generator[None]:
 
 def _no_plain_file(path: Path) -> StoreError:
     message = f"{path} is a link, or not a regular file or folder, or lies behind a link, and is not opened."
-    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again.")
+    return StoreError(
+        ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again."
+    )

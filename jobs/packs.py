@@ -5,8 +5,9 @@
         jobs/ID/audio/00000/000000513-ask.flac
         jobs/ID/packs/000003-1-0.jsonl              last: where the others begin, a line of JSON for each
 
-The format is POSIX.1-2001 (pax), which `tar` and `tarfile` read. Unpacked at the root of a folder store, members are where they would be
-without packs. The ledger knows the offset of each member, so one item is read with one ranged request.
+The format is POSIX.1-2001 (pax), which `tar` and `tarfile` read. Unpacked at the root of a folder store,
+members are where they would be without packs. The ledger knows the offset of each member, so one item is
+read with one ranged request.
 """
 
 from __future__ import annotations
@@ -113,14 +114,16 @@ def _cut_off(artifact: StoredArtifact) -> StoreError:
 
 #: A request to a remote store takes as long as so many bytes, and a pack of the usual size has four pieces.
 PIECE_BYTES = 4 << 20
-#: Items come in the order of their indexes, and stand in the order in which an engine ended them: a few pieces apart.
+#: Items come in the order of their indexes, and stand in the order in which an engine ended them: a few
+#: pieces apart.
 KEPT_PIECES = 16
 
 
 class ArtifactReader:
     """Reads many artifacts of one store, as `read_artifact` does; safe to use from several threads.
 
-    Of a pack in a remote store it asks for a piece at a time and keeps the last ones, so that neighbours need one request.
+    Of a pack in a remote store it asks for a piece at a time and keeps the last ones, so that neighbours
+    need one request.
     """
 
     def __init__(self, store: ObjectStore, piece_bytes: int = PIECE_BYTES) -> None:
@@ -169,7 +172,8 @@ def ahead(
     size: Callable[[Item], int] = lambda _: 0,
     most_bytes: int = 0,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with what `get` has of it, in their order; up to `most` items, of `most_bytes` by their sizes, are got ahead."""
+    """Each item with what `get` has of it, in their order; up to `most` items, of `most_bytes` by their
+    sizes, are got ahead."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     under_way = 0
     for item in items:

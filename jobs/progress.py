@@ -1,4 +1,5 @@
-"""How far a job is, for a person: a bar on a terminal, else a line now and then, with the speed of the last minute."""
+"""How far a job is, for a person: a bar on a terminal, else a line now and then, with the speed of the
+last minute."""
 
 from __future__ import annotations
 
@@ -24,22 +25,29 @@ BAR_COLUMNS = 80
 LINE_SECONDS = 30.0
 #: An ingest that takes no longer needs no line.
 FIRST_LINE_SECONDS = 5.0
-#: The rate that is shown while a job is followed is that of the last `RATE_SECONDS`, and unknown before `MIN_RATE_SECONDS`.
+#: The rate that is shown while a job is followed is that of the last `RATE_SECONDS`, and unknown before
+#: `MIN_RATE_SECONDS`.
 RATE_SECONDS = 60.0
 MIN_RATE_SECONDS = 3.0
 
 
 class RecentRate:
-    """The rate of a job over the last minute in which it was followed. Pauses and interruptions before it do not count."""
+    """The rate of a job over the last minute in which it was followed. Pauses and interruptions before it
+    do not count."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def facts(self, status: JobStatus) -> str:
-        """Failed and skipped items, rate, speed and time to go, as the tail of a sentence; only what is known."""
+        """Failed and skipped items, rate, speed and time to go, as the tail of a sentence; only what is
+        known."""
         items = status.items
         rate, factor = self._take(status)
-        parts = [f"{count} {what}" for count, what in ((items.failed, "failed"), (items.skipped, "skipped")) if count]
+        parts = [
+            f"{count} {what}"
+            for count, what in ((items.failed, "failed"), (items.skipped, "skipped"))
+            if count
+        ]
         if rate:
             parts.append(f"{rate:.2f} items/s")
         if factor:
@@ -49,7 +57,8 @@ class RecentRate:
         return "".join(f", {part}" for part in parts)
 
     def _take(self, status: JobStatus) -> tuple[float, float | None]:
-        """Items and seconds of audio a second; those of the whole job at its end and before a rate is known."""
+        """Items and seconds of audio a second; those of the whole job at its end and before a rate is
+        known."""
         ended = status.items.done + status.items.failed
         self._seen.append((status.now, ended, status.audio_ms))
         while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:
@@ -64,7 +73,8 @@ class RecentRate:
 
 
 class Progress:
-    """A job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s. A context manager."""
+    """A job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s. A context
+    manager."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -78,7 +88,9 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -93,7 +105,9 @@ class Progress:
         """How far into its input an ingest is; what is short says nothing on a stream that is no terminal."""
         percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description="reading", total=100, completed=percent, facts=f"{ingest.lines} lines")
+            self._bar.update(
+                self._task, description="reading", total=100, completed=percent, facts=f"{ingest.lines} lines"
+            )
             return
         if self._next_line == 0.0:
             self._next_line = time.monotonic() + FIRST_LINE_SECONDS
@@ -107,16 +121,31 @@ class Progress:
         if self._bar is not None and self._task is not None:
             ended = items.done + items.failed
             self._bar.update(
-                self._task, description=status.job.state.value, total=items.total, completed=ended, facts=facts.removeprefix(", ")
+                self._task,
+                description=status.job.state.value,
+                total=items.total,
+                completed=ended,
+                facts=facts.removeprefix(", "),
             )
         elif not self._quiet and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"{status.job.state.value}: {items.done + items.failed} of {items.total} items{facts}", err=True)
+            click.echo(
+                f"{status.job.state.value}: {items.done + items.failed} of {items.total} items{facts}",
+                err=True,
+            )
 
 
 def _bar():
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+    )
     from rich.table import Column
     from rich.text import Text
 

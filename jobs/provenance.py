@@ -1,7 +1,8 @@
-"""What a job was made with: kept in the store as `jobs/<job>/provenance.json`, once for each kind of worker that took part.
+"""What a job was made with: kept in the store as `jobs/<job>/provenance.json`, once for each kind of
+worker that took part.
 
-Equal workers write equal bytes, so the first one's record is every one's; a worker with other libraries or another model
-adds `provenance.2.json`.
+Equal workers write equal bytes, so the first one's record is every one's; a worker with other libraries or
+another model adds `provenance.2.json`.
 """
 
 from __future__ import annotations
@@ -61,14 +62,16 @@ class ModelProvenance(msgspec.Struct, frozen=True):
 
 
 class EngineProvenance(msgspec.Struct, frozen=True):
-    """What of an engine decides which bits it makes. Pages and waiting rooms do not, and are in the worker's log and metrics."""
+    """What of an engine decides which bits it makes. Pages and waiting rooms do not, and are in the
+    worker's log and metrics."""
 
     executor: str
     kernels: str
     dtype: str
     #: Whether equal requests give equal bits in every batch. If not, rounding depends on the batch.
     reproducible: bool
-    #: On a GPU the largest batch, whose size decides which kernels run; 0 on a CPU, where speech does not depend on it.
+    #: On a GPU the largest batch, whose size decides which kernels run; 0 on a CPU, where speech does not
+    #: depend on it.
     slots: int
 
     @classmethod
@@ -87,7 +90,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     spec_sha: str
     model: ModelProvenance
-    #: `worker` for who made the audio; `export` where no worker left a record, and libraries are the exporter's.
+    #: `worker` for who made the audio; `export` where no worker left a record, and libraries are the
+    #: exporter's.
     recorded_by: str
     nightjar: str
     #: Git commit of Nightjar with `+` where its files were changed; None while not known.
@@ -109,7 +113,9 @@ def provenance_key(job_id: str) -> str:
     return f"{job_prefix(job_id)}provenance.json"
 
 
-def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None) -> Provenance:
+def provenance(
+    job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None
+) -> Provenance:
     """The record of this process; `info` is that of a worker's engine."""
     return Provenance(
         job=job.id,
@@ -118,7 +124,9 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineI
         spec=job.spec,
         spec_sha=job.spec_sha,
         # What ran it, where a model has a choice.
-        model=model if info is None or not info.engine else msgspec.structs.replace(model, engine=info.engine),
+        model=model
+        if info is None or not info.engine
+        else msgspec.structs.replace(model, engine=info.engine),
         recorded_by=recorded_by,
         nightjar=installed_version(),
         commit=commit(),
@@ -132,7 +140,8 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineI
 
 
 def model_provenance(model: str) -> ModelProvenance:
-    """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises `ModelError`."""
+    """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises
+    `ModelError`."""
     card = describe(model)
     return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
 
@@ -142,11 +151,14 @@ def _model_files(model: str) -> tuple[ModelFile, ...]:
     """The files of a checkpoint folder that a model is read from."""
     folder = Path(model)
     paths = sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ()
-    return tuple(_model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file())
+    return tuple(
+        _model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file()
+    )
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
-    """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises `ModelError`, `StoreError`."""
+    """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises
+    `ModelError`, `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     return put_numbered(store, provenance_key(job.id), data, "application/json").info
@@ -156,7 +168,8 @@ _decode = msgspec.json.Decoder(Provenance).decode
 
 
 class ProvenanceBook:
-    """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called from any thread."""
+    """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called
+    from any thread."""
 
     def __init__(self) -> None:
         self._written: set[tuple[str, EngineProvenance]] = set()
@@ -172,7 +185,8 @@ class ProvenanceBook:
 
 
 def records(store: ObjectStore, job: Job) -> list[Provenance]:
-    """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is no record."""
+    """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is
+    no record."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
         data = store.get(key)
@@ -180,18 +194,26 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
             found.append(_decode(data))
         except ValueError as error:
             message = f"The object {key} is not a record of what the job was made with."
-            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it.") from error
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it."
+            ) from error
     return found
 
 
 def recorded_engines(store: ObjectStore, job: Job) -> list[str]:
-    """The engines that the records of a job name, where its model has a choice. Raises `ModelError`, and as `records`."""
+    """The engines that the records of a job name, where its model has a choice. Raises `ModelError`, and
+    as `records`."""
     choice = set(describe(job.spec.model).engines)
-    return sorted({record.model.engine for record in records(store, job) if record.model.engine in choice}) if choice else []
+    return (
+        sorted({record.model.engine for record in records(store, job) if record.model.engine in choice})
+        if choice
+        else []
+    )
 
 
 def mixed_engines(engines: list[str], here: str) -> str | None:
-    """What to know before parts of a job are made again whose records name these engines; None where there is nothing."""
+    """What to know before parts of a job are made again whose records name these engines; None where there
+    is nothing."""
     if len(engines) < 2:
         return None
     return (
@@ -201,7 +223,8 @@ def mixed_engines(engines: list[str], here: str) -> str | None:
 
 
 def options_again(store: ObjectStore, job: Job) -> dict[str, str]:
-    """Options of `open_pipeline` to make speech of a job again: the engine that its records name, where the model has a choice.
+    """Options of `open_pipeline` to make speech of a job again: the engine that its records name, where
+    the model has a choice.
 
     Nothing where they name both: no record says which one made what. Raises as `recorded_engines`.
     """
@@ -220,7 +243,8 @@ def exporters_record(job: Job) -> Provenance:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of the running code: what pip recorded when it installed from git, or that of the checkout around it."""
+    """The commit of the running code: what pip recorded when it installed from git, or that of the
+    checkout around it."""
     try:
         recorded = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
@@ -236,14 +260,17 @@ def commit() -> str | None:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def other_encoders(store: ObjectStore, job: Job) -> list[str]:
-    """Encoders that made audio of a job and are not the one here; only formats that are lossy have one. Raises `StoreError`."""
+    """Encoders that made audio of a job and are not the one here; only formats that are lossy have one.
+    Raises `StoreError`."""
     here = _encoder(job.spec)
     if here is msgspec.UNSET:
         return []

@@ -1,4 +1,5 @@
-"""The homes of embedded jobs, so that commands find a job without options: one small file a job under XDG_STATE_HOME."""
+"""The homes of embedded jobs, so that commands find a job without options: one small file a job under
+XDG_STATE_HOME."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def remember(job_id: str, home: Path) -> None:
     """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
     try:
         folder = _folder()
-        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w") as file:
+        with os.fdopen(
+            open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w"
+        ) as file:
             file.write(str(home.absolute()))
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
             stale.unlink(missing_ok=True)
@@ -50,7 +53,8 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 @contextmanager
 def noted_dev(home: Path) -> Iterator[None]:
-    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to. What killed ones left is removed."""
+    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to. What killed
+    ones left is removed."""
     note = _folder().with_name("dev") / hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -77,10 +81,14 @@ def _running_home(note: Path) -> str | None:
 
 
 def settings_for_new_job(home: str | None) -> Settings:
-    """The settings of `nightjar submit`: those given, or, where neither ledger, broker nor home is set, those of the `nightjar dev` that
-    runs, of several the newest, and before them that of the default home."""
+    """The settings of `nightjar submit`: those given, or, where neither ledger, broker nor home is set,
+    those of the `nightjar dev` that runs, of several the newest, and before them that of the default home."""
     settings = load_settings(home=home)
-    if settings.database_url is not None or settings.broker_url is not None or settings.origin("home") != "default":
+    if (
+        settings.database_url is not None
+        or settings.broker_url is not None
+        or settings.origin("home") != "default"
+    ):
         return settings
     try:
         notes = sorted(_folder().with_name("dev").iterdir(), key=lambda note: note.stat().st_mtime)
@@ -101,7 +109,8 @@ def forget(job_id: str) -> None:
 
 
 def keep_remembered(job_id: str, settings: Settings) -> None:
-    """Notes where a job was found whose home was moved since it was remembered. A copy does not take the place of the original."""
+    """Notes where a job was found whose home was moved since it was remembered. A copy does not take the
+    place of the original."""
     if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
         remember(job_id, settings.home)
 
@@ -125,8 +134,8 @@ def homes_of(prefix: str) -> set[Path]:
 
 
 def places_of(prefix: str, home: str | None) -> list[Settings]:
-    """The settings under which jobs whose id starts with `prefix` are to be found: those given, or else those of every home that is
-    remembered for one, and of the default home where it may have another."""
+    """The settings under which jobs whose id starts with `prefix` are to be found: those given, or else
+    those of every home that is remembered for one, and of the default home where it may have another."""
     settings = load_settings(home=home)
     if settings.database_url is not None or settings.origin("home") != "default":
         return [settings]
@@ -145,13 +154,16 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
     remembered = [settings for settings in places if settings.origin("home") != "default"]
     if len(remembered) > 1:
         message = f"Jobs of several folders begin with {prefix[:64]!r}."
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Give more of the id, or name the folder with --out.")
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND, message, "Give more of the id, or name the folder with --out."
+        )
     return (remembered or places)[0]
 
 
 @contextmanager
 def reading_ledger(settings: Settings) -> Iterator[Ledger]:
-    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and `ledger.schema`."""
+    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and
+    `ledger.schema`."""
     path = sqlite_path(settings.ledger_url)
     if path is not None and not path.exists():
         raise NotFoundError(
@@ -167,7 +179,8 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
 
 
 def out_words(job_id: str, ledger: Path | None) -> str:
-    """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone leads there from any folder."""
+    """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone
+    leads there from any folder."""
     home = home_of(ledger)
     if ledger is None or home is None:
         return ""

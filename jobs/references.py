@@ -1,4 +1,5 @@
-"""Reference audio: read only from allowed folders or the job's own store, and put into the store once for each content."""
+"""Reference audio: read only from allowed folders or the job's own store, and put into the store once for
+each content."""
 
 from __future__ import annotations
 
@@ -37,13 +38,22 @@ class ReferenceAudio:
 
 
 class ReferenceReader:
-    """Reads what the audio messages of one input name: a path below an allowed folder, or an address in the store.
+    """Reads what the audio messages of one input name: a path below an allowed folder, or an address in
+    the store.
 
-    Without `roots` only the input's own folder is allowed. Symbolic links count as what they point to. URLs are never fetched.
+    Without `roots` only the input's own folder is allowed. Symbolic links count as what they point to.
+    URLs are never fetched.
     """
 
-    def __init__(self, folder: Path, roots: Sequence[Path], store: ObjectStore, check: Callable[[bytes], None] | None = None) -> None:
-        """`check` raises `InputError` for an audio file that the model cannot use; each content is checked once."""
+    def __init__(
+        self,
+        folder: Path,
+        roots: Sequence[Path],
+        store: ObjectStore,
+        check: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`check` raises `InputError` for an audio file that the model cannot use; each content is checked
+        once."""
         self._check = check
         self._verdicts: OrderedDict[str, InputError | None] = OrderedDict()
         self._folder = folder
@@ -51,7 +61,8 @@ class ReferenceReader:
         self._store = store
 
     def locate(self, content: str) -> str:
-        """The address of the audio: the real path of a file, or the `s3://` or `file://` address in the store.
+        """The address of the audio: the real path of a file, or the `s3://` or `file://` address in the
+        store.
 
         Raises `input.audio_forbidden`.
         """
@@ -78,8 +89,8 @@ class ReferenceReader:
     def read(self, content: str) -> ReferenceAudio:
         """The audio file that a line names, known to be one.
 
-        Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or `input.too_long`; `StoreError` when
-        the store fails.
+        Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
+        `input.too_long`; `StoreError` when the store fails.
         """
         address = self.locate(content)
         if address.startswith(f"{self._store.url}/"):
@@ -88,7 +99,11 @@ class ReferenceReader:
             data = _read_file(address, content)
         audio = encoded_audio(data, _named(content))
         if (error := self._verdict(audio)) is not None:
-            raise InputError(error.code, f"The reference {clean(content, 200)!r} cannot be used: {error.message}", error.advice)
+            raise InputError(
+                error.code,
+                f"The reference {clean(content, 200)!r} cannot be used: {error.message}",
+                error.advice,
+            )
         return audio
 
     def _verdict(self, audio: ReferenceAudio) -> InputError | None:
@@ -108,7 +123,9 @@ class ReferenceUploader:
     def __init__(self, reader: ReferenceReader, store: ObjectStore, job_id: str) -> None:
         self._reader = reader
         #: The key of the audio at an address; `content` is what a line calls it.
-        self._key = lru_cache(_KNOWN_PATHS)(lambda _, content: put_reference(store, job_id, reader.read(content)))
+        self._key = lru_cache(_KNOWN_PATHS)(
+            lambda _, content: put_reference(store, job_id, reader.read(content))
+        )
 
     def key(self, content: str) -> str:
         """The key of the audio that a line names. Raises as `ReferenceReader.read`, and `StoreError`."""
@@ -116,7 +133,8 @@ class ReferenceUploader:
 
 
 def encoded_audio(data: bytes, name: str) -> ReferenceAudio:
-    """An audio file of a job, known to be one; `name` begins the sentence that says why it is none. Raises `InputError`."""
+    """An audio file of a job, known to be one; `name` begins the sentence that says why it is none. Raises
+    `InputError`."""
     return ReferenceAudio(_bounded(data, name), hashlib.sha256(data).hexdigest(), _extension(data, name))
 
 
@@ -136,14 +154,17 @@ def read_audio_file(path: Path) -> ReferenceAudio:
 
 
 def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
-    """The encoded audio behind the content of a `ShardLine`'s audio message, which is a key of the job's references.
+    """The encoded audio behind the content of a `ShardLine`'s audio message, which is a key of the job's
+    references.
 
-    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails,
-    `store.conflict` when the bytes are not those of its key.
+    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError`
+    when the store fails, `store.conflict` when the bytes are not those of its key.
     """
     if not content.startswith(references_prefix(job_id)):
         raise InputError(
-            ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is not a reference of job {job_id}.", "Submit it again."
+            ErrorCode.INPUT_AUDIO_FORBIDDEN,
+            f"{clean(content, 200)!r} is not a reference of job {job_id}.",
+            "Submit it again.",
         )
     data = _read_object(store, content, content)
     if is_reference_key(content, job_id) and hashlib.sha256(data).hexdigest() not in content:
@@ -195,7 +216,9 @@ def _extension(data: bytes, name: str) -> str:
         message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
         raise InputError(error.code, message, error.advice) from error
     if found.kind not in _EXTENSIONS or found.frames <= 0:
-        raise _unreadable(name, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
+        raise _unreadable(
+            name, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
+        )
     return _EXTENSIONS[found.kind]
 
 
@@ -208,7 +231,11 @@ def _refusal(check: Callable[[bytes], None], data: bytes) -> InputError | None:
 
 
 def _missing(content: str) -> InputError:
-    return InputError(ErrorCode.INPUT_AUDIO_MISSING, f"There is no audio file {clean(content, 200)!r}.", "Check the path in the line.")
+    return InputError(
+        ErrorCode.INPUT_AUDIO_MISSING,
+        f"There is no audio file {clean(content, 200)!r}.",
+        "Check the path in the line.",
+    )
 
 
 def _named(content: str) -> str:
@@ -216,4 +243,6 @@ def _named(content: str) -> str:
 
 
 def _unreadable(name: str, reason: str) -> InputError:
-    return InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"{name} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3.")
+    return InputError(
+        ErrorCode.INPUT_AUDIO_UNREADABLE, f"{name} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3."
+    )

@@ -1,4 +1,5 @@
-"""Objects of a job that are lost or damaged are made again: from their line, with the seed that the ledger knows."""
+"""Objects of a job that are lost or damaged are made again: from their line, with the seed that the ledger
+knows."""
 
 from __future__ import annotations
 
@@ -69,8 +70,9 @@ class Repaired:
 
 @dataclass(slots=True)
 class Repair:
-    """Makes objects of one job again. Each is written before the ledger is told, and told only where its bytes are others, so that
-    a repair that was stopped is done again by the next one. What was in a pack becomes an object of its own: a pack is written once."""
+    """Makes objects of one job again. Each is written before the ledger is told, and told only where its
+    bytes are others, so that a repair that was stopped is done again by the next one. What was in a pack
+    becomes an object of its own: a pack is written once."""
 
     ledger: Ledger
     store: ObjectStore
@@ -78,7 +80,8 @@ class Repair:
     pipeline: Pipeline
 
     def run(self, lost: Iterable[Expected]) -> Generator[Repaired, None, None]:
-        """Makes what is lost; inputs cannot be made of anything else. Raises `StoreError` when the store fails."""
+        """Makes what is lost; inputs cannot be made of anything else. Raises `StoreError` when the store
+        fails."""
         lines = ShardLines(self.ledger, self.store, self.job.id, read_shard)
         renewed: set[int] = set()
         left = iter(lost)
@@ -104,7 +107,8 @@ class Repair:
     def _begun(
         self, expected: Expected, lines: ShardLines[ShardLine]
     ) -> tuple[ItemRow | None, Artifact | None, Future[Speech] | NightjarError | None]:
-        """The item of an object, its artifact, and its speech in the making; None: it does not belong to an item."""
+        """The item of an object, its artifact, and its speech in the making; None: it does not belong to
+        an item."""
         if expected.index is None:
             return None, None, None
         row = next(self.ledger.items(self.job.id, after=expected.index - 1, limit=1))
@@ -143,10 +147,18 @@ class Repair:
             return Repaired(artifact.key, row.example_id, outcome)
         made = msgspec.structs.replace(artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None)
         if outcome is Mended.OTHER and audio is not None:
-            facts = {"duration_ms": audio.duration_ms, "sample_rate": audio.sample_rate, "samples": audio.samples}
+            facts = {
+                "duration_ms": audio.duration_ms,
+                "sample_rate": audio.sample_rate,
+                "samples": audio.samples,
+            }
             made = msgspec.structs.replace(made, **facts, meta=dict(speech.meta))
         if not self.ledger.replace_artifact(self.job.id, made, artifact.sha256):
-            raise StoreError(ErrorCode.STORE_CONFLICT, f"Another process made {artifact.key} meanwhile.", "Verify the job again.")
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT,
+                f"Another process made {artifact.key} meanwhile.",
+                "Verify the job again.",
+            )
         return Repaired(artifact.key, row.example_id, outcome, relisted=True)
 
     def _renew_manifests(self, renewed: set[int], but: int | None = None) -> None:
@@ -154,7 +166,9 @@ class Repair:
         inputs = self.ledger.shard_inputs(self.job.id) if due else {}
         for shard_no in due:
             made = self.ledger.shard_audio(self.job.id, shard_no)
-            key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, read_shard(self.store, *inputs[shard_no]))
+            key, sha256 = put_shard_manifest(
+                self.store, self.job, shard_no, made, read_shard(self.store, *inputs[shard_no])
+            )
             self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
             renewed.discard(shard_no)
 
@@ -179,8 +193,8 @@ def mend(
     lost: Iterable[Expected],
     on_repaired: Callable[[Repaired], None] = lambda _: None,
 ) -> Counter[str]:
-    """Makes lost objects of a job again, and its manifest where that says something else of them now; counts by `Mended`. Raises as
-    `Repair.run`."""
+    """Makes lost objects of a job again, and its manifest where that says something else of them now;
+    counts by `Mended`. Raises as `Repair.run`."""
     counts: Counter[str] = Counter()
     relisted = inputs_lost = False
     with closing(Repair(ledger, store, job, pipeline).run(lost)) as repairing:
@@ -198,27 +212,38 @@ def mend(
 
 
 def lost_inputs(ledger: Ledger, store: ObjectStore, job: Job) -> list[str]:
-    """Keys of the inputs that are gone or damaged. They are few and small, so their content is compared. Raises `StoreError`."""
+    """Keys of the inputs that are gone or damaged. They are few and small, so their content is compared.
+    Raises `StoreError`."""
     return [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]
 
 
-def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, lost: Collection[str]) -> None:
+def restore_inputs(
+    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, lost: Collection[str]
+) -> None:
     """Writes the inputs under the keys `lost` again, with the reference audio of their lines.
 
-    A line that the ledger has is not judged again: what is refused today may have been accepted then. Raises `store.missing`
-    where the lines do not come out as they were staged, `InputError` where the file or its reference audio cannot be read.
+    A line that the ledger has is not judged again: what is refused today may have been accepted then.
+    Raises `store.missing` where the lines do not come out as they were staged, `InputError` where the file
+    or its reference audio cannot be read.
     """
     shards = {no: key for no, (key, _) in ledger.shard_inputs(job.id).items() if key in lost}
     hashes = dict(ledger.shard_inputs(job.id).values())
-    wanted = {row.example_id: (row.index, shards[row.shard_no]) for row in ledger.items(job.id) if row.shard_no in shards and not row.turn}
+    wanted = {
+        row.example_id: (row.index, shards[row.shard_no])
+        for row in ledger.items(job.id)
+        if row.shard_no in shards and not row.turn
+    }
     lines: dict[str, dict[int, bytes]] = {key: {} for key in lost}
     card = describe(job.spec.model)
     with open_source(source, settings.s3) as opened:
-        uploader = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
+        uploader = ReferenceUploader(
+            ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id
+        )
         written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
         form = OpenAiBatchForm(card, job.spec.format) if written_as == "openai-batch" else None
         refused = {line.line for line in ledger.rejected_lines(job.id)}
-        # Behind the last refused line that the ledger kept, a line may have been refused whose id a later one has.
+        # Behind the last refused line that the ledger kept, a line may have been refused whose id a later one
+        # has.
         doubted = max(refused, default=0) if job.rejected_lines > len(refused) else None
         checker = None if doubted is None else resolve(job.spec, written_as, voice_folder(settings)).checker
         unchanged = opened.sha256 == job.input_sha256
@@ -230,11 +255,18 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
             lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
 
         doubtful: dict[str, tuple[int, bytes, Dialogue]] = {}
-        for number, line, raw, dialogue in _dialogues(job_records(opened, job.spec, written_as), form, refused):
-            # Of lines with one id the first that was not refused became items; all of a dialogue's are in one shard.
+        for number, line, raw, dialogue in _dialogues(
+            job_records(opened, job.spec, written_as), form, refused
+        ):
+            # Of lines with one id the first that was not refused became items; all of a dialogue's are in one
+            # shard.
             if dialogue.example_id not in wanted:
                 continue
-            if checker is not None and number > cast("int", doubted) and checker.check(LineBatch(number, [line]), uploader.key)[1]:
+            if (
+                checker is not None
+                and number > cast("int", doubted)
+                and checker.check(LineBatch(number, [line]), uploader.key)[1]
+            ):
                 doubtful.setdefault(dialogue.example_id, (number, raw, dialogue))
             else:
                 restore(number, raw, dialogue)
@@ -244,15 +276,25 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     for key, found in lines.items():
         data = compress([line for _, line in sorted(found.items())])
         if hashlib.sha256(data).hexdigest() != hashes[key]:
-            changed = "its reference audio or the programs that write it are others by now" if unchanged else "the file has changed"
+            changed = (
+                "its reference audio or the programs that write it are others by now"
+                if unchanged
+                else "the file has changed"
+            )
             message = f"The input {key} of job {job.id} is lost and does not come out as it was: {changed}."
-            raise StoreError(ErrorCode.STORE_MISSING, message, "Submit the file again under an --idempotency-key of its own.")
+            raise StoreError(
+                ErrorCode.STORE_MISSING,
+                message,
+                "Submit the file again under an --idempotency-key of its own.",
+            )
         store.delete(key)
         store.put(key, data, content_type=CONTENT_TYPE)
     store.sync()
 
 
-def _dialogues(records: Records, form: OpenAiBatchForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
+def _dialogues(
+    records: Records, form: OpenAiBatchForm | None, refused: Collection[int]
+) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
     """Number, text, JSON and dialogue of the lines that were not refused and can be read."""
     for batch in records.batches():
         for number, line in enumerate(batch.lines, batch.first):
@@ -266,9 +308,14 @@ def _dialogues(records: Records, form: OpenAiBatchForm | None, refused: Collecti
 
 
 def _spoken(dialogue: Dialogue, speak: Speak) -> tuple[tuple[int, ...] | None, Sequence[int]]:
-    """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they need."""
+    """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they
+    need."""
     messages = dialogue.messages
     if speak == "answer":
-        return None, [place for place, (role, modality, _) in enumerate(messages) if modality == "audio" and role != "assistant"]
+        return None, [
+            place
+            for place, (role, modality, _) in enumerate(messages)
+            if modality == "audio" and role != "assistant"
+        ]
     turns = spoken_turns(messages, speak)
     return turns, sorted({place for turn in turns for place in reference_places(messages, turn)})

@@ -1,8 +1,10 @@
-"""One frozen `Settings`, built once and passed down: command line over environment over `.env` over TOML over defaults.
+"""One frozen `Settings`, built once and passed down: command line over environment over `.env` over TOML
+over defaults.
 
-Environment names are `SPEECH_` and the key, nested keys joined by two underscores (`SPEECH_WORKER__THREADS`). The file is
-`nightjar.toml` in the working directory, or what `SPEECH_CONFIG` names. An unknown key or a wrong value is a `ConfigError` that
-names the key and where it was set. A field's description is its line in `nightjar config list`.
+Environment names are `SPEECH_` and the key, nested keys joined by two underscores
+(`SPEECH_WORKER__THREADS`). The file is `nightjar.toml` in the working directory, or what `SPEECH_CONFIG`
+names. An unknown key or a wrong value is a `ConfigError` that names the key and where it was set. A
+field's description is its line in `nightjar config list`.
 """
 
 from __future__ import annotations
@@ -44,17 +46,22 @@ CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
 #: Variables with the prefix that are no settings: where the file is, and whether a bug shows its traceback.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
-CUT_ADDRESS = "its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
+CUT_ADDRESS = (
+    "its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
+)
 #: Origins whose keys are written as variables.
 _VARIABLES = ("environment", ".env")
-#: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by another name.
+#: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by
+#: another name.
 _QWEN3_ONLY = {"voice_cache", "codec_rows"}
 _NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
 
 
 def _words(value: object) -> object:
     """The parts of a text between commas."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    )
 
 
 def _paths(value: object) -> object:
@@ -82,47 +89,69 @@ class SettingsGroup(BaseModel):
 
 
 class S3Settings(SettingsGroup):
-    """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance role)."""
+    """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance
+    role)."""
 
-    endpoint_url: str | None = Field(default=None, description="Address of an S3-compatible server; unset: AWS.")
+    endpoint_url: str | None = Field(
+        default=None, description="Address of an S3-compatible server; unset: AWS."
+    )
     region: str | None = Field(default=None, description="Region of the bucket.")
     access_key_id: str | None = Field(default=None, description="Access key.")
     secret_access_key: SecretStr | None = Field(default=None, description="Secret key.")
     addressing_style: Literal["auto", "path", "virtual"] = Field(
-        default="auto", description="Where the bucket name stands in the URL: in the path or in the host name."
+        default="auto",
+        description="Where the bucket name stands in the URL: in the path or in the host name.",
     )
 
 
 class WorkerSettings(SettingsGroup):
     """One worker process."""
 
-    drain_seconds: Positive = Field(default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM.")
+    drain_seconds: Positive = Field(
+        default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM."
+    )
     item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
     metrics_port: Port | None = Field(
-        default=None, description="Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next ones."
+        default=None,
+        description="Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next ones.",
     )
-    metrics_address: str = Field(default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network.")
-    threads: PositiveInt | None = Field(default=None, description="Threads of the engine. Unset: the fastest measured number.")
-    meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
+    metrics_address: str = Field(
+        default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network."
+    )
+    threads: PositiveInt | None = Field(
+        default=None, description="Threads of the engine. Unset: the fastest measured number."
+    )
+    meter_processes: PositiveInt = Field(
+        default=1, description="Processes of the quality meters, one core each."
+    )
 
 
 class EngineSettings(SettingsGroup):
-    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the device and the model."""
+    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the
+    device and the model."""
 
-    kind: EngineKind = Field(default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: `native`.")
+    kind: EngineKind = Field(
+        default="auto",
+        description="Engine of models that both can run: `native` or `vllm`. `auto`: `native`.",
+    )
     slots: PositiveInt | None = Field(
-        default=None, description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."
+        default=None,
+        description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md).",
     )
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`: by the model.",
     )
     reproducible: bool | None = Field(
-        default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
+        default=None,
+        description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do.",
     )
-    max_context: PositiveInt | None = Field(default=None, description="Maximum positions of an utterance: prompt and speech.")
+    max_context: PositiveInt | None = Field(
+        default=None, description="Maximum positions of an utterance: prompt and speech."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."
+        default=None,
+        description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU.",
     )
     executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
         default="auto",
@@ -132,7 +161,8 @@ class EngineSettings(SettingsGroup):
         "multiprocessors, such as the H200, but not for streams, whose first chunk comes later with them.",
     )
     voice_cache: Path | None = Field(
-        default=None, description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory."
+        default=None,
+        description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory.",
     )
     codec_rows: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -156,22 +186,34 @@ class NotifySettings(SettingsGroup):
         description="Command that runs at each end of a job, without a shell: words as a shell splits them, or a list in a file. The "
         "status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are variables.",
     )
-    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = Field(default=30.0, description="Maximum seconds for the command.")
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
+        default=30.0, description="Maximum seconds for the command."
+    )
 
 
 class FlowerSettings(SettingsGroup):
     """The dashboard of the queues."""
 
-    basic_auth: SecretStr | None = Field(default=None, description="`user:password` for Flower. Flower does not start without it.")
-    address: str = Field(default="127.0.0.1", description="Address the dashboard listens at; `0.0.0.0` opens it to the network.")
+    basic_auth: SecretStr | None = Field(
+        default=None, description="`user:password` for Flower. Flower does not start without it."
+    )
+    address: str = Field(
+        default="127.0.0.1",
+        description="Address the dashboard listens at; `0.0.0.0` opens it to the network.",
+    )
     port: Port = Field(default=5555, description="Port of the dashboard.")
 
 
 class ServeSettings(SettingsGroup):
     """The server of `nightjar serve`."""
 
-    address: str = Field(default="127.0.0.1", description="Address of the server. `0.0.0.0` opens it to every network and needs a key.")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
+    address: str = Field(
+        default="127.0.0.1",
+        description="Address of the server. `0.0.0.0` opens it to every network and needs a key.",
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=8000, description="Port of the server; 0 takes a free port."
+    )
     api_key: SecretStr | None = Field(default=None, description="Key that clients must send.")
     api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
     allowed_hosts: Words = Field(
@@ -179,7 +221,8 @@ class ServeSettings(SettingsGroup):
         description="Host names, separated by `,`, under which a server without a key answers, besides `localhost` and loopback addresses.",
     )
     slots: PositiveInt | None = Field(
-        default=None, description="Maximum requests that are handed to the engine. Unset: as many as run and wait there."
+        default=None,
+        description="Maximum requests that are handed to the engine. Unset: as many as run and wait there.",
     )
     streams: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
@@ -187,18 +230,27 @@ class ServeSettings(SettingsGroup):
         "Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU.",
     )
     waiting_room: Annotated[int, Field(ge=0)] = Field(
-        default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."
+        default=512,
+        description="Maximum requests that wait in the server before they are handed to the engine. More get status 429.",
     )
-    request_seconds: Positive = Field(default=600.0, description="Maximum seconds for a request, from its slot to its last byte.")
-    drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
+    request_seconds: Positive = Field(
+        default=600.0, description="Maximum seconds for a request, from its slot to its last byte."
+    )
+    drain_seconds: Positive = Field(
+        default=60.0, description="Maximum seconds for running requests after SIGTERM."
+    )
     text_in: bool | None = Field(
         default=None,
         description="Speak the text of a context while it is being written. Unset: with the voices for which the model always reads "
         "its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`: all voices of Qwen3-TTS, named ones on all "
         "routes. `false`: sentence by sentence.",
     )
-    voices_folder: Path | None = Field(default=None, description="Folder of stored voices. Unset: `voices` in `home`.")
-    strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
+    voices_folder: Path | None = Field(
+        default=None, description="Folder of stored voices. Unset: `voices` in `home`."
+    )
+    strict: bool = Field(
+        default=False, description="Refuse requests for speech with a field that the server does not know."
+    )
 
 
 def _job_options(value: dict[str, Any]) -> dict[str, Any]:
@@ -216,17 +268,22 @@ def _job_options(value: dict[str, Any]) -> dict[str, Any]:
 class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
-    input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
+    input: str = Field(
+        description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night."
+    )
     store_url: str | None = Field(default=None, description="Store of this schedule. Unset: `store_url`.")
     exports: Words = Field(
-        default=(), description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible."
+        default=(),
+        description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible.",
     )
     export_to: str | None = Field(
         default=None,
         description="Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path ends in one of them, "
         "a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}` in `home`.",
     )
-    splits: str | None = Field(default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01.")
+    splits: str | None = Field(
+        default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01."
+    )
     #: Every other key is an option of the job, by its name in Python (`jobs.job_options`).
     options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
 
@@ -243,7 +300,10 @@ class Schedule(SettingsGroup):
 class Settings(SettingsGroup):
     """Every setting of Nightjar. Build it with `load_settings`; a direct call takes only what it is given."""
 
-    home: Path = Field(default=Path("out"), description="Default folder for ledger, store and broker address of `nightjar run`.")
+    home: Path = Field(
+        default=Path("out"),
+        description="Default folder for ledger, store and broker address of `nightjar run`.",
+    )
     database_url: SecretStr | None = Field(
         default=None, description="Ledger: `sqlite:///path` or `postgresql://…`; unset: SQLite in `home`."
     )
@@ -251,9 +311,12 @@ class Settings(SettingsGroup):
         default=None,
         description="Broker: `redis://…`; unset: the embedded broker of `home` while it runs, else `redis://127.0.0.1:6379/0`.",
     )
-    store_url: str | None = Field(default=None, description="Store: a folder or `s3://bucket/prefix`; unset: `home`.")
+    store_url: str | None = Field(
+        default=None, description="Store: a folder or `s3://bucket/prefix`; unset: `home`."
+    )
     audio_roots: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = Field(
-        default=(), description="Folders from which reference audio may be read, separated by `:`. Unset: only the input file's folder."
+        default=(),
+        description="Folders from which reference audio may be read, separated by `:`. Unset: only the input file's folder.",
     )
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Price per GPU hour, for the cost in `nightjar status`."
@@ -279,12 +342,15 @@ class Settings(SettingsGroup):
     @field_validator("home", "store_url", mode="before")
     @classmethod
     def _refuse_other_places(cls, value: object, info: ValidationInfo) -> object:
-        # An empty path would be the working directory, which nobody named; an address would be a folder of this name there.
+        # An empty path would be the working directory, which nobody named; an address would be a folder of
+        # this name there.
         text = "" if value is None else str(value)
         if isinstance(value, str) and not text.strip():
             raise ValueError("it is empty")
         if info.field_name == "home" and is_address(text):
-            raise ValueError(f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket")
+            raise ValueError(
+                f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket"
+            )
         if info.field_name == "store_url" and is_address(text) and "://" not in text:
             raise ValueError("an address has two slashes, as in s3://BUCKET/PREFIX")
         return value
@@ -326,22 +392,27 @@ class Settings(SettingsGroup):
         return self.store_url if self.store_url is not None else str(self.home.absolute())
 
     def export_folder(self, job_id: str, format: str, where: str | None) -> Path:
-        """Where an export is written that was not given a place; one with another filter is another export."""
+        """Where an export is written that was not given a place; one with another filter is another
+        export."""
         name = format if where is None else f"{format}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
         return self.home.absolute() / "exports" / job_id / name
 
     def chosen_engine(self, card: ModelCard) -> Literal["cpu", "native", "vllm"]:
-        """The engine that a model is opened on. Raises `ConfigError` (`config.invalid`) for one that cannot run it."""
+        """The engine that a model is opened on. Raises `ConfigError` (`config.invalid`) for one that
+        cannot run it."""
         kind = self.engine.kind
         if kind == "auto" or card.engine == "cpu":
             return card.engine
         if kind not in (card.engines or (card.engine,)):
-            message = f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only."
+            message = (
+                f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only."
+            )
             raise _invalid(message, "Unset SPEECH_ENGINE__KIND, or set it to auto.")
         return kind
 
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
-        """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as `chosen_engine`."""
+        """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as
+        `chosen_engine`."""
         engine = self.chosen_engine(card)
         if engine == "cpu":
             return {} if self.worker.threads is None else {"threads": self.worker.threads}
@@ -349,12 +420,19 @@ class Settings(SettingsGroup):
         if engine == "vllm":
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
-        unknown = _NATIVE_ONLY if engine == "vllm" else set[str]() if has_option(card, "voice_cache") else _QWEN3_ONLY
+        unknown = (
+            _NATIVE_ONLY
+            if engine == "vllm"
+            else set[str]()
+            if has_option(card, "voice_cache")
+            else _QWEN3_ONLY
+        )
         options = {name: value for name, value in options.items() if name not in unknown}
         return options | ({"engine": engine} if card.engines else {})
 
     def unused(self, card: ModelCard) -> str | None:
-        """A sentence about settings of the engine vllm where a model runs on the engine native; None: there are none.
+        """A sentence about settings of the engine vllm where a model runs on the engine native; None:
+        there are none.
 
         Raises as `chosen_engine`.
         """
@@ -383,7 +461,8 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def _check_urls(urls: str, most_ats: int | None) -> None:
-    """Raises where a sign in a password ends the address too early: its rest would show up in errors as a host or a port."""
+    """Raises where a sign in a password ends the address too early: its rest would show up in errors as a
+    host or a port."""
     for url in urls.split(";"):
         try:
             parts = urlsplit(url)
@@ -428,9 +507,14 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        raise _invalid(f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it.") from None
+        raise _invalid(
+            f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it."
+        ) from None
     except OSError as error:
-        raise _invalid(f"The configuration file {path} cannot be read: {error.strerror}.", "Make it a readable TOML file.") from None
+        raise _invalid(
+            f"The configuration file {path} cannot be read: {error.strerror}.",
+            "Make it a readable TOML file.",
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _invalid(f"The configuration file {path} is not TOML: {error}.", "Correct it.") from None
 
@@ -461,7 +545,9 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
         for part in parents:
             child = node.setdefault(part, {})
             if not isinstance(child, dict):
-                raise _invalid(f"{name} ({origin}) is set beside a value of the whole group.", "Set one of the two.")
+                raise _invalid(
+                    f"{name} ({origin}) is set beside a value of the whole group.", "Set one of the two."
+                )
             node = cast("dict[str, Any]", child)
         node[leaf] = _object_or_text(value)
     return tree
@@ -474,7 +560,9 @@ def _object_or_text(value: str) -> Any:
         return value
 
 
-def _merge(into: dict[str, Any], values: Mapping[str, Any], origin: str, origins: dict[str, str], path: str = "") -> None:
+def _merge(
+    into: dict[str, Any], values: Mapping[str, Any], origin: str, origins: dict[str, str], path: str = ""
+) -> None:
     for key, value in values.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping):
@@ -501,14 +589,21 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
         return _no_setting(given or key, origins.get(given, ""))
     reason = first["msg"].removeprefix("Value error, ")
     where = _set_in(key, origins.get(given, ""))
-    return _invalid(f"The setting {key}{where} cannot be used: {reason}.", "Correct it; `nightjar config list` lists all settings.")
+    return _invalid(
+        f"The setting {key}{where} cannot be used: {reason}.",
+        "Correct it; `nightjar config list` lists all settings.",
+    )
 
 
 def _no_setting(key: str, origin: str) -> ConfigError:
-    """The error of a key that is none, with the nearest that there is, as it is written where this one was set."""
+    """The error of a key that is none, with the nearest that there is, as it is written where this one was
+    set."""
     schedule = key.split(".")[1] if key.startswith("schedules.") else "NAME"
     near = nearest(key, _keys(Settings, schedule), _variable if origin in _VARIABLES else str)
-    return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}`nightjar config list` lists all settings.")
+    return _invalid(
+        f"There is no setting {key}{_set_in(key, origin)}.",
+        f"{near}`nightjar config list` lists all settings.",
+    )
 
 
 def _set_in(key: str, origin: str) -> str:
@@ -517,11 +612,15 @@ def _set_in(key: str, origin: str) -> str:
 
 
 def _refuse_other_prefix(variable: str, origin: str) -> None:
-    """Raises `config.invalid` for a variable that is a setting but for its prefix, which would have no effect."""
+    """Raises `config.invalid` for a variable that is a setting but for its prefix, which would have no
+    effect."""
     rest = variable.removeprefix("NIGHTJAR_")
     key = rest.lower().replace("__", ".")
     if PREFIX + rest in NOT_SETTINGS or key in _keys(Settings, key.split(".")[1] if "." in key else ""):
-        raise _invalid(f"There is no setting {variable} ({origin}).", f"Did you mean {PREFIX}{rest}? All settings begin so.")
+        raise _invalid(
+            f"There is no setting {variable} ({origin}).",
+            f"Did you mean {PREFIX}{rest}? All settings begin so.",
+        )
 
 
 def _variable(key: str) -> str:

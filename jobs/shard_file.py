@@ -1,5 +1,5 @@
-"""Shards: how a job is cut into them, of even engine time, and their lines as they travel from ingest to a worker, as zstd-compressed
-JSONL in the store."""
+"""Shards: how a job is cut into them, of even engine time, and their lines as they travel from ingest to a
+worker, as zstd-compressed JSONL in the store."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
 
 
-#: Engine time of a shard: long enough that handing it out costs nothing, short enough that losing it costs little.
+#: Engine time of a shard: long enough that handing it out costs nothing, short enough that losing it costs
+#: little.
 ENGINE_SECONDS = 60.0
-#: At the start of a job shards are smaller, so that a small job has some for every worker: so much engine time and so many items.
+#: At the start of a job shards are smaller, so that a small job has some for every worker: so much engine
+#: time and so many items.
 LEAST_ENGINE_SECONDS = 1.0
 LEAST_ITEMS = 64
 #: They grow with the job: by one item for so many items that were cut before.
 ITEMS_PER_GROWTH = 128
-#: RTF of a model whose speed was not measured, by its engine. At submit nobody knows the workers' devices: `native` and `vllm` models
-#: run on GPUs as a rule.
+#: RTF of a model whose speed was not measured, by its engine. At submit nobody knows the workers' devices:
+#: `native` and `vllm` models run on GPUs as a rule.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
 #: The fastest that is believed: an engine that costs nothing measures as 0.
 _LEAST_RTF = 1e-6
@@ -53,11 +55,14 @@ class ShardSize:
     least_audio_ms: int = 0
 
     @classmethod
-    def of(cls, card: ModelCard, target_seconds: float, max_items: int, measured_rtf: float | None = None) -> ShardSize:
+    def of(
+        cls, card: ModelCard, target_seconds: float, max_items: int, measured_rtf: float | None = None
+    ) -> ShardSize:
         """`ENGINE_SECONDS` of work, and never more than `target_seconds` of audio.
 
-        The speed is `measured_rtf`, the RTF of the model's earlier jobs; else the card's; else the usual one of its engine, which
-        may be far from the truth, so that the first shards are then no larger than their number of items says.
+        The speed is `measured_rtf`, the RTF of the model's earlier jobs; else the card's; else the usual
+        one of its engine, which may be far from the truth, so that the first shards are then no larger
+        than their number of items says.
         """
         known = card.rtf if measured_rtf is None else max(measured_rtf, _LEAST_RTF)
         seconds = min(target_seconds, ENGINE_SECONDS / (known or USUAL_RTF[card.engine]))
@@ -77,7 +82,9 @@ def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> It
         total_bytes += len(line.raw) * more
         items += more
         early = audio_ms > size.least_audio_ms and items > LEAST_ITEMS + items_before // ITEMS_PER_GROWTH
-        if end > start and (early or audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or items > size.max_items):
+        if end > start and (
+            early or audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or items > size.max_items
+        ):
             yield lines[start:end]
             items_before += items - more
             start, audio_ms, total_bytes, items = end, line.estimated_ms, len(line.raw) * more, more
@@ -92,7 +99,8 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: Line of the input file.
     line: int
     example_id: str
-    #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a key of the store.
+    #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a
+    #: key of the store.
     messages: tuple[Message, ...]
     #: The line's own settings; the job's defaults are not in it.
     generation: Generation
@@ -134,9 +142,11 @@ _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
-def encode_lines(first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with their newlines: one a turn, the first at the index `first`; without
-    `turns` the dialogue is one item. `raw` is a valid JSON object without a newline.
+def encode_lines(
+    first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None
+) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with their newlines: one a turn, the first at the index
+    `first`; without `turns` the dialogue is one item. `raw` is a valid JSON object without a newline.
     """
     keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
     if turns is None:
@@ -153,12 +163,15 @@ def compress(lines: Iterable[bytes]) -> bytes:
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
         # Making one takes longer than compressing a shard, and threads must not share one.
-        compressor = _compressors.own = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True)
+        compressor = _compressors.own = zstandard.ZstdCompressor(
+            level=_COMPRESSION_LEVEL, write_checksum=True
+        )
     return compressor.compress(b"".join(lines))
 
 
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
-    """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not those that were staged."""
+    """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not
+    those that were staged."""
     return [_shard_line(line) for line in read_raw_shard(store, key, sha256)]
 
 
@@ -166,13 +179,19 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     """As `read_shard`, with each dialogue as the undecoded JSON that was submitted."""
     data = store.get(key)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT,
+            f"The object {key} was changed after submit.",
+            "Restore it, or submit the input again.",
+        )
     return [_decode_raw(line) for line in zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]]
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     """The keys of the reference audio that the lines of a shard name. Raises as `read_shard` does."""
-    return {reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()}
+    return {
+        reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
+    }
 
 
 def _shard_line(stored: RawLine) -> ShardLine:
@@ -182,14 +201,31 @@ def _shard_line(stored: RawLine) -> ShardLine:
         messages = turn_messages(dialogue.messages, turn, references)
         role: SpokenRole = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
         return ShardLine(stored.index, stored.line, dialogue.example_id, messages, generation, turn, role)
-    whole = [Message(role, modality, references.get(place, text)) for place, (role, modality, text) in enumerate(dialogue.messages)]
-    return ShardLine(stored.index, stored.line, dialogue.example_id, tuple(whole), generation, speech_position(dialogue.messages))
+    whole = [
+        Message(role, modality, references.get(place, text))
+        for place, (role, modality, text) in enumerate(dialogue.messages)
+    ]
+    return ShardLine(
+        stored.index,
+        stored.line,
+        dialogue.example_id,
+        tuple(whole),
+        generation,
+        speech_position(dialogue.messages),
+    )
 
 
 class ShardLines(Generic[Line]):
-    """Lines of items, which are asked for in order: one shard is in memory at a time. `read` is `read_shard` or `read_raw_shard`."""
+    """Lines of items, which are asked for in order: one shard is in memory at a time. `read` is
+    `read_shard` or `read_raw_shard`."""
 
-    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str, read: Callable[[ObjectStore, str, str], list[Line]]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: ObjectStore,
+        job_id: str,
+        read: Callable[[ObjectStore, str, str], list[Line]],
+    ) -> None:
         self._store = store
         self._read = read
         self._inputs = ledger.shard_inputs(job_id)
@@ -216,7 +252,10 @@ class ItemLines:
     def line_of(self, item: ItemRow) -> int | None:
         """The number of the item's line; None where the store has lost it or cannot be reached."""
         # A store that itself failed is not waited for again.
-        away = self.failure is not None and self.failure.code not in (ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT)
+        away = self.failure is not None and self.failure.code not in (
+            ErrorCode.STORE_MISSING,
+            ErrorCode.STORE_CONFLICT,
+        )
         if away or item.shard_no in self._lost:
             return None
         try:

@@ -1,4 +1,5 @@
-"""Where the lines of a job come from: a file, standard input or S3, plain or compressed, as bounded batches of lines."""
+"""Where the lines of a job come from: a file, standard input or S3, plain or compressed, as bounded
+batches of lines."""
 
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
 
 
-#: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line may be. Blank: no record.
+#: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line
+#: may be. Blank: no record.
 Record = bytes | InputError | None
 
 
 @dataclass(frozen=True, slots=True)
 class LineBatch:
-    """Consecutive lines, or the records that stand in their places, or rows of Parquet; `first` counts from 1."""
+    """Consecutive lines, or the records that stand in their places, or rows of Parquet; `first` counts
+    from 1."""
 
     first: int
     lines: Sequence[Record]
@@ -70,11 +73,14 @@ class Source:
             yield LineBatch(after_line + 1, lines)
             after_line += len(lines)
 
-    def line_batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[list[bytes | None]]:
-        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`; a line
-        longer than `MAX_LINE_BYTES` is None.
+    def line_batches(
+        self, max_lines: int, max_bytes: int, after_line: int = 0
+    ) -> Iterator[list[bytes | None]]:
+        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of
+        about `max_bytes`; a line longer than `MAX_LINE_BYTES` is None.
 
-        Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines for the most part.
+        Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines
+        for the most part.
         """
         waiting: list[bytes | None] = []
         size, to_skip = 0, after_line
@@ -83,7 +89,11 @@ class Source:
             blank = len([line for line in some if line is not None and (not line or line.isspace())])
             blank_left += (len(some) - blank) * MAX_BLANK_LINES_EACH - blank
             if blank_left < 0:
-                raise _unreadable(self.uri, f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other", "Remove them.")
+                raise _unreadable(
+                    self.uri,
+                    f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other",
+                    "Remove them.",
+                )
             skipped = min(to_skip, len(some))
             to_skip -= skipped
             waiting += some[skipped:]
@@ -110,7 +120,9 @@ class Source:
     def check_unchanged(self) -> None:
         """Raises `input.unreadable` when the file was written to since it was opened."""
         if self._stat() != self._identity:
-            raise _unreadable(self.uri, "changed while it was read", "Submit it again when nothing writes to it any more.")
+            raise _unreadable(
+                self.uri, "changed while it was read", "Submit it again when nothing writes to it any more."
+            )
 
     def _stat(self) -> tuple[int, int]:
         found = os.fstat(self.file.fileno())
@@ -123,7 +135,8 @@ class Source:
 
 
 def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
-    """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is dropped."""
+    """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is
+    dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
     chunk = head.removeprefix(_BOM)
@@ -146,7 +159,8 @@ def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
 
 
 def decompressed(file: BinaryIO) -> BinaryIO:
-    """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded whatever it swells to."""
+    """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded
+    whatever it swells to."""
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == b"\x1f\x8b":
@@ -183,7 +197,8 @@ class _ZstdReader:
 
 @contextmanager
 def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
-    """Opens a path, `-` (standard input) or `s3://bucket/key`; what cannot be read twice is first copied to a temporary file.
+    """Opens a path, `-` (standard input) or `s3://bucket/key`; what cannot be read twice is first copied
+    to a temporary file.
 
     Raises `input.unreadable`, or `StoreError` when S3 cannot be reached.
     """
@@ -207,11 +222,14 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
 
 def check_source(source: str) -> str:
-    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before anything is made."""
+    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before
+    anything is made."""
     try:
         source.encode()
     except UnicodeEncodeError:
-        raise InputError(ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file.") from None
+        raise InputError(
+            ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file."
+        ) from None
     if source == "-" or is_remote(source):
         return source
     with reading(source):
@@ -219,14 +237,18 @@ def check_source(source: str) -> str:
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input.")
+        raise InputError(
+            ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input."
+        )
     return source
 
 
 def no_records() -> InputError:
     """The error of an input without any record."""
     return InputError(
-        ErrorCode.INPUT_NO_ITEMS, "The input is empty.", "Give at least one record: a dialogue or a sentence a line, or a row."
+        ErrorCode.INPUT_NO_ITEMS,
+        "The input is empty.",
+        "Give at least one record: a dialogue or a sentence a line, or a row.",
     )
 
 
@@ -259,7 +281,9 @@ def reading(uri: str) -> Generator[None, None, None]:
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
-        raise _unreadable(uri, "is a folder", "Give one file, plain, .gz or .zst; of a Kaldi folder its `text`.") from error
+        raise _unreadable(
+            uri, "is a folder", "Give one file, plain, .gz or .zst; of a Kaldi folder its `text`."
+        ) from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error

@@ -30,7 +30,8 @@ SAMPLE_RATES = range(8_000, 48_001)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSpec:
-    """A frozen spec with its model and the check of its lines. Made by `resolve`, once for a submit or a dry run."""
+    """A frozen spec with its model and the check of its lines. Made by `resolve`, once for a submit or a
+    dry run."""
 
     spec: JobSpec
     card: ModelCard
@@ -40,10 +41,11 @@ class ResolvedSpec:
     voices: JobVoices
 
     def of_input(self, source: Source) -> ResolvedSpec:
-        """The spec of a job of this input: with the format that is recognized, with what is read beside it, and with the stored voices
-        that its lines name.
+        """The spec of a job of this input: with the format that is recognized, with what is read beside
+        it, and with the stored voices that its lines name.
 
-        Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that cannot be read.
+        Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that
+        cannot be read.
         """
         spec, found = self.spec, self.input_format
         if found == "auto":
@@ -53,14 +55,21 @@ class ResolvedSpec:
         _check_format(found, spec)
         chosen = reading_of(spec)
         if found == "kaldi" and chosen.voices is not None:
-            spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source)))
+            spec = msgspec.structs.replace(
+                spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
+            )
         voices = self.voices.with_lines(job_records(source, spec, found))
         spec = voices.in_spec(spec)
-        return replace(self, spec=spec, input_format=found, checker=_checker(spec, voices, found), voices=voices)
+        return replace(
+            self, spec=spec, input_format=found, checker=_checker(spec, voices, found), voices=voices
+        )
 
 
-def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None) -> ResolvedSpec:
-    """Checks a spec against its model and the stored voices; one that was resolved before is returned as it is.
+def resolve(
+    spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None
+) -> ResolvedSpec:
+    """Checks a spec against its model and the stored voices; one that was resolved before is returned as
+    it is.
 
     Raises `ModelError`, `config.invalid`, and `InputError` for settings that the model refuses.
     """
@@ -69,7 +78,9 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues
     card = describe(spec.model)
     generation = _frozen_generation(spec.generation, card)
     only = _only_voice(card) if generation.voice is None else None
-    spec = msgspec.structs.replace(spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only))
+    spec = msgspec.structs.replace(
+        spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
+    )
     names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
@@ -104,7 +115,9 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
         return
     chosen = reading_of(spec)
     if chosen.columns is not None and format not in ("csv", "tsv", "parquet"):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "This input is not a table, and has no columns.", "Leave --column out.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "This input is not a table, and has no columns.", "Leave --column out."
+        )
     if chosen.voices is not None and format not in ("csv", "tsv", "parquet", "kaldi"):
         message = "This input names no speakers."
         advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."
@@ -115,28 +128,41 @@ def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
     """Raises `config.invalid`."""
     chosen = reading_of(spec)
     if chosen.limit is not None and chosen.sample is not None:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them."
+        )
     for what, count in (("limit", chosen.limit), ("sample", chosen.sample)):
         if count is not None and count < 1:
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {what} is {count}.", "Use a whole number from 1.")
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, f"The {what} is {count}.", "Use a whole number from 1."
+            )
     check_columns(chosen.columns or {})
     return msgspec.UNSET if chosen == ALL else chosen
 
 
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
-    """The settings with the model's own names of what is asked for by a code or by a name of OpenAI's; others stay as they are written.
+    """The settings with the model's own names of what is asked for by a code or by a name of OpenAI's;
+    others stay as they are written.
 
     Raises `input.unknown_language`.
     """
     able, voice, language = card.capabilities, generation.voice, generation.language
     if voice in OPENAI_VOICES and not able.multi_turn:
         voice = own_voice(voice, able.voices)
-    if language is not None and able.languages and language.casefold() not in {name.casefold() for name in able.languages}:
+    if (
+        language is not None
+        and able.languages
+        and language.casefold() not in {name.casefold() for name in able.languages}
+    ):
         if (found := language_of(language, able.languages)) is None:
             message = f"The model {card.name} has no language {clean(language, 80)!r}."
-            raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(able.languages)}.")
+            raise InputError(
+                ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(able.languages)}."
+            )
         language = found
-    roles = generation.roles and {role: _frozen_generation(own, card) for role, own in generation.roles.items()}
+    roles = generation.roles and {
+        role: _frozen_generation(own, card) for role, own in generation.roles.items()
+    }
     return msgspec.structs.replace(generation, voice=voice, language=language, roles=roles)
 
 
@@ -152,13 +178,18 @@ def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineCheck
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
-    """The spec with the model's full name and, unless it names them, its revision, its pace, its language and whose turns are spoken.
+    """The spec with the model's full name and, unless it names them, its revision, its pace, its language
+    and whose turns are spoken.
 
     Raises `config.invalid`.
     """
     _check_audio(spec, card)
     if not 0 <= spec.seed < 2**63:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The job's seed is {spec.seed}.", "Use a whole number from 0 to 2**63 - 1.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"The job's seed is {spec.seed}.",
+            "Use a whole number from 0 to 2**63 - 1.",
+        )
     quality = spec.quality
     if quality is not None:
         quality = checked(quality)
@@ -168,11 +199,14 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         quality = _heard_in(quality, card.capabilities.languages)
     revision, speak = spec.model_revision or card.revision, _speak(spec, card)
     chosen = _checked_reading(spec)
-    return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen)
+    return msgspec.structs.replace(
+        spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen
+    )
 
 
 def _check_audio(spec: JobSpec, card: ModelCard) -> None:
-    """Raises `config.invalid` for an unknown audio format, and for a sample rate that is out of bounds or that the format does not hold."""
+    """Raises `config.invalid` for an unknown audio format, and for a sample rate that is out of bounds or
+    that the format does not hold."""
     if spec.format not in AUDIO_FORMATS:
         message = f"The format {spec.format[:40]!r} is unknown."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use one of: {', '.join(AUDIO_FORMATS)}.")
@@ -190,19 +224,26 @@ def _speak(spec: JobSpec, card: ModelCard) -> Speak:
     if card.capabilities.multi_turn:
         if spec.speak not in ("auto", "answer"):
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out, or use a model that speaks one text.")
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, message, "Leave `speak` out, or use a model that speaks one text."
+            )
         return "answer"
     if spec.speak not in ASKED:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"`speak` is {spec.speak[:40]!r}.", f"Use one of: {', '.join(ASKED)}.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"`speak` is {spec.speak[:40]!r}.", f"Use one of: {', '.join(ASKED)}."
+        )
     return spec.speak
 
 
 def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:
-    """A model of one language is heard in it, also where a line names none; elsewhere the meter finds out the language."""
+    """A model of one language is heard in it, also where a line names none; elsewhere the meter finds out
+    the language."""
     options = quality.meters.get("asr")
     if options is None or "language" in options or len(languages) != 1:
         return quality
-    return msgspec.structs.replace(quality, meters={**quality.meters, "asr": {**options, "language": languages[0]}})
+    return msgspec.structs.replace(
+        quality, meters={**quality.meters, "asr": {**options, "language": languages[0]}}
+    )
 
 
 def spec_sha(spec: JobSpec) -> str:
@@ -210,16 +251,24 @@ def spec_sha(spec: JobSpec) -> str:
     return hashlib.sha256(msgspec.json.encode(spec, order="sorted")).hexdigest()
 
 
-def item_seed(job_seed: int, example_id: str, message_index: int, draw: int = 0, line_seed: int | None = None) -> int:
+def item_seed(
+    job_seed: int, example_id: str, message_index: int, draw: int = 0, line_seed: int | None = None
+) -> int:
     """The seed of all noise of one message, 0 <= seed < 2**63.
 
-    `line_seed` is the line's own `generation.seed`: used as it is at draw 0, and in the job's place at later draws. The
-    others are the first 63 bits of BLAKE2b over the fields, each after its length, so that no two rows of fields collide.
+    `line_seed` is the line's own `generation.seed`: used as it is at draw 0, and in the job's place at
+    later draws. The others are the first 63 bits of BLAKE2b over the fields, each after its length, so
+    that no two rows of fields collide.
     """
     if line_seed is not None and draw == 0:
         return line_seed
     digest = hashlib.blake2b(digest_size=8, person=b"nightjar.seed")
-    for field in (str(job_seed if line_seed is None else line_seed), example_id, str(message_index), str(draw)):
+    for field in (
+        str(job_seed if line_seed is None else line_seed),
+        example_id,
+        str(message_index),
+        str(draw),
+    ):
         data = field.encode()
         digest.update(len(data).to_bytes(8, "big") + data)
     return int.from_bytes(digest.digest(), "big") >> 1

@@ -1,4 +1,5 @@
-"""What is said of the ledger's records: figures and lines for a person, and the JSON views that `--json` prints.
+"""What is said of the ledger's records: figures and lines for a person, and the JSON views that `--json`
+prints.
 
 Each view names its schema; fields are added, never changed.
 """
@@ -31,7 +32,11 @@ _MOVING = frozenset({JobState.READY, JobState.RUNNING})
 
 def utc(seconds: float | None) -> str | None:
     """Epoch seconds as ISO 8601, or None."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return (
+        None
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    )
 
 
 def elapsed_seconds(status: JobStatus) -> float:
@@ -42,7 +47,8 @@ def elapsed_seconds(status: JobStatus) -> float:
 
 
 def busy_seconds(status: JobStatus) -> float:
-    """Time in which workers held shards of the job: without pauses, and without the time between its end and a retry."""
+    """Time in which workers held shards of the job: without pauses, and without the time between its end
+    and a retry."""
     return elapsed_seconds(status) if status.busy_seconds is None else status.busy_seconds
 
 
@@ -68,14 +74,17 @@ def eta_seconds(status: JobStatus) -> float | None:
 def eta_error_seconds(status: JobStatus) -> float | None:
     """Half the width of the ETA's 95 % prediction interval; None where too few shards have ended to tell.
 
-    With n shards ended, k to go, and mean m and standard deviation s of an item's engine time over the ended ones, the ETA's
-    relative error is t * s / m * sqrt(1 / k + 1 / n), t from Student's distribution for n - 1 degrees of freedom (the prediction
-    interval of a mean: Hahn, 1969). It covers that shards differ, not that workers come or go.
+    With n shards ended, k to go, and mean m and standard deviation s of an item's engine time over the
+    ended ones, the ETA's relative error is t * s / m * sqrt(1 / k + 1 / n), t from Student's distribution
+    for n - 1 degrees of freedom (the prediction interval of a mean: Hahn, 1969). It covers that shards
+    differ, not that workers come or go.
     """
     eta, spread = eta_seconds(status), status.spread
     if status.job.state.final or eta is None or spread.shards < FEWEST_SHARDS or spread.item_ms <= 0:
         return None
-    to_go = sum(status.shards.get(state, 0) for state in (ShardState.READY, ShardState.QUEUED, ShardState.LEASED))
+    to_go = sum(
+        status.shards.get(state, 0) for state in (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
+    )
     mean = spread.item_ms / spread.shards
     variance = max(0.0, (spread.item_ms_squared - spread.shards * mean * mean) / (spread.shards - 1))
     relative = math.sqrt(variance) / mean * math.sqrt(1 / max(1, to_go) + 1 / spread.shards)
@@ -108,19 +117,27 @@ def rtfx(status: JobStatus) -> float | None:
 
 
 def status_lines(
-    state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER, bold: Callable[[str], str] = str
+    state: JobStatus,
+    price_per_gpu_hour: float | None = None,
+    waits: str = NO_WORKER,
+    bold: Callable[[str], str] = str,
 ) -> list[str]:
-    """A job's status in a few lines for a person; `waits`: what is said where no worker lives; `bold` marks the state."""
+    """A job's status in a few lines for a person; `waits`: what is said where no worker lives; `bold`
+    marks the state."""
     job, items = state.job, state.items
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
     lines = [f"{job.id}  {bold(job.state.value)}{reason}{named}"]
     if job.labels:
         lines.append(f"labels  {printable(labels_text(job.labels))}")
-    counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
+    counts = (
+        f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
+    )
     lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
     if state.quarantined_workers:
-        lines.append(f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)")
+        lines.append(
+            f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)"
+        )
     if state.outage is not None:
         lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
     if lacks_workers(state):
@@ -201,16 +218,30 @@ def status_view(
     return view if errors is None else {**view, "errors": dict(errors)}
 
 
-def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
-    """`nightjar.job/1`: what a job is made with. `made_with`: the records of the kinds of workers that took part; None: the store did not
-    give them. `command` makes the job again, as far as `notes` do not say otherwise."""
+def job_view(
+    job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]
+) -> dict[str, Any]:
+    """`nightjar.job/1`: what a job is made with. `made_with`: the records of the kinds of workers that
+    took part; None: the store did not give them. `command` makes the job again, as far as `notes` do not
+    say otherwise."""
     # The other views pay for no store.
     from jobs.layout import job_prefix
 
     return {
         "schema": "nightjar.job/1",
         "job": job.id,
-        **_fields(job, "name", "state", "state_reason", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget"),
+        **_fields(
+            job,
+            "name",
+            "state",
+            "state_reason",
+            "owner",
+            "priority",
+            "weight",
+            "max_attempts",
+            "max_in_flight",
+            "error_budget",
+        ),
         "labels": dict(job.labels),
         **_fields(job, "spec", "spec_sha"),
         "input": {
@@ -233,10 +264,16 @@ def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence
 
 
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
-    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last `recent.seconds` (`jobs.ledger.status`)."""
+    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last
+    `recent.seconds` (`jobs.ledger.status`)."""
     recent = worker.recent
     held = [
-        {"job": one.job_id, "job_name": one.job_name, "shard": one.shard_no, **_fields(one, "items", "ended_items", "claimed_at")}
+        {
+            "job": one.job_id,
+            "job_name": one.job_name,
+            "shard": one.shard_no,
+            **_fields(one, "items", "ended_items", "claimed_at"),
+        }
         for one in worker.held
     ]
     return {
@@ -265,8 +302,8 @@ _OF_AUDIO = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sa
 
 
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
-    """`nightjar.item/1`: an item with its line of the input and its audio. `id` names the turn too, where several of a dialogue are
-    spoken; `turn` counts these from 0."""
+    """`nightjar.item/1`: an item with its line of the input and its audio. `id` names the turn too, where
+    several of a dialogue are spoken; `turn` counts these from 0."""
     return {
         "schema": "nightjar.item/1",
         "job": job_id,
@@ -280,7 +317,13 @@ def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, 
 def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
     """`nightjar.job_error/1` of an input line that became no item."""
     of_line = {"line": line.line, "index": None, "example_id": line.example_id, "id": line.example_id}
-    return {"schema": "nightjar.job_error/1", "job": job_id, "kind": "line", **of_line, **_fields(line, "code", "message")}
+    return {
+        "schema": "nightjar.job_error/1",
+        "job": job_id,
+        "kind": "line",
+        **of_line,
+        **_fields(line, "code", "message"),
+    }
 
 
 def item_error_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""The times and sizes of the protocol between ledger, dispatcher and workers. They are constants: nobody has to choose them.
+"""The times and sizes of the protocol between ledger, dispatcher and workers. They are constants: nobody
+has to choose them.
 
-A variable such as `NIGHTJAR_TIMES__LEASE_SECONDS` replaces one, for tests and for the quick worker of one host (`jobs.embedded`).
+A variable such as `NIGHTJAR_TIMES__LEASE_SECONDS` replaces one, for tests and for the quick worker of one
+host (`jobs.embedded`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Mapping
 import msgspec
 
 PREFIX = "NIGHTJAR_TIMES__"
-#: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
+#: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went
+#: wrong.
 LONGEST_LEASE_SECONDS = 6 * 3600.0
 
 
@@ -26,12 +29,15 @@ class Times(msgspec.Struct, frozen=True):
     #: Outcomes of one commit, and how long one waits for it.
     commit_items: int = 256
     commit_seconds: float = 2.0
-    #: A pack is stored at this size, and when an item has waited for so long. Two for each shard are in memory.
+    #: A pack is stored at this size, and when an item has waited for so long. Two for each shard are in
+    #: memory.
     pack_bytes: int = 16 << 20
     pack_seconds: float = 15.0
-    #: Processes that write to S3, which start when they are needed; None: by the cores, 0: the worker's own threads write.
+    #: Processes that write to S3, which start when they are needed; None: by the cores, 0: the worker's own
+    #: threads write.
     writer_processes: int | None = None
-    #: The longest pause before a worker that died is started again, and that of one that failed again and again while others work.
+    #: The longest pause before a worker that died is started again, and that of one that failed again and
+    #: again while others work.
     restart_seconds: float = 10.0
     quarantine_seconds: float = 600.0
     #: Between two runs of the dispatcher, and of the reconciler.
@@ -50,5 +56,9 @@ class Times(msgspec.Struct, frozen=True):
 
 def read_times(variables: Mapping[str, str] = os.environ) -> Times:
     """The times of this process."""
-    given = {name: variables[variable] for name in Times.__struct_fields__ if (variable := f"{PREFIX}{name.upper()}") in variables}
+    given = {
+        name: variables[variable]
+        for name in Times.__struct_fields__
+        if (variable := f"{PREFIX}{name.upper()}") in variables
+    }
     return msgspec.convert(given, Times, strict=False)

@@ -1,6 +1,7 @@
 """Whose turn is spoken: which text messages of a dialogue become items, and what each of them needs.
 
-A spoken turn is one text message, known by its place among the messages. Messages are given as (role, modality, content).
+A spoken turn is one text message, known by its place among the messages. Messages are given as (role,
+modality, content).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Literal, cast
 from pipelines.request import Message, Modality, Role
 from pipelines.validation import is_visible
 
-#: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of the dialogue, but
-#: what a model answers to the whole of it.
+#: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of
+#: the dialogue, but what a model answers to the whole of it.
 Speak = Literal["auto", "user", "assistant", "all", "answer"]
 #: What a person may ask for.
 ASKED: tuple[Speak, ...] = ("auto", "user", "assistant", "all")
@@ -29,18 +30,29 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     if speak == "auto":
         silent = [place for place in assistant if not _recordings(messages, place)]
         return tuple(silent or user)
-    chosen: dict[Speak, list[int]] = {"user": user, "assistant": assistant, "all": sorted(user + assistant), "answer": []}
+    chosen: dict[Speak, list[int]] = {
+        "user": user,
+        "assistant": assistant,
+        "all": sorted(user + assistant),
+        "answer": [],
+    }
     return tuple(chosen[speak])
 
 
 def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     """The places of the recordings whose voice speaks a turn.
 
-    A user's: the audio beside the text, among the user's messages that follow one another; without any, that of the user's
-    text before. The assistant's: the audio of the system messages.
+    A user's: the audio beside the text, among the user's messages that follow one another; without any,
+    that of the user's text before. The assistant's: the audio of the system messages.
     """
     if messages[turn][0] != "user":
-        return tuple([place for place, message in enumerate(messages) if message[0] == "system" and message[1] == "audio"])
+        return tuple(
+            [
+                place
+                for place, message in enumerate(messages)
+                if message[0] == "system" and message[1] == "audio"
+            ]
+        )
     if not any(message[0] == "user" and message[1] == "audio" for message in messages):
         return ()
     for place in reversed(_texts(messages[: turn + 1], "user")):
@@ -50,8 +62,11 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     return ()
 
 
-def turn_messages(messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS) -> tuple[Message, ...]:
-    """A turn in the words that every pipeline speaks: system messages, reference audio as the user's, and the text as the user's.
+def turn_messages(
+    messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS
+) -> tuple[Message, ...]:
+    """A turn in the words that every pipeline speaks: system messages, reference audio as the user's, and
+    the text as the user's.
 
     `keys` replaces audio contents by place.
     """
@@ -67,11 +82,13 @@ def turn_messages(messages: Sequence[Triple], turn: int, keys: Mapping[int, str]
 
 
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
-    """The messages with the audio of spoken turns, by their places, each right behind its text and in its role.
+    """The messages with the audio of spoken turns, by their places, each right behind its text and in its
+    role.
 
-    The audio of a dialogue's only text, if that is a user's, is the assistant's: a pair of text and speech, which models are
-    trained on and submit reads as one. It stands behind all of that turn's messages, so that a voice to clone stays beside
-    its text. A recording of the same text is left out: the assistant's audio of a text that is spoken, and that of a pair.
+    The audio of a dialogue's only text, if that is a user's, is the assistant's: a pair of text and
+    speech, which models are trained on and submit reads as one. It stands behind all of that turn's
+    messages, so that a voice to clone stays beside its text. A recording of the same text is left out: the
+    assistant's audio of a text that is spoken, and that of a pair.
     """
     triples = cast("Sequence[Triple]", messages)
     replaced = {recording for turn in audio for recording in _recordings(triples, turn)}
@@ -90,16 +107,22 @@ def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> I
 
 
 def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> str:
-    """The id of an item in a dataset that has a row an item: `example_id:turn1` in a dialogue with several spoken turns, else the
-    example id. No two items of a job share one: where the job may have such dialogues (`speaks_turns`), an example id that
-    ends like a turn's gets the turn behind it too.
+    """The id of an item in a dataset that has a row an item: `example_id:turn1` in a dialogue with several
+    spoken turns, else the example id. No two items of a job share one: where the job may have such
+    dialogues (`speaks_turns`), an example id that ends like a turn's gets the turn behind it too.
     """
-    return f"{example_id}:turn{turn}" if several or (speaks_turns and _NAMES_A_TURN.search(example_id)) else example_id
+    return (
+        f"{example_id}:turn{turn}"
+        if several or (speaks_turns and _NAMES_A_TURN.search(example_id))
+        else example_id
+    )
 
 
 def _texts(messages: Iterable[Triple], role: Role) -> list[int]:
     return [
-        place for place, (whose, modality, content) in enumerate(messages) if whose == role and modality == "text" and is_visible(content)
+        place
+        for place, (whose, modality, content) in enumerate(messages)
+        if whose == role and modality == "text" and is_visible(content)
     ]
 
 
@@ -123,7 +146,11 @@ def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
     """The assistant's audio that says the text at a place."""
     if messages[turn][0] != "assistant":
         alone = _is_the_only_text(messages, turn)
-        return [place for place, message in enumerate(messages) if alone and message[0] == "assistant" and message[1] == "audio"]
+        return [
+            place
+            for place, message in enumerate(messages)
+            if alone and message[0] == "assistant" and message[1] == "audio"
+        ]
     first, end = _side_by_side(messages, turn)
     texts = [place for place in range(first, end) if messages[place][1] == "text"]
     # Audio follows its text; what stands before the first text is that text's.

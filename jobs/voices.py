@@ -1,4 +1,5 @@
-"""Voices of a job by their names: those of its model, and stored ones, whose recordings become part of the job at submit."""
+"""Voices of a job by their names: those of its model, and stored ones, whose recordings become part of the
+job at submit."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class JobVoices:
         if self.folder is None or not self.can_clone:
             return self
         frozen, unusable = dict(self.frozen), dict(self.unusable)
-        for name in sorted({name for name in wanted if name and not self._is_own(name)} - frozen.keys() - unusable.keys()):
+        for name in sorted(
+            {name for name in wanted if name and not self._is_own(name)} - frozen.keys() - unusable.keys()
+        ):
             try:
                 if (found := _recorded(self.folder, name, self.card)) is not None:
                     frozen[name] = found[0]
@@ -65,23 +68,29 @@ class JobVoices:
         return replace(self, frozen=frozen, unusable=unusable)
 
     def with_lines(self, records: Records) -> JobVoices:
-        """With the stored voices that the lines of an input name. Raises `InputError` for an input that cannot be read."""
-        return self.with_names(_named_in(records, frozenset(self.names))) if self.can_clone and self.names else self
+        """With the stored voices that the lines of an input name. Raises `InputError` for an input that
+        cannot be read."""
+        return (
+            self.with_names(_named_in(records, frozenset(self.names)))
+            if self.can_clone and self.names
+            else self
+        )
 
     def in_spec(self, spec: JobSpec) -> JobSpec:
         """The spec with the voices."""
         return msgspec.structs.replace(spec, stored_voices=dict(self.frozen) or msgspec.UNSET)
 
     def get(self, name: str) -> StoredVoice:
-        """The stored voice of a name that the model has not. Raises `InputError` where there is none, or the model cannot clone it."""
+        """The stored voice of a name that the model has not. Raises `InputError` where there is none, or
+        the model cannot clone it."""
         voice = self.folder.get(name) if self.folder is not None and self.can_clone else None
         if voice is None:
             raise self.refusal(name)
         return voice
 
     def check(self, name: str | None) -> None:
-        """Raises `InputError` for a name that neither the model nor the folder has, where one of them has any, and for a stored voice
-        that cannot be used."""
+        """Raises `InputError` for a name that neither the model nor the folder has, where one of them has
+        any, and for a stored voice that cannot be used."""
         if name is None or self._is_own(name) or name in self.frozen or name in OPENAI_VOICES:
             return
         names = self.names
@@ -95,7 +104,9 @@ class JobVoices:
         stored = self.names
         if name in stored:
             message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
-            return InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Use a model that clones, or a voice of this one.")
+            return InputError(
+                ErrorCode.INPUT_UNSUPPORTED, message, "Use a model that clones, or a voice of this one."
+            )
         advice: list[str] = []
         if voices := self.card.capabilities.voices:
             advice.append(f"It has: {', '.join(voices)}.")
@@ -111,7 +122,8 @@ class JobVoices:
         return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, " ".join(advice))
 
     def put(self, store: ObjectStore, job_id: str) -> None:
-        """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since it was frozen."""
+        """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since
+        it was frozen."""
         for name, voice in self.frozen.items():
             info = store.head(references_prefix(job_id) + voice.recording)
             if info is not None and info.sha256 == voice.recording.partition(".")[0]:
@@ -138,12 +150,17 @@ def names_of(generation: Generation) -> list[str]:
 
 
 def in_stored_voice(
-    messages: Sequence[Message], generation: Generation, own: str | None, voices: Mapping[str, FrozenVoice], prefix: str = ""
+    messages: Sequence[Message],
+    generation: Generation,
+    own: str | None,
+    voices: Mapping[str, FrozenVoice],
+    prefix: str = "",
 ) -> tuple[Sequence[Message], Generation]:
-    """The messages and the settings of a turn, in its stored voice where it has one; its recording's name comes after `prefix`.
+    """The messages and the settings of a turn, in its stored voice where it has one; its recording's name
+    comes after `prefix`.
 
-    A recording of the line goes before a voice of the job. `own`: the voice that the line itself asks for. Raises `input.unsupported`
-    where it asks for a stored one and has a recording too.
+    A recording of the line goes before a voice of the job. `own`: the voice that the line itself asks for.
+    Raises `input.unsupported` where it asks for a stored one and has a recording too.
     """
     if generation.voice is None or (voice := voices.get(generation.voice)) is None:
         return messages, generation
@@ -155,8 +172,11 @@ def in_stored_voice(
     return messages, msgspec.structs.replace(generation, voice=None)
 
 
-def line_in_stored_voice(line: ShardLine, generation: Generation, spec: JobSpec, job_id: str) -> tuple[Sequence[Message], Generation]:
-    """The messages and the settings of an item as its model is given them; recordings are keys of the store."""
+def line_in_stored_voice(
+    line: ShardLine, generation: Generation, spec: JobSpec, job_id: str
+) -> tuple[Sequence[Message], Generation]:
+    """The messages and the settings of an item as its model is given them; recordings are keys of the
+    store."""
     if spec.stored_voices is msgspec.UNSET or line.role is None:
         return line.messages, generation
     own = line.generation.of(line.role).voice
@@ -183,7 +203,8 @@ def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
 
 
 def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:
-    """A stored voice as a job has it, and its recording; None: there is none. Raises `InputError` for one that cannot be used."""
+    """A stored voice as a job has it, and its recording; None: there is none. Raises `InputError` for one
+    that cannot be used."""
     if (voice := folder.get(name)) is None:
         return None
     audio = encoded_audio(voice.recording, f"The stored voice {name!r}")
@@ -191,7 +212,9 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
         try:
             card.check_reference(voice.recording)
         except InputError as error:
-            raise InputError(error.code, f"The stored voice {name!r} cannot be used: {error.message}", error.advice) from error
+            raise InputError(
+                error.code, f"The stored voice {name!r} cannot be used: {error.message}", error.advice
+            ) from error
     return FrozenVoice(f"{audio.sha256}.{audio.ext}", voice.text), audio
 
 
@@ -224,7 +247,9 @@ def _named_in(records: Records, known: Collection[str]) -> set[str]:
             if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
                 continue
             try:
-                named = _decode_batch(line).body if records.format == "openai-batch" else _decode(line).generation
+                named = (
+                    _decode_batch(line).body if records.format == "openai-batch" else _decode(line).generation
+                )
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
             if isinstance(named, Generation):

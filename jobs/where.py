@@ -1,7 +1,9 @@
-"""Filters of items: comparisons of scores and facts with numbers, joined by `and`, `or` and `not`, as in `wer < 0.1 and distillmos > 3.5`.
+"""Filters of items: comparisons of scores and facts with numbers, joined by `and`, `or` and `not`, as in
+`wer < 0.1 and distillmos > 3.5`.
 
-A comparison with what an item does not have is neither true nor false, as in SQL, and neither is its negation: `not wer < 0.1` is
-`wer >= 0.1`. An item matches only where the whole is true. The ledger answers a filter, see `jobs.ledger.scores`.
+A comparison with what an item does not have is neither true nor false, as in SQL, and neither is its
+negation: `not wer < 0.1` is `wer >= 0.1`. An item matches only where the whole is true. The ledger answers
+a filter, see `jobs.ledger.scores`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Conditions:
     parts: tuple[Condition, ...]
 
     def __str__(self) -> str:
-        return (" and " if self.all else " or ").join(f"({part})" if isinstance(part, Conditions) else str(part) for part in self.parts)
+        return (" and " if self.all else " or ").join(
+            f"({part})" if isinstance(part, Conditions) else str(part) for part in self.parts
+        )
 
 
 Condition = Comparison | Conditions
@@ -128,19 +132,25 @@ def parse_where(text: str) -> Where:
 
 
 def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
-    """The error of a filter of a job with these meters whose items have no such score, with the scores that are there."""
+    """The error of a filter of a job with these meters whose items have no such score, with the scores
+    that are there."""
     meter = None if name not in CHECKS else CHECKS[name].meter
-    unmeasured = "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
+    unmeasured = (
+        "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
+    )
     advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {', '.join([*there, *FACTS])}."
     if not there:
         advice = f"The job was made without checks, see docs/quality.md. Without scores there are: {', '.join(FACTS)}."
     elif unmeasured:
         advice = f"Checks with this meter are in docs/quality.md. {advice}"
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID, f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice
+    )
 
 
 class FilteredOut(msgspec.Struct, frozen=True):
-    """Items with audio that a filter leaves out by one of its conditions, the first that is not true of them."""
+    """Items with audio that a filter leaves out by one of its conditions, the first that is not true of
+    them."""
 
     #: As text, such as `wer < 0.1`.
     condition: str
@@ -192,7 +202,11 @@ class _Reader:
         sign = 1.0
         while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             sign, node = -sign if isinstance(node.op, ast.USub) else sign, node.operand
-        if not isinstance(node, ast.Constant) or isinstance(node.value, bool) or not isinstance(node.value, int | float):
+        if (
+            not isinstance(node, ast.Constant)
+            or isinstance(node.value, bool)
+            or not isinstance(node.value, int | float)
+        ):
             return None
         try:
             value = float(node.value)
@@ -233,5 +247,8 @@ def _needs(condition: Condition, names: frozenset[str]) -> bool:
 
 def _wrong(message: str, advice: str = "") -> ConfigError:
     facts = ", ".join(FACTS)
-    advice = advice or f"Compare scores, or {facts}, with numbers, and join them by and, or, not and brackets: {EXAMPLE}."
+    advice = (
+        advice
+        or f"Compare scores, or {facts}, with numbers, and join them by and, or, not and brackets: {EXAMPLE}."
+    )
     return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -1,6 +1,8 @@
-"""Worker processes side by side, one for each GPU: how each is started, when it is started again, and when it is quarantined.
+"""Worker processes side by side, one for each GPU: how each is started, when it is started again, and when
+it is quarantined.
 
-The ledger is told which workers of this process are quarantined, so that `nightjar workers` and `nightjar status` show them.
+The ledger is told which workers of this process are quarantined, so that `nightjar workers` and
+`nightjar status` show them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from pipelines.errors import ConfigError, ErrorCode, NightjarError
 FIRST_PAUSE_SECONDS = 0.5
 #: A worker that ends so often in a row, with an exit status and before it came up, cannot start at all.
 FAILED_STARTS = 3
-#: A worker that ends so often in a row without a finished item. An item that kills its workers does so fewer times before it is found.
+#: A worker that ends so often in a row without a finished item. An item that kills its workers does so fewer
+#: times before it is found.
 CRASHES = 20
 #: The same while other workers of this host finish items: then it is its GPU, not the job.
 CRASHES_BESIDE_OTHERS = 5
@@ -81,10 +84,10 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
     shares = share_cores([device.bus_id for device in devices])
     first = settings.worker.metrics_port
     if first is not None and first + len(devices) - 1 > LAST_PORT:
-        message = (
-            f"{len(devices)} workers need the ports of metrics {first} to {first + len(devices) - 1}, and {LAST_PORT} is the last one."
+        message = f"{len(devices)} workers need the ports of metrics {first} to {first + len(devices) - 1}, and {LAST_PORT} is the last one."
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, "Set SPEECH_WORKER__METRICS_PORT to a smaller port."
         )
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Set SPEECH_WORKER__METRICS_PORT to a smaller port.")
     ports = [None if first is None else first + number for number in range(len(devices))]
     return [WorkerPlan(device, cores, port) for device, cores, port in zip(devices, shares, ports)]
 
@@ -121,11 +124,11 @@ class Member:
 class WorkerGroup:
     """Starts a worker for each plan and starts those that end again, until `stop` or a signal.
 
-    A worker that dies is started again after a pause that doubles up to `longest_pause_seconds`. One that fails again and again without a
-    finished item, or cannot open its model with its settings, is quarantined: it is started every `quarantine_seconds` only, until it
-    finishes an item, while the others go on.
-    `start` starts the process of a plan; `words` knows what a worker said that did not say it to its parent; `on_event` gets what a log
-    would: level, event, details.
+    A worker that dies is started again after a pause that doubles up to `longest_pause_seconds`. One that
+    fails again and again without a finished item, or cannot open its model with its settings, is
+    quarantined: it is started every `quarantine_seconds` only, until it finishes an item, while the others
+    go on. `start` starts the process of a plan; `words` knows what a worker said that did not say it to
+    its parent; `on_event` gets what a log would: level, event, details.
     """
 
     def __init__(
@@ -171,7 +174,8 @@ class WorkerGroup:
                 self._start(member)
 
     def tend(self) -> None:
-        """Hears what the workers say, and starts those again that ended and whose pause is over; to be called often."""
+        """Hears what the workers say, and starts those again that ended and whose pause is over; to be
+        called often."""
         for member in self.members:
             self._look_after(member)
 
@@ -216,7 +220,9 @@ class WorkerGroup:
         member.forgive(self._pauses[0])
         if member.quarantined:
             member.quarantined = False
-            self._on_event("warning", "worker finishes items again and is out of quarantine", {"gpu": member.plan.gpu})
+            self._on_event(
+                "warning", "worker finishes items again and is out of quarantine", {"gpu": member.plan.gpu}
+            )
 
     def _ended(self, member: Member, process: subprocess.Popen[bytes], now: float) -> None:
         member.process = None
@@ -243,14 +249,22 @@ class WorkerGroup:
             return
         member.pause_seconds = min(member.pause_seconds * 2, self._pauses[1])
         member.restart_at = now + member.pause_seconds
-        details = {"status": member.status, "came_up": came_up, "restart_seconds": round(member.pause_seconds, 2)}
-        self._on_event("warning", "worker ended", {"gpu": member.plan.gpu, **details, "last_words": member.last_words})
+        details = {
+            "status": member.status,
+            "came_up": came_up,
+            "restart_seconds": round(member.pause_seconds, 2),
+        }
+        self._on_event(
+            "warning", "worker ended", {"gpu": member.plan.gpu, **details, "last_words": member.last_words}
+        )
 
     def _is_hopeless(self, member: Member) -> bool:
         if member.refusal is not None or member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
             return True
         others = [other for other in self.members if other is not member and not other.quarantined]
-        return member.crashes >= CRASHES_BESIDE_OTHERS and any(other.finished_at >= member.failing_since for other in others)
+        return member.crashes >= CRASHES_BESIDE_OTHERS and any(
+            other.finished_at >= member.failing_since for other in others
+        )
 
     def _quarantine(self, member: Member, now: float) -> None:
         member.quarantined = True
@@ -259,9 +273,7 @@ class WorkerGroup:
         gpu = member.plan.gpu
         advice = "" if member.refusal is not None else " See its last words and its log."
         if advice and gpu is not None:
-            advice += (
-                f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host; until then, leave it out of --gpu."
-            )
+            advice += f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host; until then, leave it out of --gpu."
         sentence = member.reason = f"{self.sentence(member)} {again}{advice}"
         details = {"status": member.status, "retry_seconds": self._quarantine_seconds, "reason": sentence}
         self._on_event("error", "worker quarantined", {"gpu": gpu, **details})
@@ -289,7 +301,8 @@ def _how(member: Member) -> str:
 
 
 class QuarantineReports:
-    """Reports in a thread of its own, which begins with the first quarantine: a ledger that is away must not hold up the workers."""
+    """Reports in a thread of its own, which begins with the first quarantine: a ledger that is away must
+    not hold up the workers."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -310,7 +323,8 @@ class QuarantineReports:
             self._thread.start()
 
     def close(self, *, over: bool) -> None:
-        """Ends the reports. `over`: the workers are ended, so none is quarantined any more; else what was said last stays."""
+        """Ends the reports. `over`: the workers are ended, so none is quarantined any more; else what was
+        said last stays."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

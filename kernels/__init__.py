@@ -1,1 +1,2 @@
-"""Ops of the engines, registered under `torch.ops.nightjar`, each with a plain PyTorch twin. Knows nothing of jobs or files."""
+"""Ops of the engines, registered under `torch.ops.nightjar`, each with a plain PyTorch twin. Knows nothing
+of jobs or files."""

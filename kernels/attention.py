@@ -1,9 +1,11 @@
-"""Attention over paged keys and values: one query a request while decoding, a run of queries a request in prefill.
+"""Attention over paged keys and values: one query a request while decoding, a run of queries a request in
+prefill.
 
-In prefill, on devices where calls cost more than padding, many requests share a few calls: padded to one length, or packed one after the
-other in one row of positions.
+In prefill, on devices where calls cost more than padding, many requests share a few calls: padded to one
+length, or packed one after the other in one row of positions.
 
-Pages are [pages, kv_heads, page_size, head_dim] of one layer; a page table row lists a request's pages in order.
+Pages are [pages, kv_heads, page_size, head_dim] of one layer; a page table row lists a request's pages in
+order.
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ from kernels.registry import op, to_device
     "float scale) -> Tensor"
 )
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, max_length: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    scale: float,
 ) -> Tensor:
     """Attention of one new position a row over that row's pages, the new position included.
 
-    q: [n, heads, head_dim]; page_table: [n, pages of a row]; lengths: [n], 0 for a row that is not in use (its result means
-    nothing); max_length: at least the largest of `lengths`; returns [n, heads * head_dim].
-    On CPU every row is computed alone, so that a row's bits do not depend on its neighbours.
+    q: [n, heads, head_dim]; page_table: [n, pages of a row]; lengths: [n], 0 for a row that is not in use
+    (its result means nothing); max_length: at least the largest of `lengths`; returns [n, heads *
+    head_dim]. On CPU every row is computed alone, so that a row's bits do not depend on its neighbours.
     """
     if q.device.type == "cpu":
         return _rows_alone(q, k_cache, v_cache, page_table, lengths, scale)
@@ -38,7 +46,13 @@ def paged_decode_attention(
 
 
 def rows_together(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, max_length: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    scale: float,
 ) -> Tensor:
     """`paged_decode_attention` for all rows in one call, over contexts filled up to `max_length`."""
     pages = page_table[:, : -(-max_length // k_cache.shape[2])]
@@ -46,21 +60,28 @@ def rows_together(
     return _attend_together(q[:, None], k_cache, v_cache, pages, seen[:, None], scale)
 
 
-def _attend_together(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Attention of runs of the same length over their pages; the heads of a group, which see the same keys, stand as queries of one head.
+def _attend_together(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, seen: Tensor, scale: float
+) -> Tensor:
+    """Attention of runs of the same length over their pages; the heads of a group, which see the same
+    keys, stand as queries of one head.
 
-    q: [runs, new, heads, head_dim]; pages: [runs, pages of a run]; seen: bool [runs or 1, new, positions], of the first positions that
-    matter. Returns [runs * new, heads * head_dim].
+    q: [runs, new, heads, head_dim]; pages: [runs, pages of a run]; seen: bool [runs or 1, new, positions],
+    of the first positions that matter. Returns [runs * new, heads * head_dim].
     """
     runs, new, heads, _ = q.shape
     k, v = (cache[pages].transpose(1, 2).flatten(2, 3)[:, :, : seen.shape[2]] for cache in (k_cache, v_cache))
     groups = heads // k.shape[1]
     asked = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    found = functional.scaled_dot_product_attention(asked, k, v, seen.repeat(1, groups, 1)[:, None], scale=scale)
+    found = functional.scaled_dot_product_attention(
+        asked, k, v, seen.repeat(1, groups, 1)[:, None], scale=scale
+    )
     return found.unflatten(2, (groups, new)).permute(0, 3, 1, 2, 4).reshape(runs * new, -1)
 
 
-def _rows_alone(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def _rows_alone(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
     out = torch.zeros_like(q)
     for row, length in enumerate(lengths.tolist()):
         if length:
@@ -73,12 +94,19 @@ def _rows_alone(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     "paged_prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, int[] rows, int[] lengths, float scale) -> Tensor"
 )
 def paged_prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, rows: list[int], lengths: list[int], scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    rows: list[int],
+    lengths: list[int],
+    scale: float,
 ) -> Tensor:
     """Causal attention of packed runs of new positions, each over its own pages.
 
-    q: [n, heads, head_dim], run i after run i - 1; page_table: [runs, pages of a run]; rows: new positions of each run;
-    lengths: positions of each run in its pages, the new ones included; returns [n, heads * head_dim].
+    q: [n, heads, head_dim], run i after run i - 1; page_table: [runs, pages of a run]; rows: new positions
+    of each run; lengths: positions of each run in its pages, the new ones included; returns [n, heads *
+    head_dim].
     """
     parts = []
     for run, (new, length) in enumerate(zip(q.split(rows), lengths)):
@@ -92,12 +120,15 @@ def paged_prefill_attention(
 def gather_pages(k_cache: Tensor, v_cache: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of a request, each [kv_heads, length, head_dim]."""
     used = pages[: -(-length // k_cache.shape[2])]
-    k, v = (cache[used].transpose(0, 1).flatten(1, 2)[:, :length].contiguous() for cache in (k_cache, v_cache))
+    k, v = (
+        cache[used].transpose(0, 1).flatten(1, 2)[:, :length].contiguous() for cache in (k_cache, v_cache)
+    )
     return k, v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """Grouped-query attention of one request. q: [heads, n, head_dim]; k, v: [kv_heads, length, head_dim]; seen: [n, length]."""
+    """Grouped-query attention of one request. q: [heads, n, head_dim]; k, v: [kv_heads, length, head_dim];
+    seen: [n, length]."""
     heads, rows, head_dim = q.shape
     grouped = q.reshape(k.shape[0], -1, head_dim)
     scores = torch.matmul(grouped, k.transpose(1, 2)).float() * scale
@@ -107,8 +138,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) 
     return torch.matmul(scores.softmax(-1).to(v.dtype), v).reshape(heads, rows, head_dim)
 
 
-def padded_places(pages: Tensor, counts: Tensor, new: int, start: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, page and offset of each of the padded new positions, [runs * new]; what a run does not have goes to the scratch page.
+def padded_places(
+    pages: Tensor, counts: Tensor, new: int, start: int, page_size: int, scratch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Position, page and offset of each of the padded new positions, [runs * new]; what a run does not
+    have goes to the scratch page.
 
     pages: [runs, (start + new) / page_size]; counts: [runs], new positions of each run.
     """
@@ -120,16 +154,21 @@ def padded_places(pages: Tensor, counts: Tensor, new: int, start: int, page_size
     return positions, held.flatten(), positions % page_size
 
 
-def attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, start: int, scale: float) -> Tensor:
+def attend_padded(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, start: int, scale: float
+) -> Tensor:
     """Causal attention of padded new positions over their pages.
 
-    q: [runs * new, heads, head_dim], at positions `start` and on; caches of one layer: [pages, kv_heads, page_size, head_dim]; pages:
-    [runs, (start + new) / page_size]. Returns [runs * new, heads * head_dim]; rows beyond a run's own positions mean nothing.
+    q: [runs * new, heads, head_dim], at positions `start` and on; caches of one layer: [pages, kv_heads,
+    page_size, head_dim]; pages: [runs, (start + new) / page_size]. Returns [runs * new, heads * head_dim];
+    rows beyond a run's own positions mean nothing.
     """
     asked = q.view(len(pages), -1, *q.shape[1:])
     if not start:
         k, v = (cache[pages].transpose(1, 2).flatten(2, 3) for cache in (k_cache, v_cache))
-        found = functional.scaled_dot_product_attention(asked.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
+        found = functional.scaled_dot_product_attention(
+            asked.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
         return found.transpose(1, 2).reshape(len(q), -1)
     new = asked.shape[1]
     seen = torch.arange(start + new, device=q.device) <= start + torch.arange(new, device=q.device)[:, None]
@@ -138,10 +177,12 @@ def attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, st
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a graph reads anew at each replay.
+    """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a
+    graph reads anew at each replay.
 
-    table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot, the position of its first token in
-    the prompt, and its tokens, 0 for a run that is not in use. Any start and any count will do.
+    table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot,
+    the position of its first token in the prompt, and its tokens, 0 for a run that is not in use. Any
+    start and any count will do.
     """
 
     table: Tensor
@@ -154,7 +195,8 @@ class PackedPrompts:
         return functional.pad(self.counts.cumsum(0), (1, 0))
 
     def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Position, page and offset of each of `total` tokens, [total]; what lies behind the last run goes to the scratch page."""
+        """Position, page and offset of each of `total` tokens, [total]; what lies behind the last run goes
+        to the scratch page."""
         firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
         run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)
         real = token < firsts[-1]
@@ -163,40 +205,54 @@ class PackedPrompts:
         return positions, pages, positions % page_size
 
 
-def attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, scale: float) -> Tensor:
-    """Causal attention of packed prompts over their pages, which hold the new positions too; twin of `lm_attention.packed_attention`.
+def attend_packed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, scale: float
+) -> Tensor:
+    """Causal attention of packed prompts over their pages, which hold the new positions too; twin of
+    `lm_attention.packed_attention`.
 
-    q: [total, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]. Returns [total, heads * head_dim], zeros
-    behind the last run. Reads the runs on the host.
+    q: [total, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]. Returns
+    [total, heads * head_dim], zeros behind the last run. Reads the runs on the host.
     """
-    used = [(run, start, count) for run, (start, count) in enumerate(zip(prompts.starts.tolist(), prompts.counts.tolist())) if count]
+    used = [
+        (run, start, count)
+        for run, (start, count) in enumerate(zip(prompts.starts.tolist(), prompts.counts.tolist()))
+        if count
+    ]
     counts, out = [count for _, _, count in used], torch.zeros_like(q).flatten(1)
     if counts:
         tables = prompts.table[prompts.owners[[run for run, _, _ in used]]]
         lengths = [start + count for _, start, count in used]
-        out[: sum(counts)] = paged_prefill_attention(q[: sum(counts)], k_cache, v_cache, tables, counts, lengths, scale)
+        out[: sum(counts)] = paged_prefill_attention(
+            q[: sum(counts)], k_cache, v_cache, tables, counts, lengths, scale
+        )
     return out
 
 
 class PackedRuns:
-    """Runs of new positions of several requests, packed one after the other, over pages as in `paged_prefill_attention`.
+    """Runs of new positions of several requests, packed one after the other, over pages as in
+    `paged_prefill_attention`.
 
-    Runs whose contexts have like numbers of pages are padded to one length and share a call, with the same indices for all layers.
+    Runs whose contexts have like numbers of pages are padded to one length and share a call, with the same
+    indices for all layers.
     """
 
     def __init__(self, table: Tensor, starts: Sequence[int], counts: Sequence[int], page_size: int) -> None:
-        """table: int64 [runs, pages], the pages of each run in order; starts, counts: first position and positions of each run."""
+        """table: int64 [runs, pages], the pages of each run in order; starts, counts: first position and
+        positions of each run."""
         pages = [-(-(start + count) // page_size) for start, count in zip(starts, counts)]
         sizes: dict[int, list[int]] = {}
         for run, used in enumerate(pages):
             sizes.setdefault(used.bit_length(), []).append(run)
         first = np.cumsum([0, *counts])
         self._groups = [
-            _Group(table, members, first, starts, counts, max(pages[run] for run in members), page_size) for members in sizes.values()
+            _Group(table, members, first, starts, counts, max(pages[run] for run in members), page_size)
+            for members in sizes.values()
         ]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-        """q: [n, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]; returns [n, heads * head_dim]."""
+        """q: [n, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]; returns
+        [n, heads * head_dim]."""
         out = torch.empty_like(q).flatten(1)
         for group in self._groups:
             group.attend(q, k_cache, v_cache, scale, out)
@@ -223,7 +279,9 @@ class _Group:
         tokens = np.where(real, first[members][:, None] + steps, 0)
         limits = np.array([starts[run] for run in members])[:, None] + steps
         parts = [np.array(members), tokens.ravel(), limits.ravel(), np.flatnonzero(real), tokens[real]]
-        sent = to_device(torch.from_numpy(np.concatenate(parts)), table.device).split([part.size for part in parts])
+        sent = to_device(torch.from_numpy(np.concatenate(parts)), table.device).split(
+            [part.size for part in parts]
+        )
         rows = len(members)
         self._pages = table[sent[0], :pages]
         self._tokens = sent[1].view(rows, new)
@@ -231,4 +289,6 @@ class _Group:
         self._cells, self._targets = sent[3], sent[4]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor) -> None:
-        out[self._targets] = _attend_together(q[self._tokens], k_cache, v_cache, self._pages, self._seen, scale)[self._cells]
+        out[self._targets] = _attend_together(
+            q[self._tokens], k_cache, v_cache, self._pages, self._seen, scale
+        )[self._cells]

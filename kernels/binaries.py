@@ -1,4 +1,5 @@
-"""Machine code of `kernels/cuda`: the wheel brings it, or it is compiled once per machine and kept. Imports neither torch nor Triton.
+"""Machine code of `kernels/cuda`: the wheel brings it, or it is compiled once per machine and kept.
+Imports neither torch nor Triton.
 
 `python -m kernels.binaries FOLDER` writes what a wheel brings: `<source>-<target>-<digest>.cubin` and `.ptx`.
 """
@@ -21,12 +22,18 @@ from kernels import toolchain
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
-#: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
+#: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer
+#: GPU makes its own.
 HOPPER, NEWER = "sm_90a", "compute_90"
-#: The files of `kernels/cuda` that a wheel brings, and their targets. No other GPU runs those with Hopper's own products.
+#: The files of `kernels/cuda` that a wheel brings, and their targets. No other GPU runs those with Hopper's
+#: own products.
 SHIPPED = {
-    **dict.fromkeys(("skinny", "predictor_attention", "sampler", "persistent", "persistent_talker"), (HOPPER, NEWER)),
-    **dict.fromkeys(("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products"), (HOPPER,)),
+    **dict.fromkeys(
+        ("skinny", "predictor_attention", "sampler", "persistent", "persistent_talker"), (HOPPER, NEWER)
+    ),
+    **dict.fromkeys(
+        ("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products"), (HOPPER,)
+    ),
 }
 #: All code that a wheel brings, by source and target.
 SHIPPED_CODE = [(name, target) for name, targets in SHIPPED.items() for target in targets]
@@ -39,8 +46,13 @@ def target_for(capability: tuple[int, int]) -> str:
 
 
 def file_name(name: str, target: str) -> str:
-    """The name of one source's code for one target. It changes with the source and its headers, so no other code is taken for it."""
-    parts = [(SOURCES / f"{name}.cu").read_text(), *(text for _, text in sorted(_headers(name).items())), target]
+    """The name of one source's code for one target. It changes with the source and its headers, so no
+    other code is taken for it."""
+    parts = [
+        (SOURCES / f"{name}.cu").read_text(),
+        *(text for _, text in sorted(_headers(name).items())),
+        target,
+    ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
 
@@ -56,9 +68,11 @@ def shipped() -> bool:
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
-    """Code of one source for a device, the best first: what the wheel brings, what was kept, what is compiled now.
+    """Code of one source for a device, the best first: what the wheel brings, what was kept, what is
+    compiled now.
 
-    A driver may refuse code that a newer compiler made; then the next is tried. Raises RuntimeError with the compilers' words, at last.
+    A driver may refuse code that a newer compiler made; then the next is tried. Raises RuntimeError with
+    the compilers' words, at last.
     """
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)
@@ -70,7 +84,8 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes:
-    """Compiles and keeps; of two processes that want the same, one compiles and the other one waits for it."""
+    """Compiles and keeps; of two processes that want the same, one compiles and the other one waits for
+    it."""
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(kept.with_suffix(".lock")):
@@ -83,7 +98,10 @@ def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes
             unfinished.replace(kept)
             return code
     except OSError as error:
-        log.warning("compiled kernels cannot be kept (%s), so every start compiles them again; set XDG_CACHE_HOME", error)
+        log.warning(
+            "compiled kernels cannot be kept (%s), so every start compiles them again; set XDG_CACHE_HOME",
+            error,
+        )
         return compiled(name, target)
 
 

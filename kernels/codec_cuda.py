@@ -1,6 +1,8 @@
-"""The codec's residual units in CUDA C++ (`kernels/cuda/codec_unit.cu` of 96 channels, `codec_unit_wide.cu` of 192): weights, launches.
+"""The codec's residual units in CUDA C++ (`kernels/cuda/codec_unit.cu` of 96 channels,
+`codec_unit_wide.cu` of 192): weights, launches.
 
-Each does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on a Hopper GPU.
+Each does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on
+a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -13,26 +15,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cuda_driver import Source, TensorMap, addresses, available, fields, index_of, processors, tensor_map
+from kernels.cuda_driver import (
+    Source,
+    TensorMap,
+    addresses,
+    available,
+    fields,
+    index_of,
+    processors,
+    tensor_map,
+)
 
 TAPS, MAX_DILATION = 7, 9
 
 
 def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
-    """The weights of a unit of 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps and the second weight.
+    """The weights of a unit of 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps and the
+    second weight.
 
-    Of each, 8 input channels lie together: [12, 96, 8]. A thread has two columns of each 8 of a product; the second weight's are in such
-    an order that these are 8 channels of each 32.
+    Of each, 8 input channels lie together: [12, 96, 8]. A thread has two columns of each 8 of a product;
+    the second weight's are in such an order that these are 8 channels of each 32.
     """
     second = weight2.view(96, 3, 4, 4, 2).transpose(2, 3).reshape(96, 96)
     return torch.cat((weight1, second)).view(TAPS + 1, 12, 8, 96).transpose(2, 3).reshape(-1)
 
 
 def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
-    """The weights of a unit of 192 channels as chunks in the order of use, each as it lies in shared memory: [8 * 192 * 192].
+    """The weights of a unit of 192 channels as chunks in the order of use, each as it lies in shared
+    memory: [8 * 192 * 192].
 
-    A chunk has 12 KB: 32 input channels and all columns of weight1, or 64 input channels and half of the columns of weight2, as
-    [input channels / 8, columns, 8]. A thread has two columns of each 8 of a product; the second weight's are as those of 96 channels.
+    A chunk has 12 KB: 32 input channels and all columns of weight1, or 64 input channels and half of the
+    columns of weight2, as [input channels / 8, columns, 8]. A thread has two columns of each 8 of a
+    product; the second weight's are as those of 96 channels.
     """
     first = weight1.view(-1, 4, 8, 192).transpose(2, 3)
     ordered = weight2.view(192, 6, 4, 4, 2).transpose(2, 3).reshape(24, 8, 2, 96)
@@ -48,10 +62,11 @@ class Cut:
     #: Of a tile, which is copied as boxes of a tensor.
     box_steps: int
     threads: int
-    #: Steps of a batch below which Triton's kernel, which has the same bits, is faster (`results/codec_units_h200.json`).
+    #: Steps of a batch below which Triton's kernel, which has the same bits, is faster
+    #: (`results/codec_units_h200.json`).
     fewest_steps: int
-    #: The weights as the kernel wants them, of weight1 [7 * channels, channels], oldest tap first, and weight2 [channels, channels], input
-    #: channel first.
+    #: The weights as the kernel wants them, of weight1 [7 * channels, channels], oldest tap first, and
+    #: weight2 [channels, channels], input channel first.
     pack: Callable[[Tensor, Tensor], Tensor]
 
     @property
@@ -59,15 +74,32 @@ class Cut:
         return next(iter(self.source.kernels))
 
 
-#: `Shared` of codec_unit.cu, from a multiple of 1,024 bytes on: weights, two tiles with their history, bias and snakes, barriers.
+#: `Shared` of codec_unit.cu, from a multiple of 1,024 bytes on: weights, two tiles with their history, bias
+#: and snakes, barriers.
 _NARROW_BYTES = (TAPS + 1) * 96**2 * 2 + 2 * (128 + 56) * 96 * 2 + 6 * 96 * 4 + 128 + 1024
-#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, as many chunks of weights as there is room for.
+#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, as many chunks of
+#: weights as there is room for.
 _WIDE_BYTES = 226 * 1024 + 512
 _WITHOUT = "the codec's units of {} channels run on Triton's kernel, which is slower"
-#: By channels. Two warpgroups of a block multiply in turns and one warp copies; or three multiply, one streams weights and copies.
+#: By channels. Two warpgroups of a block multiply in turns and one warp copies; or three multiply, one
+#: streams weights and copies.
 CUTS = {
-    96: Cut(Source("codec_unit", {"codec_unit_96": _NARROW_BYTES}, _WITHOUT.format(96)), 96, 128, 2 * 128 + 32, 0, _narrow_weights),
-    192: Cut(Source("codec_unit_wide", {"codec_unit_wide": _WIDE_BYTES}, _WITHOUT.format(192)), 192, 64, 512, 10_000, _wide_weights),
+    96: Cut(
+        Source("codec_unit", {"codec_unit_96": _NARROW_BYTES}, _WITHOUT.format(96)),
+        96,
+        128,
+        2 * 128 + 32,
+        0,
+        _narrow_weights,
+    ),
+    192: Cut(
+        Source("codec_unit_wide", {"codec_unit_wide": _WIDE_BYTES}, _WITHOUT.format(192)),
+        192,
+        64,
+        512,
+        10_000,
+        _wide_weights,
+    ),
 }
 
 
@@ -86,14 +118,28 @@ class _Arguments(ctypes.Structure):
 class _TensorArguments(ctypes.Structure):
     """`TensorArgs` of kernels/cuda/codec_tiles.cuh."""
 
-    _fields_ = (("plain", _Arguments), ("padding", c_char * (-ctypes.sizeof(_Arguments) % 64)), ("map", TensorMap))
+    _fields_ = (
+        ("plain", _Arguments),
+        ("padding", c_char * (-ctypes.sizeof(_Arguments) % 64)),
+        ("map", TensorMap),
+    )
 
 
 def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
-    """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1, weight2: as in `Cut.pack`."""
+    """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1,
+    weight2: as in `Cut.pack`."""
     channels = len(weight2)
-    cut, known = CUTS.get(channels), weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16
-    if cut is None or not known or dilation > MAX_DILATION or not weight1.is_cuda or not available(weight1.device.index or 0, cut.source):
+    cut, known = (
+        CUTS.get(channels),
+        weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16,
+    )
+    if (
+        cut is None
+        or not known
+        or dilation > MAX_DILATION
+        or not weight1.is_cuda
+        or not available(weight1.device.index or 0, cut.source)
+    ):
         return None
     return cut.pack(weight1, weight2)
 
@@ -106,7 +152,9 @@ def pays(a: Tensor, lead: int) -> bool:
 
 def aligned(a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int) -> bool:
     """Whether the kernels can read and write these, 16 bytes at a time."""
-    return not active_lead % 8 and all(tensor is None or _starts_well(tensor) for tensor in (a, residual, raw, active))
+    return not active_lead % 8 and all(
+        tensor is None or _starts_well(tensor) for tensor in (a, residual, raw, active)
+    )
 
 
 def _starts_well(tensor: Tensor) -> bool:
@@ -132,17 +180,22 @@ def unit(
     open_ends: bool = False,
     load_only: bool = False,
 ) -> None:
-    """`codec_active_unit` with packed weights, on the current stream of the device; `load_only`: its kernel is loaded and not launched.
+    """`codec_active_unit` with packed weights, on the current stream of the device; `load_only`: its
+    kernel is loaded and not launched.
 
-    All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernels cannot do: other widths, dilations above
-    9, tensors that are not `aligned`.
+    All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernels cannot
+    do: other widths, dilations above 9, tensors that are not `aligned`.
     """
     rows, extended, channels = a.shape
     cut = CUTS.get(channels)
     if cut is None or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
-        raise ValueError(f"there is no unit of {channels} channels and dilation {dilation}; {[*CUTS]} and 1 to {MAX_DILATION} are possible")
+        raise ValueError(
+            f"there is no unit of {channels} channels and dilation {dilation}; {[*CUTS]} and 1 to {MAX_DILATION} are possible"
+        )
     if not aligned(a, residual, raw, active, active_lead):
-        raise ValueError("tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes")
+        raise ValueError(
+            "tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes"
+        )
     device, steps = index_of(a.device.index), extended - lead
     # One for each tile, up to one for each multiprocessor.
     blocks = min(rows * -(-steps // cut.box_steps), processors(device))
@@ -165,5 +218,7 @@ def unit(
         dilation,
         open_ends,
     )
-    boxes = tensor_map(a.data_ptr(), (channels, extended, rows), (32, cut.box_steps + (TAPS - 1) * dilation, 1))
+    boxes = tensor_map(
+        a.data_ptr(), (channels, extended, rows), (32, cut.box_steps + (TAPS - 1) * dilation, 1)
+    )
     cut.source.launch(cut.kernel, (blocks, 1), cut.threads, _TensorArguments(arguments, b"", boxes), device)

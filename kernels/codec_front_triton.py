@@ -1,5 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU; twins: `kernels.codec_ops`."""
+"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU;
+twins: `kernels.codec_ops`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kernels.triton_launch import INTERPRETED, on_grid, pieces, power_from
 
 #: The only ones that were tried. SwiGLU has two accumulators of its columns.
 PRODUCT, PRODUCT_SWIGLU = Tile(128, 128, 64, 3, 8), Tile(128, 64, 64, 3, 8)
-#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a block computes.
+#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a
+#: block computes.
 QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8
 
 
@@ -54,8 +56,8 @@ def product_kernel(
 ):
     """[rows, K] @ [K, N], with scales of the rows, bias, activation and residual behind.
 
-    A tile of x may feed products alone: were it read in the loop for the sum of squares as well, Triton would keep one copy less of it than
-    its products in flight need, and overwrite what they read.
+    A tile of x may feed products alone: were it read in the loop for the sum of squares as well, Triton
+    would keep one copy less of it than its products in flight need, and overwrite what they read.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     width: tl.constexpr = 2 * N if GATED else N
@@ -73,9 +75,13 @@ def product_kernel(
         up = tl.zeros((BM, BN), dtype=tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         piece = tl.load(x_at + k, mask=(at < rows)[:, None], other=0.0)
-        total = _product(piece, tl.load(w_at + k * width, mask=(columns < N)[None, :], other=0.0), total, FAST)
+        total = _product(
+            piece, tl.load(w_at + k * width, mask=(columns < N)[None, :], other=0.0), total, FAST
+        )
         if GATED:
-            up = _product(piece, tl.load(w_at + k * width + N, mask=(columns < N)[None, :], other=0.0), up, FAST)
+            up = _product(
+                piece, tl.load(w_at + k * width + N, mask=(columns < N)[None, :], other=0.0), up, FAST
+            )
     if scales is not None:
         scale = tl.load(scales + at, mask=at < rows, other=0.0)[:, None]
         total *= scale
@@ -95,14 +101,21 @@ def product_kernel(
 
 
 @triton.jit
-def _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST: tl.constexpr):
-    """One block of keys, both halves [BK, D / 2], and values [BK, D] into the running maximum, sum of shares and weighted sum."""
+def _attend(
+    queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST: tl.constexpr
+):
+    """One block of keys, both halves [BK, D / 2], and values [BK, D] into the running maximum, sum of
+    shares and weighted sum."""
     score = _product(queries_low, tl.trans(low), tl.zeros(seen.shape, dtype=tl.float32), FAST)
     score = tl.where(seen, _product(queries_high, tl.trans(high), score, FAST) * scale, -1e30)
     higher = tl.maximum(most, tl.max(score, axis=1))
     shares = tl.where(seen, tl.exp(score - higher[:, None]), 0.0)
     fade = tl.exp(most - higher)
-    return higher, share * fade + tl.sum(shares, axis=1), _product(shares.to(values.dtype), values, total * fade[:, None], FAST)
+    return (
+        higher,
+        share * fade + tl.sum(shares, axis=1),
+        _product(shares.to(values.dtype), values, total * fade[:, None], FAST),
+    )
 
 
 @triton.jit
@@ -140,7 +153,8 @@ def window_kernel(
     BK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Rotary embedding and attention of one head over a tile of queries; the first head of a group writes what the next chunk needs.
+    """Rotary embedding and attention of one head over a tile of queries; the first head of a group writes
+    what the next chunk needs.
 
     H is half a head's width.
     """
@@ -172,19 +186,31 @@ def window_kernel(
             old = (j < EARLIER)[:, None]
             low = tl.load(old_keys + j[:, None] * pair + half[None, :], mask=old, other=0.0)
             high = tl.load(old_keys + j[:, None] * pair + H + half[None, :], mask=old, other=0.0)
-            values = tl.load(old_keys + KV_HEADS * 2 * H + j[:, None] * pair + whole[None, :], mask=old, other=0.0)
+            values = tl.load(
+                old_keys + KV_HEADS * 2 * H + j[:, None] * pair + whole[None, :], mask=old, other=0.0
+            )
             seen = (j[None, :] >= at[:, None]) & (j < EARLIER)[None, :] & (j >= there)[None, :]
-            most, share, total = _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST)
+            most, share, total = _attend(
+                queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST
+            )
     begin = tl.maximum(tile * BM - EARLIER, 0) // BK * BK
     for start in tl.range(begin, tl.minimum(steps, tile * BM + BM), BK):
         j = start + tl.arange(0, BK)
         low, high = _turned(own_keys, j, j < steps, half, cosine, sine, H, width)
-        values = tl.load(own_values + j[:, None] * width + whole[None, :], mask=(j < steps)[:, None], other=0.0)
+        values = tl.load(
+            own_values + j[:, None] * width + whole[None, :], mask=(j < steps)[:, None], other=0.0
+        )
         distance = at[:, None] - j[None, :]
         seen = (distance >= 0) & (distance <= EARLIER)
-        most, share, total = _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST)
+        most, share, total = _attend(
+            queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST
+        )
     to = out + row * steps * (HEADS * 2 * H) + head * 2 * H
-    tl.store(to + at[:, None] * (HEADS * 2 * H) + whole[None, :], (total / share[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        to + at[:, None] * (HEADS * 2 * H) + whole[None, :],
+        (total / share[:, None]).to(out.dtype.element_ty),
+        mask=inside[:, None],
+    )
     if kept is not None:  # noqa: SIM102 - known when it is compiled, what follows is not
         if head % group == 0:
             new_keys = kept + row * kept_stride + kv * 2 * H
@@ -193,7 +219,9 @@ def window_kernel(
             low, high = _turned(own_keys, at, inside, half, cosine, sine, H, width)
             tl.store(new_keys + slot[:, None] * pair + half[None, :], low, mask=stays)
             tl.store(new_keys + slot[:, None] * pair + H + half[None, :], high, mask=stays)
-            values = tl.load(own_values + at[:, None] * width + whole[None, :], mask=inside[:, None], other=0.0)
+            values = tl.load(
+                own_values + at[:, None] * width + whole[None, :], mask=inside[:, None], other=0.0
+            )
             tl.store(new_keys + KV_HEADS * 2 * H + slot[:, None] * pair + whole[None, :], values, mask=stays)
             if tile == 0:
                 gap: tl.constexpr = KV_HEADS * 2 * H
@@ -208,7 +236,18 @@ def window_kernel(
 
 @triton.jit
 def depthwise_norm_kernel(
-    x, history, weight, bias, out, steps, history_stride, eps, TAPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+    x,
+    history,
+    weight,
+    bias,
+    out,
+    steps,
+    history_stride,
+    eps,
+    TAPS: tl.constexpr,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """A causal depthwise convolution over a tile of steps with all their channels, and LayerNorm."""
     row = tl.program_id(1).to(tl.int64)
@@ -219,7 +258,9 @@ def depthwise_norm_kernel(
     for tap in tl.static_range(TAPS):
         moved = at - (TAPS - 1 - tap)
         inside = ((moved >= 0) & (moved < steps))[:, None] & known[None, :]
-        value = tl.load(x + row * steps * C + moved[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(
+            x + row * steps * C + moved[:, None] * C + channel[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         if history is not None:
             before = (moved < 0)[:, None] & known[None, :]
             place = history + row * history_stride + (moved + TAPS - 1)[:, None] * C + channel[None, :]
@@ -229,7 +270,11 @@ def depthwise_norm_kernel(
     centred = tl.where(known[None, :], total - mean[:, None], 0.0)
     scale = tl.math.rsqrt(tl.sum(centred * centred, axis=1) / C + eps)
     place = row * steps * C + at[:, None] * C + channel[None, :]
-    tl.store(out + place, (centred * scale[:, None]).to(out.dtype.element_ty), mask=(at < steps)[:, None] & known[None, :])
+    tl.store(
+        out + place,
+        (centred * scale[:, None]).to(out.dtype.element_ty),
+        mask=(at < steps)[:, None] & known[None, :],
+    )
 
 
 def _product_fits(x: Tensor, weight: Tensor, *_: object) -> bool:
@@ -237,7 +282,14 @@ def _product_fits(x: Tensor, weight: Tensor, *_: object) -> bool:
 
 
 @on_gpu("codec_product", _product_fits)
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float | None,
+    activation: int,
+) -> Tensor:
     """`codec_product`, where K is a multiple of 16."""
     gated = activation == SWIGLU
     depth, wide = weight.shape
@@ -257,7 +309,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
     """float32 [rows], from x: [rows, depth]."""
     out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), power_from(depth)
-    on_grid(scales_kernel, (pieces(rows, SCALED),))(x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4)
+    on_grid(scales_kernel, (pieces(rows, SCALED),))(
+        x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4
+    )
     return out
 
 
@@ -285,7 +339,11 @@ def window_attention(
     qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
     out = qkv.new_empty(rows, steps, heads * dim)
     queries = min(QUERIES, max(16, power_from(steps)))
-    strides = (0 if past is None else past.stride(0), 0 if kept is None else kept.stride(0), 0 if len(cosine) == 1 else cosine.stride(0))
+    strides = (
+        0 if past is None else past.stride(0),
+        0 if kept is None else kept.stride(0),
+        0 if len(cosine) == 1 else cosine.stride(0),
+    )
     on_grid(window_kernel, (pieces(steps, queries), heads, rows))(
         qkv, past, kept, positions, cosine, sine, out, steps, *strides, 1 / math.sqrt(dim), HEADS=heads, KV_HEADS=kv_heads, H=dim // 2,
         EARLIER=window - 1, BM=queries, BK=KEYS, FAST=not INTERPRETED, num_warps=4,

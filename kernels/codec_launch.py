@@ -1,4 +1,5 @@
-"""Launches the codec's Triton kernels: chooses their tiles, and serves the codec's ops on a GPU once this module is imported."""
+"""Launches the codec's Triton kernels: chooses their tiles, and serves the codec's ops on a GPU once this
+module is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ HEAD_TAPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel is cut: rows x columns x depth of a tile, pipeline stages, warps, and whether tiles come through TMA."""
+    """How a kernel is cut: rows x columns x depth of a tile, pipeline stages, warps, and whether tiles
+    come through TMA."""
 
     rows: int
     columns: int
@@ -41,7 +43,8 @@ class Shape:
     taps: int
 
 
-#: The fastest of `benchmarks.codec_shapes.tiles` on an H200 at 32 x 100 frames; other shapes get `tile_for`'s general rule.
+#: The fastest of `benchmarks.codec_shapes.tiles` on an H200 at 32 x 100 frames; other shapes get `tile_for`'s
+#: general rule.
 TILES: dict[Shape, Tile] = {
     Shape("conv", 1024, 1536, 7): Tile(128, 256, 64, 3, 8),
     Shape("conv", 1536, 6144, 2): Tile(128, 256, 64, 4, 8),
@@ -85,12 +88,14 @@ def _unit_tile(shape: Shape) -> Tile | None:
         _, small = split(shape.channels)
     except ValueError:
         return None
-    # A depth that divides the channels leaves one product per accumulator and round, which is what lets them overlap.
+    # A depth that divides the channels leaves one product per accumulator and round, which is what lets them
+    # overlap.
     return Tile(128, 0, min(64, small), 3, 8) if shape.channels <= 256 else None
 
 
 def split(channels: int) -> tuple[int, int]:
-    """Cuts a channel count into its two powers of two, largest first: 96 -> (64, 32). Raises ValueError where there are not two."""
+    """Cuts a channel count into its two powers of two, largest first: 96 -> (64, 32). Raises ValueError
+    where there are not two."""
     large = 1 << (channels.bit_length() - 1)
     small = channels - large
     if small < 16 or small & (small - 1):
@@ -139,7 +144,8 @@ def conv(
     open_ends: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth.
+    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a
+    multiple of its depth.
 
     Without a tile the best one, or the twin where there is none.
     """
@@ -147,10 +153,14 @@ def conv(
     steps, columns = extended - lead, weight.shape[1]
     if tile is None and (tile := _chosen_tile("conv", a, lead, columns, taps)) is None:
         into = (residual, raw, active, active_lead, frequency, gain)
-        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *into, ends=ends, open_ends=open_ends)
+        codec_ops.codec_active_conv(
+            a, lead, weight, bias, taps, dilation, *into, ends=ends, open_ends=open_ends
+        )
         return
     if channels % tile.depth or weight.shape[0] != taps * channels:
-        raise ValueError(f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels")
+        raise ValueError(
+            f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels"
+        )
     on_grid(conv_kernel, (rows * pieces(steps, tile.rows) * pieces(columns, tile.columns),))(
         _tiles(a, 1, tile.rows, tile.depth) if tile.tma else a,
         _tiles(weight, tile.depth, tile.columns) if tile.tma else weight,
@@ -182,14 +192,22 @@ def unit(
     packed: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192).
+    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one
+    program (96, 192).
 
-    `packed` weights run in CUDA C++ where that is faster. Without a tile the best one, or the twin where there is none.
+    `packed` weights run in CUDA C++ where that is faster. Without a tile the best one, or the twin where
+    there is none.
     """
     rows, extended, channels = a.shape
     inner, into = (bias1, frequency1, gain1), (raw, active, active_lead, frequency2, gain2)
-    if packed is not None and codec_cuda.pays(a, lead) and codec_cuda.aligned(a, residual, raw, active, active_lead):
-        codec_cuda.unit(a, lead, residual, packed, *inner, bias2, dilation, *into, ends, open_ends, load_only=compiling())
+    if (
+        packed is not None
+        and codec_cuda.pays(a, lead)
+        and codec_cuda.aligned(a, residual, raw, active, active_lead)
+    ):
+        codec_cuda.unit(
+            a, lead, residual, packed, *inner, bias2, dilation, *into, ends, open_ends, load_only=compiling()
+        )
         return
     steps, taps = extended - lead, weight1.shape[0] // channels
     if tile is None and (tile := _chosen_tile("unit", a, lead, channels, taps)) is None:
@@ -219,15 +237,31 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | N
     rows, extended, channels = a.shape
     steps, taps, depth = extended - lead, weight.shape[0], _depth(channels)
     if depth is None or taps > HEAD_TAPS:
-        raise ValueError(f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible")
+        raise ValueError(
+            f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible"
+        )
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
     # Rows without ends are as one long one.
     count, launches = (rows * extended, 1) if ends is None else (extended, rows)
     on_grid(head_products_kernel, (pieces(count, 128), launches))(
-        a, weight, products, ends, count, 0 if ends is None else lead, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
+        a,
+        weight,
+        products,
+        ends,
+        count,
+        0 if ends is None else lead,
+        taps,
+        channels,
+        128,
+        depth,
+        HEAD_TAPS,
+        not INTERPRETED,
+        num_warps=4,
     )
     out = torch.empty(rows, steps, dtype=torch.float32, device=a.device)
-    on_grid(head_sum_kernel, (pieces(steps, 512), rows))(products, bias, out, ends, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
+    on_grid(head_sum_kernel, (pieces(steps, 512), rows))(
+        products, bias, out, ends, steps, lead, taps, HEAD_TAPS, 512, num_warps=4
+    )
     return out
 
 
@@ -235,7 +269,9 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """`snake_beta`."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    on_grid(snake_kernel, (pieces(x.numel(), 2048),))(x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
+    on_grid(snake_kernel, (pieces(x.numel(), 2048),))(
+        x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED
+    )
     return out
 
 

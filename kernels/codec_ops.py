@@ -1,14 +1,17 @@
 """Ops of a codec's decoder: their interface in `torch.library`, each with its plain PyTorch twin.
 
-All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal: step t reads steps <= t, and what
-lies before the first step comes from `history` (the raw inputs that precede `x`, oldest first), or is zero when `history` is None. A
-history of zeros and no history are the same, since snake(0) = 0.
+All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal:
+step t reads steps <= t, and what lies before the first step comes from `history` (the raw inputs that
+precede `x`, oldest first), or is zero when `history` is None. A history of zeros and no history are the
+same, since snake(0) = 0.
 
-Snake parameters are handed over ready to use, in float32: `frequency` = exp(alpha) and `gain` = 1 / (exp(beta) + 1e-9).
-Weights may have any strides; results have the dtype of `x`. The twins serve every device that has no kernel of its own.
+Snake parameters are handed over ready to use, in float32: `frequency` = exp(alpha) and `gain` = 1 /
+(exp(beta) + 1e-9). Weights may have any strides; results have the dtype of `x`. The twins serve every
+device that has no kernel of its own.
 
-Those in front of the stack, products, attention in a window and depthwise convolution, compute in float32 and round once, where the single
-ops round at every step. Scales of a norm or of a layer stand in the weights of the next or the last product, which is the same function.
+Those in front of the stack, products, attention in a window and depthwise convolution, compute in float32
+and round once, where the single ops round at every step. Scales of a norm or of a layer stand in the
+weights of the next or the last product, which is the same function.
 """
 
 from __future__ import annotations
@@ -37,12 +40,24 @@ def snake_beta(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return wide.addcmul(gain, (wide * frequency).sin_().square_()).to(x.dtype)
 
 
-@op("codec_upsample(Tensor x, Tensor? history, Tensor frequency, Tensor gain, Tensor weight, Tensor bias, int rate) -> Tensor")
-def codec_upsample(x: Tensor, history: Tensor | None, frequency: Tensor, gain: Tensor, weight: Tensor, bias: Tensor, rate: int) -> Tensor:
-    """Snake, then a causal transposed convolution of kernel 2 * rate and stride `rate`, as one matrix product.
+@op(
+    "codec_upsample(Tensor x, Tensor? history, Tensor frequency, Tensor gain, Tensor weight, Tensor bias, int rate) -> Tensor"
+)
+def codec_upsample(
+    x: Tensor,
+    history: Tensor | None,
+    frequency: Tensor,
+    gain: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rate: int,
+) -> Tensor:
+    """Snake, then a causal transposed convolution of kernel 2 * rate and stride `rate`, as one matrix
+    product.
 
-    x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by `pack_upsample`; bias: [Cout].
-    Returns [B, T * rate, Cout]: output step t * rate + j depends on the inputs t - 1 and t alone.
+    x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by
+    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends on the
+    inputs t - 1 and t alone.
     """
     rows, steps, channels = x.shape
     past = x.new_zeros(rows, 1, channels) if history is None else history
@@ -54,24 +69,31 @@ def codec_upsample(x: Tensor, history: Tensor | None, frequency: Tensor, gain: T
 def pack_upsample(weight: Tensor) -> Tensor:
     """Packs a transposed convolution of kernel 2 * rate and stride `rate` for `codec_upsample`.
 
-    weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows meet the input before, the others the input at hand.
+    weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows meet the input
+    before, the others the input at hand.
     """
     channels_in, channels_out, kernel = weight.shape
     halves = weight.reshape(channels_in, channels_out, 2, kernel // 2)
-    return halves.flip(2).permute(2, 0, 3, 1).reshape(2 * channels_in, kernel // 2 * channels_out).contiguous()
+    return (
+        halves.flip(2).permute(2, 0, 3, 1).reshape(2 * channels_in, kernel // 2 * channels_out).contiguous()
+    )
 
 
 def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
-    """Packs a transposed convolution of stride `rate` and padding (kernel - rate) / 2 as a convolution of three taps.
+    """Packs a transposed convolution of stride `rate` and padding (kernel - rate) / 2 as a convolution of
+    three taps.
 
-    weight: [Cin, Cout, kernel]. Output step t * rate + j is the sum over d in -1, 0, 1 of x[t + d] @ w[j + padding - d * rate], where w
-    has that tap. Returns [3 * Cin, rate * Cout], d = -1 first, for `codec_active_conv`.
-    Raises ValueError where the padding is no whole number, is below 0, or is above `rate`, so that more neighbours matter.
+    weight: [Cin, Cout, kernel]. Output step t * rate + j is the sum over d in -1, 0, 1 of x[t + d] @ w[j +
+    padding - d * rate], where w has that tap. Returns [3 * Cin, rate * Cout], d = -1 first, for
+    `codec_active_conv`. Raises ValueError where the padding is no whole number, is below 0, or is above
+    `rate`, so that more neighbours matter.
     """
     channels_in, channels_out, kernel = weight.shape
     padding, odd = divmod(kernel - rate, 2)
     if odd or not 0 <= padding <= rate:
-        raise ValueError(f"a transposed convolution of kernel {kernel} and rate {rate} is not one of an input and its two neighbours")
+        raise ValueError(
+            f"a transposed convolution of kernel {kernel} and rate {rate} is not one of an input and its two neighbours"
+        )
     thirds = pad(weight, (rate - padding, rate - padding)).reshape(channels_in, channels_out, 3, rate)
     return thirds.flip(2).permute(2, 0, 3, 1).reshape(3 * channels_in, rate * channels_out).contiguous()
 
@@ -93,10 +115,11 @@ def codec_residual_unit(
     bias2: Tensor,
     dilation: int,
 ) -> Tensor:
-    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), the k-tap convolution dilated and causal.
+    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), the k-tap convolution
+    dilated and causal.
 
-    x: [B, T, C]; history: [B, (k - 1) * dilation, C] or None; frequency, gain, bias: [C]; weight1: [C, C, k]; weight2: [C, C],
-    both with the output channel first. Returns [B, T, C].
+    x: [B, T, C]; history: [B, (k - 1) * dilation, C] or None; frequency, gain, bias: [C]; weight1: [C, C,
+    k]; weight2: [C, C], both with the output channel first. Returns [B, T, C].
     """
     reach = (weight1.shape[2] - 1) * dilation
     extended = pad(x, (0, 0, reach, 0)) if history is None else torch.cat((history, x), dim=1)
@@ -127,19 +150,21 @@ def codec_active_conv(
     ends: Tensor | None = None,
     open_ends: bool = False,
 ) -> None:
-    """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next snake, to `active`.
+    """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next
+    snake, to `active`.
 
-    a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps); weight: [taps * C, N], oldest
-    tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N values a row; active: `active_lead` values, left alone,
-    T * N values a row, and what may follow them, left alone too. A transposed convolution of stride `rate` is the case taps = 2,
-    N = rate * Cout.
+    a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps);
+    weight: [taps * C, N], oldest tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T *
+    N values a row; active: `active_lead` values, left alone, T * N values a row, and what may follow them,
+    left alone too. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
 
-    `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything there. With `open_ends` both may:
-    what lies behind an end is left as it was wherever that saves work. That is for causal readers, of which none sees it in front of the
-    end; of `a` and `residual` nothing behind an end matters to what lies in front of it.
+    `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything
+    there. With `open_ends` both may: what lies behind an end is left as it was wherever that saves work.
+    That is for causal readers, of which none sees it in front of the end; of `a` and `residual` nothing
+    behind an end matters to what lies in front of it.
 
-    A convolution that is centred reads as many steps on either side: `a` has half its reach in zeros in front of T steps and half behind
-    them, and `lead` counts both.
+    A convolution that is centred reads as many steps on either side: `a` has half its reach in zeros in
+    front of T steps and half behind them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
     rows, channels = a.shape[0], a.shape[2]
@@ -177,11 +202,13 @@ def codec_active_unit(
     open_ends: bool = False,
     packed: Tensor | None = None,
 ) -> None:
-    """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next op's.
+    """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next
+    op's.
 
-    a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest tap first; weight2: [C, C],
-    input channel first; packed: both once more, as `kernels.codec_cuda.chosen` gives them for a kernel that wants them so; everything
-    else as in `codec_active_conv`.
+    a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C],
+    oldest tap first; weight2: [C, C], input channel first; packed: both once more, as
+    `kernels.codec_cuda.chosen` gives them for a kernel that wants them so; everything else as in
+    `codec_active_conv`.
     """
     taps = weight1.shape[0] // a.shape[2]
     hidden = torch.empty_like(residual)
@@ -192,12 +219,26 @@ def codec_active_unit(
 
 @op("codec_head(Tensor a, int lead, Tensor weight, Tensor bias, *, Tensor? ends=None) -> Tensor")
 def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
-    """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] -> float32 [B, T] in [-1, 1].
+    """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] ->
+    float32 [B, T] in [-1, 1].
 
     Where `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
     """
     wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
-    everything = (a, lead, weight.reshape(-1, 1), bias.float(), weight.shape[0], 1, None, wave, None, 0, None, None)
+    everything = (
+        a,
+        lead,
+        weight.reshape(-1, 1),
+        bias.float(),
+        weight.shape[0],
+        1,
+        None,
+        wave,
+        None,
+        0,
+        None,
+        None,
+    )
     codec_active_conv(*everything, ends=ends, open_ends=True)
     return wave.squeeze(2).clamp(-1.0, 1.0)
 
@@ -215,13 +256,19 @@ def _deliver(
 ) -> None:
     if residual is not None:
         value = value + residual.view_as(value)
-    behind = None if ends is None else (torch.arange(value.shape[1], device=value.device) >= ends[:, None])[:, :, None]
+    behind = (
+        None
+        if ends is None
+        else (torch.arange(value.shape[1], device=value.device) >= ends[:, None])[:, :, None]
+    )
     if raw is not None:
         _write(value, raw.view_as(value), behind if open_ends else None)
     if active is not None and frequency is not None and gain is not None:
         result = snake_beta(value, frequency, gain)
         count = result[0].numel()
-        place = active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(1, value.shape[1:])
+        place = active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(
+            1, value.shape[1:]
+        )
         if behind is not None and not open_ends:
             result = result.masked_fill(behind, 0.0)
         _write(result, place, behind if open_ends else None)
@@ -236,12 +283,22 @@ def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:
 PLAIN, SWIGLU, GELU = 0, 1, 2
 
 
-@op("codec_product(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float? eps, int activation) -> Tensor")
-def codec_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
-    """residual + activation(norm(x) @ weight + bias), where norm is RMSNorm without a weight, and nothing where `eps` is None.
+@op(
+    "codec_product(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float? eps, int activation) -> Tensor"
+)
+def codec_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float | None,
+    activation: int,
+) -> Tensor:
+    """residual + activation(norm(x) @ weight + bias), where norm is RMSNorm without a weight, and nothing
+    where `eps` is None.
 
-    x: [..., K]; weight: [K, N], input channel first; bias: float32 [N]; residual: [..., N]. For SWIGLU weight is [K, 2 * N], the gate's
-    columns first, and there is no bias. Returns [..., N].
+    x: [..., K]; weight: [K, N], input channel first; bias: float32 [N]; residual: [..., N]. For SWIGLU
+    weight is [K, 2 * N], the gate's columns first, and there is no bias. Returns [..., N].
     """
     wide = x.float()
     total = wide @ weight.float()
@@ -274,11 +331,13 @@ def codec_window_attention(
     kv_heads: int,
     window: int,
 ) -> Tensor:
-    """Rotary embedding and causal attention in a window: query i sees the keys i - window < j <= i, of those that are there.
+    """Rotary embedding and causal attention in a window: query i sees the keys i - window < j <= i, of
+    those that are there.
 
-    qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2]. past: [B, (window - 1) * 2 *
-    kv_heads * D], the rotated keys, then the values, of the steps before, oldest first, of which those of `positions` (int64 [B], steps
-    decoded before) are there; kept: the same for the next chunk, written. All three or none of them. Returns [B, T, heads * D].
+    qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2].
+    past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before,
+    oldest first, of which those of `positions` (int64 [B], steps decoded before) are there; kept: the same
+    for the next chunk, written. All three or none of them. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape
     dim, earlier = width // (heads + 2 * kv_heads), 0
@@ -290,7 +349,10 @@ def codec_window_attention(
         pairs = torch.cat((before, torch.stack((keys, values), dim=2)), dim=1)
         kept.view(rows, earlier, 2, kv_heads, dim).copy_(pairs[:, steps:])
         keys, values = pairs.unbind(2)
-    query_at, key_at = torch.arange(steps, device=qkv.device) + earlier, torch.arange(earlier + steps, device=qkv.device)
+    query_at, key_at = (
+        torch.arange(steps, device=qkv.device) + earlier,
+        torch.arange(earlier + steps, device=qkv.device),
+    )
     distance = query_at[:, None] - key_at
     seen = ((distance >= 0) & (distance < window)).expand(rows, 1, -1, -1)
     if positions is not None:
@@ -298,7 +360,11 @@ def codec_window_attention(
     group = heads // kv_heads
     scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys.repeat_interleave(group, dim=2)) / math.sqrt(dim)
     shares = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-    return torch.einsum("bhqk,bkhd->bqhd", shares, values.repeat_interleave(group, dim=2)).reshape(rows, steps, -1).to(qkv.dtype)
+    return (
+        torch.einsum("bhqk,bkhd->bqhd", shares, values.repeat_interleave(group, dim=2))
+        .reshape(rows, steps, -1)
+        .to(qkv.dtype)
+    )
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -309,11 +375,13 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 @op("codec_depthwise_norm(Tensor x, Tensor? history, Tensor weight, Tensor bias, float eps) -> Tensor")
-def codec_depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def codec_depthwise_norm(
+    x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
     """A causal depthwise convolution, then LayerNorm without weight and bias.
 
-    x: [B, T, C]; history: [B, taps - 1, C], the inputs before, or None: zeros; weight: float32 [taps, C], oldest tap first; bias:
-    float32 [C]. Returns [B, T, C].
+    x: [B, T, C]; history: [B, taps - 1, C], the inputs before, or None: zeros; weight: float32 [taps, C],
+    oldest tap first; bias: float32 [C]. Returns [B, T, C].
     """
     taps, channels = weight.shape
     extended = pad(x, (0, 0, taps - 1, 0)) if history is None else torch.cat((history, x), dim=1)

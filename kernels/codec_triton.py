@@ -1,12 +1,14 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 tiles come through the tensor memory accelerator.
+"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 tiles come through the
+tensor memory accelerator.
 
-Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel): tile rows are steps of one row of
-the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel also applies the *next* snake and writes its result beside the
-raw one, so that no product evaluates a snake more than once a value.
+Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel): tile
+rows are steps of one row of the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel
+also applies the *next* snake and writes its result beside the raw one, so that no product evaluates a
+snake more than once a value.
 
-An activated input is [rows, lead + steps, channels]: `lead` steps of history in front, or none, in which case what lies before the
-first step reads as zero (right for whole utterances, since snake(0) = 0).
+An activated input is [rows, lead + steps, channels]: `lead` steps of history in front, or none, in which
+case what lies before the first step reads as zero (right for whole utterances, since snake(0) = 0).
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import triton.language as tl
 def _snake(x, frequency, gain, FAST: tl.constexpr):
     phase = x * frequency
     if FAST:
-        # One special-function instruction; its absolute error, 2^-20 near zero and 2^-15 at 300, is far under bfloat16's.
-        sine = tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [phase], dtype=tl.float32, is_pure=True, pack=1)
+        # One special-function instruction; its absolute error, 2^-20 near zero and 2^-15 at 300, is far under
+        # bfloat16's.
+        sine = tl.inline_asm_elementwise(
+            "sin.approx.ftz.f32 $0, $1;", "=f,f", [phase], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         sine = tl.sin(phase)
     return x + gain * sine * sine
@@ -33,7 +38,19 @@ def _product(a, b, total, FAST: tl.constexpr):
 
 
 @triton.jit
-def _steps(a, row, start, k, steps, lead, shift, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+def _steps(
+    a,
+    row,
+    start,
+    k,
+    steps,
+    lead,
+    shift,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """A [BM, BK] piece of an activated input, from step start - shift and channel k on."""
     if TMA:
         piece = a.load([row, lead + start - shift, k]).reshape(BM, BK)
@@ -41,7 +58,9 @@ def _steps(a, row, start, k, steps, lead, shift, C: tl.constexpr, BM: tl.constex
         at = start - shift + tl.arange(0, BM)
         inside = (at >= -lead) & (at < steps)
         base = a + row.to(tl.int64) * (lead + steps) * C
-        piece = tl.load(base + (lead + at)[:, None] * C + (k + tl.arange(0, BK))[None, :], mask=inside[:, None], other=0.0)
+        piece = tl.load(
+            base + (lead + at)[:, None] * C + (k + tl.arange(0, BK))[None, :], mask=inside[:, None], other=0.0
+        )
     return piece
 
 
@@ -77,14 +96,17 @@ def _write(
     BN: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake up to the row's end, where asked for."""
+    """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake up to the row's end,
+    where asked for."""
     at = start + tl.arange(0, BM)
     columns = n + tl.arange(0, BN)
     inside = (at < steps)[:, None] & (columns < N)[None, :]
     place = at[:, None] * N + columns[None, :]
     value += tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
     if residual is not None:
-        value += tl.load(residual + row.to(tl.int64) * steps * N + place, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(residual + row.to(tl.int64) * steps * N + place, mask=inside, other=0.0).to(
+            tl.float32
+        )
     if raw is not None:
         tl.store(raw + row.to(tl.int64) * steps * N + place, value.to(tl.bfloat16), mask=inside)
     if active is not None:
@@ -105,14 +127,16 @@ def _behind(ends, row, start):
 
 @triton.jit
 def _rounds(ends, row, start, count: tl.constexpr):
-    """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the end of its row."""
+    """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the
+    end of its row."""
     rounds = count
     if ends is not None:
         rounds = tl.where(start < tl.load(ends + row), count, 0)
     return rounds
 
 
-# The batch's rows only number the programs: a kernel compiled for each kind of number would keep the first batches waiting for seconds.
+# The batch's rows only number the programs: a kernel compiled for each kind of number would keep the first
+# batches waiting for seconds.
 @triton.jit(do_not_specialize=["rows"])
 def conv_kernel(
     a,
@@ -141,7 +165,8 @@ def conv_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias, residual and next snake.
+    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias,
+    residual and next snake.
 
     With OPEN a tile that lies behind the end of its row is left as it was.
     """
@@ -163,7 +188,25 @@ def conv_kernel(
         shift = (TAPS - 1 - i // chunks) * DILATION
         piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
         total = _product(piece, _weights(w, i * BK, n, N, BK, BN, TMA), total, FAST)
-    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, zeros, N, BM, BN, FAST)
+    _write(
+        total,
+        row,
+        start,
+        n,
+        steps,
+        bias,
+        residual,
+        raw,
+        active,
+        stride,
+        frequency,
+        gain,
+        zeros,
+        N,
+        BM,
+        BN,
+        FAST,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -204,8 +247,8 @@ def unit_kernel(
 ):
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
-    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; depth goes in pieces K0 and, where K1 > 0, K1.
-    OPEN as for `conv_kernel`.
+    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; depth goes in
+    pieces K0 and, where K1 > 0, K1. OPEN as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
@@ -230,18 +273,67 @@ def unit_kernel(
             right = _product(piece, _weights(w11, i * depth + K0, N0, C, K1, N1, TMA), right, FAST)
     n0 = tl.arange(0, N0)
     n1 = N0 + tl.arange(0, N1)
-    left = _snake(left + tl.load(bias1 + n0)[None, :], tl.load(frequency1 + n0)[None, :], tl.load(gain1 + n0)[None, :], FAST)
-    right = _snake(right + tl.load(bias1 + n1)[None, :], tl.load(frequency1 + n1)[None, :], tl.load(gain1 + n1)[None, :], FAST)
+    left = _snake(
+        left + tl.load(bias1 + n0)[None, :],
+        tl.load(frequency1 + n0)[None, :],
+        tl.load(gain1 + n0)[None, :],
+        FAST,
+    )
+    right = _snake(
+        right + tl.load(bias1 + n1)[None, :],
+        tl.load(frequency1 + n1)[None, :],
+        tl.load(gain1 + n1)[None, :],
+        FAST,
+    )
     hidden0 = left.to(tl.bfloat16)
     hidden1 = right.to(tl.bfloat16)
     out = _product(hidden0, _weights(w2, 0, 0, C, N0, N0, False), tl.zeros((BM, N0), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, 0, C, N1, N0, False), out, FAST)
-    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, N0, FAST)
-    # Never fewer than 64 columns: with 32, ptxas 12.8 computes the upper half of a shared-memory descriptor wrongly.
+    _write(
+        out,
+        row,
+        start,
+        0,
+        steps,
+        bias2,
+        residual,
+        raw,
+        active,
+        stride,
+        frequency2,
+        gain2,
+        zeros,
+        C,
+        BM,
+        N0,
+        FAST,
+    )
+    # Never fewer than 64 columns: with 32, ptxas 12.8 computes the upper half of a shared-memory descriptor
+    # wrongly.
     n1p: tl.constexpr = N1 if N1 > 64 else 64
-    out = _product(hidden0, _weights(w2, 0, N0, C, N0, n1p, False), tl.zeros((BM, n1p), dtype=tl.float32), FAST)
+    out = _product(
+        hidden0, _weights(w2, 0, N0, C, N0, n1p, False), tl.zeros((BM, n1p), dtype=tl.float32), FAST
+    )
     out = _product(hidden1, _weights(w2, N0, N0, C, N1, n1p, False), out, FAST)
-    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, n1p, FAST)
+    _write(
+        out,
+        row,
+        start,
+        N0,
+        steps,
+        bias2,
+        residual,
+        raw,
+        active,
+        stride,
+        frequency2,
+        gain2,
+        zeros,
+        C,
+        BM,
+        n1p,
+        FAST,
+    )
 
 
 @triton.jit
@@ -259,9 +351,11 @@ def head_products_kernel(
     ROOM: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32 [count, ROOM].
+    """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32
+    [count, ROOM].
 
-    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles behind an end are left as they were.
+    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles behind
+    an end are left as they were.
     """
     start = tl.program_id(0).to(tl.int64) * BM
     if ends is not None:
@@ -278,12 +372,17 @@ def head_products_kernel(
         piece = tl.load(a + at[:, None] * C + channel[None, :], mask=(at < count)[:, None], other=0.0)
         weight = tl.load(w + tap[None, :] * C + channel[:, None], mask=(tap < TAPS)[None, :], other=0.0)
         total = _product(piece, weight, total, FAST)
-    tl.store(out + at[:, None] * ROOM + tap[None, :], total, mask=(at < count)[:, None] & (tap < TAPS)[None, :])
+    tl.store(
+        out + at[:, None] * ROOM + tap[None, :], total, mask=(at < count)[:, None] & (tap < TAPS)[None, :]
+    )
 
 
 @triton.jit
-def head_sum_kernel(products, bias, out, ends, steps, lead, TAPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped to [-1, 1].
+def head_sum_kernel(
+    products, bias, out, ends, steps, lead, TAPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped
+    to [-1, 1].
 
     Where rows have `ends` samples behind them may be left as they were.
     """
@@ -299,7 +398,11 @@ def head_sum_kernel(products, bias, out, ends, steps, lead, TAPS: tl.constexpr, 
         wave += tl.load(base + moved * ROOM + tap, mask=(moved >= 0) & (at < steps), other=0.0)
     # A value that is no number stays one, so that the stage sees it.
     wave = tl.maximum(wave, -1.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + row.to(tl.int64) * steps + at, tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL), mask=at < steps)
+    tl.store(
+        out + row.to(tl.int64) * steps + at,
+        tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL),
+        mask=at < steps,
+    )
 
 
 @triton.jit

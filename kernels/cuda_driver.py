@@ -67,13 +67,16 @@ def _check(code: int, what: str) -> None:
 def _context(device: int) -> ctypes.c_void_p:
     """The context that torch has on a device, kept for as long as the process."""
     context = ctypes.c_void_p()
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}")
+    _check(
+        _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}"
+    )
     return context
 
 
 @contextmanager
 def _on(device: int) -> Iterator[None]:
-    """Runs calls on a device, whichever this thread is on, which is so again afterwards. A thread that is on none stays on this one."""
+    """Runs calls on a device, whichever this thread is on, which is so again afterwards. A thread that is
+    on none stays on this one."""
     driver, wanted, current = _driver(), _context(device), ctypes.c_void_p()
     driver.cuCtxGetCurrent(ctypes.byref(current))
     if current.value == wanted.value:
@@ -95,11 +98,13 @@ _SWIZZLES = {32: 2, 64: 3}  # of 64 and of 128 bytes, by the last size of a box
 TensorMap = ctypes.c_byte * 128
 
 
-def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> ctypes.Array[ctypes.c_byte]:
+def tensor_map(
+    address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]
+) -> ctypes.Array[ctypes.c_byte]:
     """What kernels copy boxes of a contiguous bfloat16 tensor by.
 
-    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32 or 64 values. Raises
-    RuntimeError when the driver refuses.
+    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32
+    or 64 values. Raises RuntimeError when the driver refuses.
     """
     memory = (ctypes.c_char * (2 * ctypes.sizeof(TensorMap)))()
     offset = -ctypes.addressof(memory) % 64
@@ -119,7 +124,8 @@ def matrix_map(matrix: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver does not take it."""
+    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver does not
+    take it."""
 
     def __init__(self, code: bytes, device: int) -> None:
         self._device = device
@@ -130,12 +136,16 @@ class Module:
     def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
         """A kernel that is launched with so much dynamic shared memory.
 
-        all_shared: multiprocessors that run it had better be set to as much shared memory as they have, as those of the kernels around it.
+        all_shared: multiprocessors that run it had better be set to as much shared memory as they have, as
+        those of the kernels around it.
         """
         function = ctypes.c_void_p()
         what = f"{shared_bytes} bytes of shared memory for {name}"
         with _on(self._device):
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"The kernel {name}")
+            _check(
+                _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
+                f"The kernel {name}",
+            )
             _check(_driver().cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), what)
             if all_shared:
                 _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
@@ -155,15 +165,23 @@ class Kernel:
             asked = (self._function, threads, ctypes.c_size_t(self._shared_bytes))
             code = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(each), *asked)
             _check(code, f"The occupancy of {self._name}")
-            _check(_driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device), "The size of the device")
+            _check(
+                _driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device),
+                "The size of the device",
+            )
         return each.value * processors.value
 
     def resident_clusters(self, threads: int, blocks: int) -> int:
-        """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing else runs there."""
+        """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing
+        else runs there."""
         count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, b"", (blocks, 1, 1))
-        config = _Config((blocks, 1, 1), (threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1)
+        config = _Config(
+            (blocks, 1, 1), (threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1
+        )
         with _on(self._device):
-            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+            code = _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(count), self._function, ctypes.byref(config)
+            )
             _check(code, f"The clusters of {self._name}")
         return count.value
 
@@ -179,20 +197,29 @@ class Kernel:
         cluster: int = 1,
         shared_bytes: int | None = None,
     ) -> None:
-        """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when the driver refuses.
+        """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when
+        the driver refuses.
 
-        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch); cooperative:
-        its blocks run all at once or not at all; cluster: so many neighbours along grid[0] reach each other's shared memory; shared_bytes:
-        less dynamic shared memory than the kernel was made for.
+        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic
+        dependent launch); cooperative: its blocks run all at once or not at all; cluster: so many
+        neighbours along grid[0] reach each other's shared memory; shared_bytes: less dynamic shared memory
+        than the kernel was made for.
         """
-        asked = [(_PROGRAMMATIC, (1,), programmatic), (_COOPERATIVE, (1,), cooperative), (_CLUSTER, (cluster, 1, 1), cluster > 1)]
+        asked = [
+            (_PROGRAMMATIC, (1,), programmatic),
+            (_COOPERATIVE, (1,), cooperative),
+            (_CLUSTER, (cluster, 1, 1), cluster > 1),
+        ]
         chosen = [_Attribute(kind, b"", value) for kind, value, wanted in asked if wanted]
         attributes = (_Attribute * max(1, len(chosen)))(*chosen)
         size = self._shared_bytes if shared_bytes is None else shared_bytes
         config = _Config((*grid, 1), (threads, 1, 1), size, stream or None, attributes, len(chosen))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with _on(self._device):
-            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")
+            _check(
+                _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None),
+                f"A launch of {self._name}",
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,29 +236,47 @@ class Source:
 
     @cache  # noqa: B019 - sources live as long as the process
     def on(self, device: int) -> dict[str, Kernel]:
-        """The kernels on a device, made by the first code that its driver takes. Raises RuntimeError or OSError where there is none."""
+        """The kernels on a device, made by the first code that its driver takes. Raises RuntimeError or
+        OSError where there is none."""
         fault = RuntimeError(f"there is no code of {self.name}")
         for code in binaries.candidates(self.name, torch.cuda.get_device_capability(device)):
             try:
                 module = Module(code, device)
-                return {kernel: module.kernel(kernel, size, self.all_shared) for kernel, size in self.kernels.items()}
+                return {
+                    kernel: module.kernel(kernel, size, self.all_shared)
+                    for kernel, size in self.kernels.items()
+                }
             except RuntimeError as error:
                 fault = error
         raise fault
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, device: int | None, **how: Any) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        device: int | None,
+        **how: Any,
+    ) -> None:
         """A launch on the current stream of a device (None: the current one); `how`: as `Kernel.launch`."""
         index = index_of(device)
-        self.on(index)[kernel].launch(grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, **how)
+        self.on(index)[kernel].launch(
+            grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, **how
+        )
 
 
 @cache
 def available(device: int, *sources: Source) -> bool:
-    """Whether a device has all kernels of these sources: a Hopper, or a newer one where they have code for it. They load side by side.
+    """Whether a device has all kernels of these sources: a Hopper, or a newer one where they have code for
+    it. They load side by side.
 
     Where a device could run them and their code is missing, one warning says so.
     """
-    capability, newer = torch.cuda.get_device_capability(device), all(binaries.NEWER in binaries.SHIPPED[one.name] for one in sources)
+    capability, newer = (
+        torch.cuda.get_device_capability(device),
+        all(binaries.NEWER in binaries.SHIPPED[one.name] for one in sources),
+    )
     if capability < (9, 0) or (capability > (9, 0) and not newer):
         return False
     try:
@@ -240,7 +285,12 @@ def available(device: int, *sources: Source) -> bool:
     except (RuntimeError, OSError) as error:
         names, said = ", ".join(source.name for source in sources), toolchain.first_line(error)
         log.warning(
-            "the CUDA C++ kernels of %s cannot be made (%s); %s. %s", names, said, sources[0].without, toolchain.CUDA_ADVICE, exc_info=True
+            "the CUDA C++ kernels of %s cannot be made (%s); %s. %s",
+            names,
+            said,
+            sources[0].without,
+            toolchain.CUDA_ADVICE,
+            exc_info=True,
         )
         return False
     return True

@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-#: Of CUDA streams, where a lower one goes first on the device: chunks that listeners wait for, then the frames of an engine for streams.
-#: Everything else has 0.
+#: Of CUDA streams, where a lower one goes first on the device: chunks that listeners wait for, then the
+#: frames of an engine for streams. Everything else has 0.
 CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
 
 
@@ -22,7 +22,8 @@ class GraphPool:
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """What a capture takes. The allocator gives a pool up with its last graph, also with one that failed, and knows it no more."""
+        """What a capture takes. The allocator gives a pool up with its last graph, also with one that
+        failed, and knows it no more."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
@@ -33,7 +34,8 @@ class GraphPool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways than PyTorch's allocator."""
+    """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways
+    than PyTorch's allocator."""
     said = str(error).lower().replace("_", " ")
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "alloc failed" in said)
@@ -41,7 +43,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile.
+    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the
+    device meanwhile.
 
     Raises `torch.OutOfMemoryError` where there is no memory for it.
     """
@@ -52,7 +55,8 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
             work()  # builds kernels and sets up libraries, which a capture may not do
             graph = _recorded(work, pool)
             if graph is None:
-                # During a capture the allocator cannot give back what it keeps, such as what the work has just used.
+                # During a capture the allocator cannot give back what it keeps, such as what the work has
+                # just used.
                 torch.cuda.empty_cache()
                 graph = _recorded(work, pool, last=True)
     except RuntimeError as error:
@@ -67,7 +71,8 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
 
 
 def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> torch.cuda.CUDAGraph | None:
-    """A graph of this work, on the current stream; None where there is no memory for it, or an error when it is the `last` try."""
+    """A graph of this work, on the current stream; None where there is no memory for it, or an error when
+    it is the `last` try."""
     graph = torch.cuda.CUDAGraph()
     # What other threads ask of the device does not end this capture, and nothing waits for the device.
     graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")

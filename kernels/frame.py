@@ -1,7 +1,9 @@
-"""The tensors of a frame: an LM over positions (the backbone), what its head draws, and an LM over the codebooks behind (the depth).
+"""The tensors of a frame: an LM over positions (the backbone), what its head draws, and an LM over the
+codebooks behind (the depth).
 
-Every frame draws code 0 of each row from the head, the other codebooks from the depth, where there is one, and turns them into the
-backbone's next input. Nothing here belongs to one family of models: a family fills these in.
+Every frame draws code 0 of each row from the head, the other codebooks from the depth, where there is one,
+and turns them into the backbone's next input. Nothing here belongs to one family of models: a family fills
+these in.
 """
 
 from __future__ import annotations
@@ -74,9 +76,9 @@ def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
 class DepthTensors:
     """The LM over the codebooks behind code 0, whose cache lives for one frame.
 
-    Its first position is the backbone's state, projected where `project` (weight [width, hidden], bias [width]) is given, its next ones
-    the codes. heads: [codebooks behind, codes, width]; inputs: [rows, width], the codes' embeddings; starts: int64 [codebooks], the first
-    row of each codebook.
+    Its first position is the backbone's state, projected where `project` (weight [width, hidden], bias
+    [width]) is given, its next ones the codes. heads: [codebooks behind, codes, width]; inputs: [rows,
+    width], the codes' embeddings; starts: int64 [codebooks], the first row of each codebook.
     """
 
     stack: StackTensors
@@ -88,23 +90,28 @@ class DepthTensors:
 
 @dataclass(frozen=True, slots=True)
 class DrawRules:
-    """How code 0 is drawn, the same for every request. Codes from `suppress_from` on are never drawn, apart from the ends."""
+    """How code 0 is drawn, the same for every request. Codes from `suppress_from` on are never drawn,
+    apart from the ends."""
 
     #: One or two codes that end the speech.
     ends: tuple[int, ...]
     suppress_from: int
-    #: Top-p over the probabilities without temperature, the code that crosses it dropped, and top-k by rank; the temperature comes last.
-    #: Else the temperature comes first, then top-k, then top-p, of which the crossing code stays. Holds for the depth as well.
+    #: Top-p over the probabilities without temperature, the code that crosses it dropped, and top-k by rank;
+    #: the temperature comes last. Else the temperature comes first, then top-k, then top-p, of which the
+    #: crossing code stays. Holds for the depth as well.
     nucleus_first: bool = False
-    #: A code that was drawn in the last so many frames, but for a request's first one, is drawn once more, with the settings of a retry.
+    #: A code that was drawn in the last so many frames, but for a request's first one, is drawn once more,
+    #: with the settings of a retry.
     window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """The next input: (sum of `table` [rows, hidden] over all codebooks, from `starts` int64 [codebooks] on + a row of `text`) * scale.
+    """The next input: (sum of `table` [rows, hidden] over all codebooks, from `starts` int64 [codebooks]
+    on + a row of `text`) * scale.
 
-    text: [ids, hidden], read at the request's text id for this frame, or at code 0 where `text_by_code`; None: nothing is added.
+    text: [ids, hidden], read at the request's text id for this frame, or at code 0 where `text_by_code`;
+    None: nothing is added.
     """
 
     table: Tensor
@@ -116,7 +123,8 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class FrameTensors:
-    """All weights of a frame. head: [codes, hidden], the rows that can be drawn, filled up with rows that never are."""
+    """All weights of a frame. head: [codes, hidden], the rows that can be drawn, filled up with rows that
+    never are."""
 
     backbone: StackTensors
     head: Tensor
@@ -143,7 +151,8 @@ class DrawTensors:
     greedy: Tensor
 
     def rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """temperature, top_k, top_p, greedy (bool) of these slots, in the order of the sampler's arguments."""
+        """temperature, top_k, top_p, greedy (bool) of these slots, in the order of the sampler's
+        arguments."""
         return self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows] != 0
 
 

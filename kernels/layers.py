@@ -11,7 +11,8 @@ from kernels.registry import op
 
 @op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension in the order of the reference: float32, back to the input's type, then the weight.
+    """RMSNorm over the last dimension in the order of the reference: float32, back to the input's type,
+    then the weight.
 
     x: [..., width]; weight: [width].
     """
@@ -27,8 +28,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def rope_table(positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Cosines and sines side by side, [positions, head_dim]; computed in float32 and then cast, as the reference does."""
+def rope_table(
+    positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Cosines and sines side by side, [positions, head_dim]; computed in float32 and then cast, as the
+    reference does."""
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
@@ -64,11 +68,12 @@ def qk_norm_rope_append(
     offsets: Tensor,
     wide_rope: bool = False,
 ) -> Tensor:
-    """Norms (where there are weights) and rotates the heads of packed projections, writes keys and values into their pages, returns the
-    queries.
+    """Norms (where there are weights) and rotates the heads of packed projections, writes keys and values
+    into their pages, returns the queries.
 
-    qkv: [n, (heads + 2 * kv_heads) * head_dim]; rope_table: [positions, head_dim]; positions, pages, offsets: [n];
-    k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads, head_dim].
+    qkv: [n, (heads + 2 * kv_heads) * head_dim]; rope_table: [positions, head_dim]; positions, pages,
+    offsets: [n]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads,
+    head_dim].
     """
     kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -88,7 +93,7 @@ def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def codec_embedding_sum(codes: Tensor, table: Tensor, starts: Tensor) -> Tensor:
     """Sum of the embeddings of all codebooks of a frame.
 
-    codes: [n, codebooks]; table: [rows, hidden], the tables of all codebooks one after the other; starts: [codebooks], the first
-    row of each; returns [n, hidden].
+    codes: [n, codebooks]; table: [rows, hidden], the tables of all codebooks one after the other; starts:
+    [codebooks], the first row of each; returns [n, hidden].
     """
     return table[codes + starts].sum(dim=1)

@@ -1,8 +1,9 @@
-"""Triton kernels of attention. While frames are made: norms, rotation and append of the new heads, then attention over the positions.
+"""Triton kernels of attention. While frames are made: norms, rotation and append of the new heads, then
+attention over the positions.
 
-Rounding points are those of `kernels.layers`; what a model does not have, a norm of the heads, is a weight that is None.
-Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts, where nothing is read on the host, so a captured launch serves
-any lengths, any first positions and any pages.
+Rounding points are those of `kernels.layers`; what a model does not have, a norm of the heads, is a weight
+that is None. Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts, where nothing is
+read on the host, so a captured launch serves any lengths, any first positions and any pages.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How programs take the positions of a row and kv head: positions of a step, warps, and steps whose keys are on their way.
+    """How programs take the positions of a row and kv head: positions of a step, warps, and steps whose
+    keys are on their way.
 
-    splits: programs that share a row's positions, by number of rows: the first entry whose key is at least the rows.
+    splits: programs that share a row's positions, by number of rows: the first entry whose key is at least
+    the rows.
     """
 
     block: int
@@ -37,7 +40,8 @@ class AttentionTile:
     splits: tuple[tuple[int, int], ...]
 
 
-#: Measured best (benchmarks/NOTES.md) where up to so many query heads share a kv head, at any number of rows; and where more do.
+#: Measured best (benchmarks/NOTES.md) where up to so many query heads share a kv head, at any number of rows;
+#: and where more do.
 _FEW_HEADS = 2
 _FEW = AttentionTile(16, 1, 5, ((8, 8), (32, 4), (1 << 30, 1)))
 _MANY = AttentionTile(64, 4, 3, ((2, 8), (16, 4), (32, 2), (1 << 30, 1)))
@@ -46,7 +50,8 @@ _LEAST_BLOCK = 16
 
 
 def attention_tile(group: int, page_size: int) -> AttentionTile:
-    """The tile for `group` query heads of a kv head and pages of so many positions, of which a step has at most one."""
+    """The tile for `group` query heads of a kv head and pages of so many positions, of which a step has at
+    most one."""
     tile = _FEW if group <= _FEW_HEADS else _MANY
     return replace(tile, block=max(_LEAST_BLOCK, min(tile.block, page_size)))
 
@@ -56,9 +61,11 @@ def _attend(
     q, k_cache, v_cache, pages, start, offsets, inside, seen, top, total, mixed, scale, page_stride, head_at,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values at `offsets` [BLOCK], from `start` on, into the maximum, sum of shares and weighted sum of queries [ROWS, D] so far.
+    """Keys and values at `offsets` [BLOCK], from `start` on, into the maximum, sum of shares and weighted
+    sum of queries [ROWS, D] so far.
 
-    pages: a request's pages in order; inside: [BLOCK], those that are there; seen: [ROWS or 1, BLOCK]; shares are powers of two.
+    pages: a request's pages in order; inside: [BLOCK], those that are there; seen: [ROWS or 1, BLOCK];
+    shares are powers of two.
     """
     if BLOCK <= PAGE:
         page = tl.load(pages + start // PAGE).to(tl.int64)
@@ -150,8 +157,15 @@ def _decode_attention(
             for other in range(SPLITS):
                 theirs = (group * SPLITS + other).to(tl.int64) * GROUP
                 peak_there = tl.load(state + (theirs + lane) * 2, mask=used, other=0.0, cache_modifier=".cg")
-                sum_there = tl.load(state + (theirs + lane) * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-                there = tl.load(partial + (theirs + lane[:, None]) * D + at[None, :], mask=used[:, None], other=0.0, cache_modifier=".cg")
+                sum_there = tl.load(
+                    state + (theirs + lane) * 2 + 1, mask=used, other=0.0, cache_modifier=".cg"
+                )
+                there = tl.load(
+                    partial + (theirs + lane[:, None]) * D + at[None, :],
+                    mask=used[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 peak = tl.maximum(top, peak_there)
                 shrink = tl.exp2(top - peak)
                 grow = tl.exp2(peak_there - peak)
@@ -162,10 +176,15 @@ def _decode_attention(
 
 
 class SplitScratch:
-    """Partial results of split attention, for at most `groups` (rows * kv heads) and `splits`; shared by all layers of a stream."""
+    """Partial results of split attention, for at most `groups` (rows * kv heads) and `splits`; shared by
+    all layers of a stream."""
 
-    def __init__(self, groups: int, splits: int, group_size: int, head_dim: int, device: torch.device) -> None:
-        self.partial = torch.empty(groups * splits * group_size * head_dim, device=device, dtype=torch.float32)
+    def __init__(
+        self, groups: int, splits: int, group_size: int, head_dim: int, device: torch.device
+    ) -> None:
+        self.partial = torch.empty(
+            groups * splits * group_size * head_dim, device=device, dtype=torch.float32
+        )
         self.state = torch.empty(groups * splits * group_size * 2, device=device, dtype=torch.float32)
         self.arrivals = torch.zeros(groups, device=device, dtype=torch.int32)
 
@@ -175,15 +194,19 @@ def decode_attention(
     page_table: Tensor, positions: Tensor, slots: Tensor, scale: float, out: Tensor, scratch: SplitScratch,
     splits: int = 1, block: int = 64, warps: int = 4, stages: int = 3, pdl: bool = False, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """q/k norm (where there are weights), rope, append of the new key and value, attention over the row's pages, the new position included.
+    """q/k norm (where there are weights), rope, append of the new key and value, attention over the row's
+    pages, the new position included.
 
-    qkv: [rows, (heads + 2 * kv_heads) * head_dim]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer;
-    page_table: int32 [slots, pages of a slot]; positions: int32 [slots], where the new token goes; slots: int32 [rows];
-    splits: programs a row and kv head share its positions, their results added in order; out: [rows, heads * head_dim].
+    qkv: [rows, (heads + 2 * kv_heads) * head_dim]; k_cache, v_cache: [pages, kv_heads, page_size,
+    head_dim] of one layer; page_table: int32 [slots, pages of a slot]; positions: int32 [slots], where the
+    new token goes; slots: int32 [rows]; splits: programs a row and kv head share its positions, their
+    results added in order; out: [rows, heads * head_dim].
     """
     _, kv_heads, page_size, head_dim = k_cache.shape
     if page_size & (page_size - 1):
-        raise ValueError(f"a page must have a power of two of positions, not {page_size}: blocks of positions would cross pages")
+        raise ValueError(
+            f"a page must have a power of two of positions, not {page_size}: blocks of positions would cross pages"
+        )
     heads = out.shape[1] // head_dim
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
     _decode_attention[(kv_heads, qkv.shape[0], splits)](
@@ -250,7 +273,9 @@ def _predictor_attention(
             top = tl.maximum(newest, tl.max(scores))
             share = tl.exp(newest - top)
             shares = tl.exp(scores - top)
-            mixed = (share * value.to(tl.float32) + tl.sum(shares[:, None] * values, axis=0)) / (share + tl.sum(shares))
+            mixed = (share * value.to(tl.float32) + tl.sum(shares[:, None] * values, axis=0)) / (
+                share + tl.sum(shares)
+            )
         tl.store(target + (kv_head * GROUP + head) * D + at, mixed.to(value.dtype))
 
 
@@ -258,10 +283,12 @@ def predictor_attention(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
     position: int, scale: float, out: Tensor, warps: int = 1, pdl: bool = False, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of the depth over a frame's positions, with q/k norm (where there are weights), rope and append.
+    """Attention of the depth over a frame's positions, with q/k norm (where there are weights), rope and
+    append.
 
-    qkv: [rows, ...] for one token a row at `position` >= 2, or [2 * rows, ...] for the frame's first two (`position` 0): all first
-    tokens, then all second ones; k_cache, v_cache: [rows, kv_heads, span, head_dim] of one layer; out: as many rows as qkv.
+    qkv: [rows, ...] for one token a row at `position` >= 2, or [2 * rows, ...] for the frame's first two
+    (`position` 0): all first tokens, then all second ones; k_cache, v_cache: [rows, kv_heads, span,
+    head_dim] of one layer; out: as many rows as qkv.
     """
     rows, kv_heads, span, head_dim = k_cache.shape
     rows = min(rows, qkv.shape[0] // 2 if position == 0 else qkv.shape[0])
@@ -280,9 +307,11 @@ _LEAST_KEYS, _KEYS = 16, 64
 
 
 class QueryTiles:
-    """Which tokens each program takes: some that follow each other in one run, so that they see the same pages.
+    """Which tokens each program takes: some that follow each other in one run, so that they see the same
+    pages.
 
-    run, at: int64 [tiles], the run and the first token; run is -1 for a program that has none. Made on the device, once for all layers.
+    run, at: int64 [tiles], the run and the first token; run is -1 for a program that has none. Made on the
+    device, once for all layers.
     """
 
     def __init__(self, prompts: PackedPrompts, total: int, heads: int, kv_heads: int) -> None:
@@ -334,13 +363,22 @@ def _packed_attention(
                 query, k_cache, v_cache, pages, step, offsets, inside, seen, top, total, mixed, scale, page_stride, kv_head * head_stride,
                 D, PAGE, BLOCK, PRECISION,
             )  # fmt: skip
-        tl.store(out + place[:, None] + at[None, :], (mixed / total[:, None]).to(query.dtype), mask=used[:, None])
+        tl.store(
+            out + place[:, None] + at[None, :], (mixed / total[:, None]).to(query.dtype), mask=used[:, None]
+        )
 
 
 def packed_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, tiles: QueryTiles, scale: float, out: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prompts: PackedPrompts,
+    tiles: QueryTiles,
+    scale: float,
+    out: Tensor,
 ) -> Tensor:
-    """`kernels.attention.attend_packed` into `out` [total, heads * head_dim], of which it writes the tokens of runs only.
+    """`kernels.attention.attend_packed` into `out` [total, heads * head_dim], of which it writes the
+    tokens of runs only.
 
     q, caches and table contiguous; a page has a power of two of positions.
     """

@@ -1,6 +1,7 @@
 """CUDA C++ kernels of decoding for few rows: which shapes and models they know, and their launches.
 
-Products (`kernels/cuda/skinny.cu`), the predictor's attention (`predictor_attention.cu`) and draws (`sampler.cu`).
+Products (`kernels/cuda/skinny.cu`), the predictor's attention (`predictor_attention.cu`) and draws
+(`sampler.cu`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FIRST, MIDDLE, LAST = range(3)
 
 
 class Partition(NamedTuple):
-    """How a skinny product is cut: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of 32 inner values of a warp."""
+    """How a skinny product is cut: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of
+    32 inner values of a warp."""
 
     groups: int
     tiles: int
@@ -32,10 +34,13 @@ class Partition(NamedTuple):
         """Dynamic shared memory: a block's weights, the warps' partial sums, and squares for the norm."""
         width = self.groups * 8
         padded = width if width % 32 in (8, 24) else width + 8
-        return self.warps * (self.groups * self.blocks * 32 * 16 + self.tiles * 16 * padded * 4 + self.tiles * 16 * 4)
+        return self.warps * (
+            self.groups * self.blocks * 32 * 16 + self.tiles * 16 * padded * 4 + self.tiles * 16 * 4
+        )
 
 
-#: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16 rows.
+#: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16
+#: rows.
 _CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, False, PLAIN): (4, 16, 16, 2),
@@ -59,7 +64,9 @@ def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) ->
     """How the product of a shape in `_CUTS` is cut for so many rows."""
     groups, few, more, tiles = _CUTS[shape]
     warps = few if rows <= 8 else more
-    return Partition(_WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps))
+    return Partition(
+        _WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps)
+    )
 
 
 def skinny_name(partition: Partition, normed: bool, epilogue: int) -> str:
@@ -73,7 +80,9 @@ def _skinny_kernels() -> dict[str, int]:
     return {skinny_name(cut, normed, epilogue): cut.shared_bytes for (_, normed, epilogue), cut in cuts}
 
 
-SKINNY = Source("skinny", _skinny_kernels(), "batches of few requests run on Triton's kernels, which are slower")
+SKINNY = Source(
+    "skinny", _skinny_kernels(), "batches of few requests run on Triton's kernels, which are slower"
+)
 ATTENTION = Source("predictor_attention", {f"predictor_attention_{pairs}": 0 for pairs in range(1, 9)})
 DRAWS = Source("sampler", dict.fromkeys(("draw_first", "draw_middle", "draw_last"), 0))
 #: What every frame of graphs needs.
@@ -94,7 +103,11 @@ class _SkinnyArguments(ctypes.Structure):
 class _AttentionArguments(ctypes.Structure):
     """`Args` of kernels/cuda/predictor_attention.cu."""
 
-    _fields_ = (("tensors", c_void_p * 7), *fields(c_int, "rows kv_heads position"), *fields(c_float, "eps scale"))
+    _fields_ = (
+        ("tensors", c_void_p * 7),
+        *fields(c_int, "rows kv_heads position"),
+        *fields(c_float, "eps scale"),
+    )
 
 
 class _DrawArguments(ctypes.Structure):
@@ -104,13 +117,22 @@ class _DrawArguments(ctypes.Structure):
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
-    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and what is fed back."""
+    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and
+    what is fed back."""
     depth, rules, feedback = weights.depth, weights.draw, weights.feedback
-    if depth is None or feedback.starts is not depth.starts or feedback.text is None or feedback.text_by_code or feedback.scale != 1:
+    if (
+        depth is None
+        or feedback.starts is not depth.starts
+        or feedback.text is None
+        or feedback.text_by_code
+        or feedback.scale != 1
+    ):
         return False
     plain = not rules.nucleus_first and not rules.window and len(rules.ends) == 1
     layers = [layer for stack in weights.stacks for layer in stack.layers]
-    normed = all(layer.qkv_bias is None and layer.q_norm is not None and layer.k_norm is not None for layer in layers)
+    normed = all(
+        layer.qkv_bias is None and layer.q_norm is not None and layer.k_norm is not None for layer in layers
+    )
     return plain and normed and not any(stack.wide_rope for stack in weights.stacks)
 
 
@@ -135,25 +157,34 @@ def skinny(
 ) -> Tensor:
     """y = epilogue(norm(x) @ weight.T) for few rows, bfloat16, launched on the current stream of x's device.
 
-    x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n]; norm: [inner], RMSNorm of
-    x in the order of the reference; extra: what RESIDUAL adds, [rows, n] (may be y), or BIAS, [n]; normed: [rows, inner] to keep
-    norm(x); ahead: a weight that a later launch reads, brought into the L2 meanwhile; late: the next kernel may start once the
-    activations are here, not before; pdl: programmatic dependent launch.
-    A row's bits do not depend on its neighbours, and on `rows` only by whether they are more than 8.
-    Raises RuntimeError for a shape that has no kernel.
+    x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows,
+    n]; norm: [inner], RMSNorm of x in the order of the reference; extra: what RESIDUAL adds, [rows, n]
+    (may be y), or BIAS, [n]; normed: [rows, inner] to keep norm(x); ahead: a weight that a later launch
+    reads, brought into the L2 meanwhile; late: the next kernel may start once the activations are here,
+    not before; pdl: programmatic dependent launch. A row's bits do not depend on its neighbours, and on
+    `rows` only by whether they are more than 8. Raises RuntimeError for a shape that has no kernel.
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
     if shape not in _CUTS:
-        raise RuntimeError(f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}.")
-    partition = partition_of(shape, rows, wide=shape == _WIDE_SHAPE and width % 32 == 0 and width >= _WIDE_FROM)
+        raise RuntimeError(
+            f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}."
+        )
+    partition = partition_of(
+        shape, rows, wide=shape == _WIDE_SHAPE and width % 32 == 0 and width >= _WIDE_FROM
+    )
     block_width = (partition.groups // 2 if epilogue == SWIGLU else partition.groups) * 8
     if width % block_width:
         raise RuntimeError(f"A skinny product's n={width} is no multiple of {block_width}.")
     bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
     pointers = addresses(x, weight, norm, extra, y, normed, ahead)
-    arguments = _SkinnyArguments(*pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps)
-    kernel, grid = skinny_name(partition, norm is not None, epilogue), (width // block_width, -(-rows // (partition.tiles * 16)))
+    arguments = _SkinnyArguments(
+        *pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps
+    )
+    kernel, grid = (
+        skinny_name(partition, norm is not None, epilogue),
+        (width // block_width, -(-rows // (partition.tiles * 16))),
+    )
     SKINNY.launch(kernel, grid, partition.warps * 32, arguments, x.device.index, programmatic=pdl)
     return y
 
@@ -167,7 +198,8 @@ def predictor_attention(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
     position: int, scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, normed heads of 128, in pairs."""
+    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, normed
+    heads of 128, in pairs."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
@@ -185,11 +217,18 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
 
 
 def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
-    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`."""
+    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers.
+    Raises RuntimeError as `skinny`."""
     large, small = numbers[:3], numbers[3:]
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
-        raise RuntimeError(f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}.")
-    arguments = _DrawArguments((c_void_p * 23)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small))
+        raise RuntimeError(
+            f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}."
+        )
+    arguments = _DrawArguments(
+        (c_void_p * 23)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small)
+    )
     kernel = list(DRAWS.kernels)[stage]
-    DRAWS.launch(kernel, (rows, 1), vocab // _DRAW_EACH, arguments, pointers[0].device.index, programmatic=pdl)
+    DRAWS.launch(
+        kernel, (rows, 1), vocab // _DRAW_EACH, arguments, pointers[0].device.index, programmatic=pdl
+    )

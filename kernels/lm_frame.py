@@ -1,9 +1,9 @@
 """A whole frame in few launches: the backbone's step, code 0, the codebooks behind it, the next input.
 
-What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
-up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between cuBLAS's products, or parts of those of `Plan.products`. Nothing here allocates or reads the
-device, so a run can be captured.
+What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of
+rows: up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above,
+norms are launches of their own between cuBLAS's products, or parts of those of `Plan.products`. Nothing
+here allocates or reads the device, so a run can be captured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from torch import Tensor
 
 from kernels import lm_cuda, lm_products
 from kernels.cuda_driver import available, index_of, processors
-from kernels.frame import DepthTensors, DrawTensors, FrameTensors, Layer, StackTensors, StateTensors, fused_fault
+from kernels.frame import (
+    DepthTensors,
+    DrawTensors,
+    FrameTensors,
+    Layer,
+    StackTensors,
+    StateTensors,
+    fused_fault,
+)
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_cuda import BIAS, PLAIN, RESIDUAL, SWIGLU, known_to_cuda
 from kernels.lm_persistent import PredictorRun, Talker, TalkerRun
@@ -27,46 +35,62 @@ from kernels.lm_triton import add_norm, swiglu
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a frame of a given number of rows is run; every field changes time, none changes meaning but by what is rounded once less."""
+    """How a frame of a given number of rows is run; every field changes time, none changes meaning but by
+    what is rounded once less."""
 
     skinny_rows: int = 32
-    #: Programs that share a row's positions in attention, by number of rows, instead of those of its tile (`AttentionTile.splits`).
+    #: Programs that share a row's positions in attention, by number of rows, instead of those of its tile
+    #: (`AttentionTile.splits`).
     splits: tuple[tuple[int, int], ...] | None = None
     pdl: bool = True
     #: Weights this many products ahead are brought into the L2; 0 = none.
     ahead: int = 0
-    #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
+    #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a
+    #: skinny product.
     norm_apart_rows: int = 1 << 30
     cuda_draw: bool = True
     #: `lm_products.product` serves all products, with PDL, on a GPU and for weights that it knows.
     products: bool = False
-    #: `lm_products.swiglu` serves instead of cuBLAS where its tiles fill the GPU (`lm_products.fills`), for weights that it knows.
+    #: `lm_products.swiglu` serves instead of cuBLAS where its tiles fill the GPU (`lm_products.fills`), for
+    #: weights that it knows.
     wide_swiglu: bool = False
-    #: `lm_products.add_product` makes O and down instead of cuBLAS where all its tiles run at once (`lm_products.splits_for`), for weights
-    #: that it knows.
+    #: `lm_products.add_product` makes O and down instead of cuBLAS where all its tiles run at once
+    #: (`lm_products.splits_for`), for weights that it knows.
     residual_products: bool = False
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
+    """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
+    predictor, draws."""
     if not known_to_cuda(weights) or not _on_gpu(k_cache):
         return False
     shapes = {(stack.hidden, True, PLAIN) for stack in weights.stacks}
     for stack in weights.stacks:
         layer = stack.layers[0]
-        shapes |= {(layer.o.shape[1], False, RESIDUAL), (stack.hidden, True, SWIGLU), (stack.inner, False, RESIDUAL)}
+        shapes |= {
+            (layer.o.shape[1], False, RESIDUAL),
+            (stack.hidden, True, SWIGLU),
+            (stack.inner, False, RESIDUAL),
+        }
     if weights.depth is not None and weights.depth.project is not None:
         shapes.add((weights.depth.project[0].shape[1], False, BIAS))
-    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(index_of(k_cache.device.index), *lm_cuda.SOURCES)
+    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(
+        index_of(k_cache.device.index), *lm_cuda.SOURCES
+    )
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.product` knows every product of the frame and its device, and the other CUDA C++ kernels run too."""
+    """Whether `lm_products.product` knows every product of the frame and its device, and the other CUDA
+    C++ kernels run too."""
     depth = weights.depth
     if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
         return False
     layers = [stack.layers[0] for stack in weights.stacks]
-    matrices = [weights.head, depth.heads[0], *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    matrices = [
+        weights.head,
+        depth.heads[0],
+        *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+    ]
     known = all((*matrix.shape,) in lm_products.CUTS for matrix in matrices)
     return known and available(index_of(k_cache.device.index), lm_products.PRODUCTS)
 
@@ -78,7 +102,12 @@ def runs_swiglu(weights: FrameTensors) -> bool:
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether `lm_products.add_product` knows O and down of all layers, and their device."""
-    matrices = [matrix for stack in weights.stacks if stack.layers for matrix in (stack.layers[0].o, stack.layers[0].down)]
+    matrices = [
+        matrix
+        for stack in weights.stacks
+        if stack.layers
+        for matrix in (stack.layers[0].o, stack.layers[0].down)
+    ]
     known = _on_gpu(k_cache) and all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
     return known and available(index_of(k_cache.device.index), lm_products.RESIDUAL_PRODUCTS)
 
@@ -94,25 +123,37 @@ Attend = Callable[[int, Tensor, Tensor], None]
 class FusedFrame:
     """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
 
-    def __init__(self, weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, max_rows: int, plan: Plan) -> None:
+    def __init__(
+        self,
+        weights: FrameTensors,
+        state: StateTensors,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        max_rows: int,
+        plan: Plan,
+    ) -> None:
         """Raises ValueError for heads that the kernels do not know (`kernels.frame.fused_fault`)."""
         stacks = weights.stacks
         for stack in stacks:
             if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None:
                 raise ValueError(fault)
-        # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
+        # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be
+        # launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
         self._wide_swiglu = plan.wide_swiglu and runs_swiglu(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
-        self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
+        self.plan = replace(
+            plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights))
+        )
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
-        #: What the next norm adds to the state first; the norm that the product before made, where it did; whether the next norm may start
-        #: early where the others may not, first in a stack and behind `lm_products.add_product`.
+        #: What the next norm adds to the state first; the norm that the product before made, where it did;
+        #: whether the next norm may start early where the others may not, first in a stack and behind
+        #: `lm_products.add_product`.
         self._pending: Tensor | None = None
         self._normed: Norm | None = None
         self._starts_early = False
@@ -139,16 +180,25 @@ class FusedFrame:
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
         if depth is not None:
             span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
-            self._fast = self._skinny and lm_cuda.has_predictor_attention(stack.heads, stack.kv_heads, span, stack.head_dim)
-            self._past = torch.zeros((2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim), device=device, dtype=dtype)
+            self._fast = self._skinny and lm_cuda.has_predictor_attention(
+                stack.heads, stack.kv_heads, span, stack.head_dim
+            )
+            self._past = torch.zeros(
+                (2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim),
+                device=device,
+                dtype=dtype,
+            )
         talker = weights.backbone
         self._tile = attention_tile(talker.heads // talker.kv_heads, k_cache.shape[3])
         self._splits = plan.splits or self._tile.splits
         most = max(splits for _, splits in self._splits)
-        self._scratch = SplitScratch(max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device)
+        self._scratch = SplitScratch(
+            max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device
+        )
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n]; updates the state."""
+        """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n];
+        updates the state."""
         n = rows.shape[0]
         self._step, self._order = 0, self._orders.setdefault(n, [])
         backbone, x = self.weights.backbone, self._x[0][:n]
@@ -156,7 +206,8 @@ class FusedFrame:
         self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
 
     def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final norm."""
+        """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final
+        norm."""
         n, head = rows.shape[0], self.weights.head
         self._step, self._order = 0, self._orders.setdefault(n, [])
         kept = self._hidden[:n].copy_(hidden)
@@ -186,7 +237,13 @@ class FusedFrame:
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
                 tensors = (self._past[0, layer, :n], self._past[1, layer, :n], position, stack.scale, out)
-                ahead = (qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table)
+                ahead = (
+                    qkv,
+                    stack.layers[layer].q_norm,
+                    stack.layers[layer].k_norm,
+                    stack.eps,
+                    stack.rope_table,
+                )
                 if self._fast and position:
                     lm_cuda.predictor_attention(*ahead, *tensors, pdl=self.plan.pdl)
                 else:
@@ -200,18 +257,23 @@ class FusedFrame:
         return self._skinny and not self._products and rows <= self.plan.skinny_rows
 
     def _ahead(self, weight: Tensor) -> Tensor | None:
-        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run of a row count."""
+        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run
+        of a row count."""
         at, self._step = self._step, self._step + 1
         if at == len(self._order):
             self._order.append(weight)
         return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
 
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
-        """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
+        """All layers in place on x [rows, width]; the last layer's output is only made for the rows from
+        `keep` on."""
         narrow = self._narrow(len(x))
         self._pending, self._normed, self._starts_early = None, None, self._residual
         for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
-            qkv, mixed = _rows(self._qkv, len(x), len(layer.qkv)), _rows(self._mixed, len(x), layer.o.shape[1])
+            qkv, mixed = (
+                _rows(self._qkv, len(x), len(layer.qkv)),
+                _rows(self._mixed, len(x), layer.o.shape[1]),
+            )
             if narrow:
                 self._thin_normed(x, layer.qkv, qkv, layer.input_norm, stack.eps)
             elif self._products:
@@ -227,7 +289,15 @@ class FusedFrame:
                 x, mixed = x[keep:], mixed[keep:]
             self._behind_attention(stack, layer, following, x, mixed, narrow)
 
-    def _behind_attention(self, stack: StackTensors, layer: Layer, following: Layer | None, x: Tensor, mixed: Tensor, narrow: bool) -> None:
+    def _behind_attention(
+        self,
+        stack: StackTensors,
+        layer: Layer,
+        following: Layer | None,
+        x: Tensor,
+        mixed: Tensor,
+        narrow: bool,
+    ) -> None:
         """A layer from the result of its attention on; what is not added to x yet is `_pending`."""
         act, eps = _rows(self._act, len(x), stack.inner), stack.eps
         if narrow:
@@ -258,13 +328,26 @@ class FusedFrame:
         self._starts_early = True
         return None
 
-    def _added_norm(self, x: Tensor, weight: Tensor, eps: float, into: Tensor | None = None, early: bool = False) -> Tensor:
-        """The norm of x, to which it adds what is pending; it may start early everywhere, or first and behind `lm_products.add_product`."""
+    def _added_norm(
+        self, x: Tensor, weight: Tensor, eps: float, into: Tensor | None = None, early: bool = False
+    ) -> Tensor:
+        """The norm of x, to which it adds what is pending; it may start early everywhere, or first and
+        behind `lm_products.add_product`."""
         pdl = self.plan.pdl or (self._starts_early and x.is_cuda)
-        return add_norm(x, self._pending, weight, eps, _rows(self._h, *x.shape) if into is None else into, pdl=pdl, early=early)
+        return add_norm(
+            x,
+            self._pending,
+            weight,
+            eps,
+            _rows(self._h, *x.shape) if into is None else into,
+            pdl=pdl,
+            early=early,
+        )
 
     def _normed_swiglu(self, x: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
-        wide = self._wide_swiglu and lm_products.fills(len(act), act.shape[1], processors(x.device.index or 0))
+        wide = self._wide_swiglu and lm_products.fills(
+            len(act), act.shape[1], processors(x.device.index or 0)
+        )
         normed = self._added_norm(x, layer.post_norm, eps, early=wide and x.is_cuda)
         if wide:
             lm_products.swiglu(normed, layer.gate_up, act, pdl=True)
@@ -290,18 +373,29 @@ class FusedFrame:
         else:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
-    def _thin_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = PLAIN) -> None:
+    def _thin_normed(
+        self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = PLAIN
+    ) -> None:
         if len(x) < self.plan.norm_apart_rows or not lm_cuda.has_skinny(x.shape[1], False, epilogue):
             self._thin(x, weight, y, norm=norm, eps=eps, epilogue=epilogue)
         else:
-            self._thin(add_norm(x, None, norm, eps, _rows(self._h, *x.shape), pdl=self.plan.pdl), weight, y, epilogue=epilogue)
+            self._thin(
+                add_norm(x, None, norm, eps, _rows(self._h, *x.shape), pdl=self.plan.pdl),
+                weight,
+                y,
+                epilogue=epilogue,
+            )
 
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
-        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=self.plan.pdl, **options)
+        return lm_cuda.skinny(
+            x, weight, y, ahead=self._ahead(weight), late=late, pdl=self.plan.pdl, **options
+        )
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
-        return lm_products.product(x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options)
+        return lm_products.product(
+            x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options
+        )
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack, state, plan = self.weights.backbone, self.state, self.plan
@@ -313,7 +407,9 @@ class FusedFrame:
             wide_rope=stack.wide_rope,
         )  # fmt: skip
 
-    def _draw(self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+    def _draw(
+        self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor
+    ) -> None:
         state, n, vocab = self.state, rows.shape[0], logits.shape[1]
         depth, rules, feedback = self.weights.depth, self.weights.draw, self.weights.feedback
         settings = state.first if stage in (FIRST, ONLY) else state.residual
@@ -336,11 +432,17 @@ class FusedFrame:
 
 
 class PersistentFrame(FusedFrame):
-    """A frame of persistent kernels, for the one number of rows of their launches: the codebooks behind code 0, and the talker's layers
-    where `talker` is given."""
+    """A frame of persistent kernels, for the one number of rows of their launches: the codebooks behind
+    code 0, and the talker's layers where `talker` is given."""
 
     def __init__(
-        self, behind: PredictorRun, state: StateTensors, k_cache: Tensor, v_cache: Tensor, plan: Plan, talker: Talker | None = None
+        self,
+        behind: PredictorRun,
+        state: StateTensors,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        talker: Talker | None = None,
     ) -> None:
         # No kernel is launched early behind a cooperative one.
         plan = plan if talker is None else replace(plan, pdl=False)
@@ -369,7 +471,9 @@ def _as_bytes(state: StateTensors) -> StateTensors:
     def draws(settings: DrawTensors) -> DrawTensors:
         return replace(settings, greedy=settings.greedy.view(torch.uint8))
 
-    return replace(state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual))
+    return replace(
+        state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual)
+    )
 
 
 def plan_for(rows: int, hidden: int = 1024) -> Plan:
@@ -379,4 +483,10 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
     residual = 64 < rows <= lm_products.MANY
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_products.FEW, residual_products=residual)
+    return Plan(
+        skinny_rows=0,
+        pdl=False,
+        products=rows <= 64,
+        wide_swiglu=rows > lm_products.FEW,
+        residual_products=residual,
+    )

@@ -1,7 +1,8 @@
-"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. The models they know, weights, launches.
+"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. The
+models they know, weights, launches.
 
-The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins `kernels.reference.depth_frame` and the layers of
-`kernels.reference.backbone_step`.
+The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins
+`kernels.reference.depth_frame` and the layers of `kernels.reference.backbone_step`.
 """
 
 from __future__ import annotations
@@ -23,23 +24,30 @@ from kernels.lm_cuda import known_to_cuda
 SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
 #: The numbers of rows that they have kernels for.
 ROWS = (1, 2)
-#: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void and no other one may follow.
+#: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void
+#: and no other one may follow.
 FAILED = 4
-#: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a millisecond. For each of them, a block
-#: also waits 32 clocks of a launch for its weights: 80 ms.
+#: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a
+#: millisecond. For each of them, a block also waits 32 clocks of a launch for its weights: 80 ms.
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best (benchmarks/NOTES.md).
 GAP = 1100
 _FAULT = 1
 #: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
 _KERNELS = ("predictor", "talker")
-_WAITS = ("exchange {}", "the weights after exchange {}", "room for chunk {} of its weights", "the last copy into stage {}")
+_WAITS = (
+    "exchange {}",
+    "the weights after exchange {}",
+    "room for chunk {} of its weights",
+    "the last copy into stage {}",
+)
 _TILE = 256  # elements: 8 rows of 32
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
+    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a
+    chunk, shared memory."""
 
     name: str
     blocks: int
@@ -53,20 +61,25 @@ class Cut:
         return 32 * (self.warps + 1)
 
 
-#: The compute capability of the GPU that the pace of the weights' copies and the times of benchmarks/NOTES.md are from.
+#: The compute capability of the GPU that the pace of the weights' copies and the times of benchmarks/NOTES.md
+#: are from.
 MEASURED_ON = (9, 0)
 #: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
-PREDICTORS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)}
+PREDICTORS: dict[tuple[int, ...], Cut] = {
+    (1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)
+}
 #: By width, inner width, heads, kv heads, size of a head.
-TALKERS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128): Cut("persistent_talker_published", 128, 8, 4, 232_448)}
+TALKERS: dict[tuple[int, ...], Cut] = {
+    (1024, 3072, 16, 8, 128): Cut("persistent_talker_published", 128, 8, 4, 232_448)
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a launch of the kernels for tests does wrong.
 
-    Blocks stumble for up to `delay` short naps; block `silent` says nothing, a chunk of weights never comes to block `starved`, and block
-    `keeping` frees none for the next ones.
+    Blocks stumble for up to `delay` short naps; block `silent` says nothing, a chunk of weights never
+    comes to block `starved`, and block `keeping` frees none for the next ones.
     """
 
     delay: int = 0
@@ -77,14 +90,21 @@ class Trial:
 
 
 #: The end of a launch's arguments.
-_LAST_FIELDS = (*fields(c_int, "patience gap delay silent starved keeping"), ("seed", c_uint), *fields(c_float, "eps scale"))
+_LAST_FIELDS = (
+    *fields(c_int, "patience gap delay silent starved keeping"),
+    ("seed", c_uint),
+    *fields(c_float, "eps scale"),
+)
 
 
 class Arguments(ctypes.Structure):
     """`Args` of kernels/cuda/persistent_shape.cuh."""
 
     _fields_ = (
-        *fields(c_void_p, "weights norms rope x inputs table text rows seeds top_k starts trailing codes frames positions finite flags"),
+        *fields(
+            c_void_p,
+            "weights norms rope x inputs table text rows seeds top_k starts trailing codes frames positions finite flags",
+        ),
         *fields(c_void_p, "temperature top_p greedy state_inputs packets control"),
         *fields(c_longlong, "end dead"),
         *fields(c_int, "talker trailing_width"),
@@ -96,7 +116,9 @@ class TalkerArguments(ctypes.Structure):
     """`TalkArgs` of kernels/cuda/persistent_shape.cuh."""
 
     _fields_ = (
-        *fields(c_void_p, "weights norms rope inputs x rows positions page_table keys values packets control"),
+        *fields(
+            c_void_p, "weights norms rope inputs x rows positions page_table keys values packets control"
+        ),
         ("layer_size", c_longlong),
         *fields(c_int, "layers table_width page_size"),
         *_LAST_FIELDS,
@@ -104,11 +126,14 @@ class TalkerArguments(ctypes.Structure):
 
 
 def predictor_cut(weights: FrameTensors) -> Cut | None:
-    """How the predictor of these weights is cut; None where there is no kernel for it, or for the rules of its draws."""
+    """How the predictor of these weights is cut; None where there is no kernel for it, or for the rules of
+    its draws."""
     if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
         return None
     behind, codes, _ = depth.heads.shape
-    return _spoken(PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind)), depth.stack)
+    return _spoken(
+        PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind)), depth.stack
+    )
 
 
 def talker_cut(weights: FrameTensors) -> Cut | None:
@@ -129,31 +154,49 @@ def _spoken(cut: Cut | None, stack: StackTensors) -> Cut | None:
 
 
 def all_blocks_speak(blocks: int, width: int, inner: int) -> bool:
-    """Whether each block owns rows of the state or of the inner width, as `Shape` of persistent_shape.cuh wants it.
+    """Whether each block owns rows of the state or of the inner width, as `Shape` of persistent_shape.cuh
+    wants it.
 
-    A block without any could still read attention's result of a layer when the others write that of the next one over it.
+    A block without any could still read attention's result of a layer when the others write that of the
+    next one over it.
     """
     return any((blocks - 1) * 8 * -(-n // (8 * blocks)) < n for n in (width, inner))
 
 
 def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
-    """A matrix [n, inner] in the order of use, [blocks, chunks, elements of a chunk]; with two halves a block has rows of both."""
+    """A matrix [n, inner] in the order of use, [blocks, chunks, elements of a chunk]; with two halves a
+    block has rows of both."""
     n, inner = weight.shape[0] // halves, weight.shape[1]
     groups, steps = -(-n // (8 * cut.blocks)), -(-inner // (32 * cut.warps))
-    filled = functional.pad(weight.view(halves, n, inner), (0, steps * cut.warps * 32 - inner, 0, groups * cut.blocks * 8 - n))
+    filled = functional.pad(
+        weight.view(halves, n, inner), (0, steps * cut.warps * 32 - inner, 0, groups * cut.blocks * 8 - n)
+    )
     cells = filled.view(halves, cut.blocks, groups, 8, cut.warps, steps, 32)
     # A lane of a warp reads the 8 values at 8 * (lane % 4) of row lane / 4.
     tiles = cells.permute(1, 4, 5, 0, 2, 3, 6).reshape(cut.blocks, cut.warps, steps * halves * groups, _TILE)
     chunks = -(-tiles.shape[2] // cut.tiles)
     tiles = functional.pad(tiles, (0, 0, 0, chunks * cut.tiles - tiles.shape[2]))
-    return tiles.view(cut.blocks, cut.warps, chunks, cut.tiles, _TILE).transpose(1, 2).reshape(cut.blocks, chunks, -1)
+    return (
+        tiles.view(cut.blocks, cut.warps, chunks, cut.tiles, _TILE)
+        .transpose(1, 2)
+        .reshape(cut.blocks, chunks, -1)
+    )
 
 
 def packed_layers(stack: StackTensors, cut: Cut) -> Tensor:
-    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. Meanwhile a layer exists once more."""
+    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. Meanwhile a
+    layer exists once more."""
 
     def layer_tiles(layer: Layer) -> Tensor:
-        return torch.cat([_tiles(layer.qkv, cut), _tiles(layer.o, cut), _tiles(layer.gate_up, cut, 2), _tiles(layer.down, cut)], dim=1)
+        return torch.cat(
+            [
+                _tiles(layer.qkv, cut),
+                _tiles(layer.o, cut),
+                _tiles(layer.gate_up, cut, 2),
+                _tiles(layer.down, cut),
+            ],
+            dim=1,
+        )
 
     first = layer_tiles(stack.layers[0])
     packed = first.new_empty(cut.blocks, len(stack.layers), *first.shape[1:])
@@ -163,23 +206,33 @@ def packed_layers(stack: StackTensors, cut: Cut) -> Tensor:
 
 
 def packed_weights(depth: DepthTensors, cut: Cut) -> Tensor:
-    """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the heads."""
+    """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the
+    heads."""
     return torch.cat([packed_layers(depth.stack, cut), *(_tiles(head, cut) for head in depth.heads)], dim=1)
 
 
 def packed_norms(stack: StackTensors, cut: Cut) -> Tensor:
-    """The weights of all norms one after the other, those of the state filled up to whole blocks of 32 for each warp."""
+    """The weights of all norms one after the other, those of the state filled up to whole blocks of 32 for
+    each warp."""
     padding = (0, -stack.hidden % (32 * cut.warps))
 
     def norms(layer: Layer) -> list[Tensor]:
         assert layer.q_norm is not None and layer.k_norm is not None  # noqa: PT018
-        return [functional.pad(layer.input_norm, padding), functional.pad(layer.post_norm, padding), layer.q_norm, layer.k_norm]
+        return [
+            functional.pad(layer.input_norm, padding),
+            functional.pad(layer.post_norm, padding),
+            layer.q_norm,
+            layer.k_norm,
+        ]
 
-    return torch.cat([*(norm for layer in stack.layers for norm in norms(layer)), functional.pad(stack.norm, padding)])
+    return torch.cat(
+        [*(norm for layer in stack.layers for norm in norms(layer)), functional.pad(stack.norm, padding)]
+    )
 
 
 def _exchanged(stack: StackTensors) -> int:
-    """Values of a row that blocks exchange in a layer: q, k and v; attention; the state twice; the inner width."""
+    """Values of a row that blocks exchange in a layer: q, k and v; attention; the state twice; the inner
+    width."""
     return stack.layers[0].qkv.shape[0] + stack.heads * stack.head_dim + 2 * stack.hidden + stack.inner
 
 
@@ -188,12 +241,17 @@ def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
     return f"{cut.name}_{rows}" + ("_tested" if tested else "")
 
 
-def resident_kernel(source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> tuple[Source, str]:
-    """The kernel of a cut, and its source. Raises RuntimeError where there is no code, or the device does not hold all blocks at once."""
+def resident_kernel(
+    source: str, cut: Cut, rows: int, tested: bool, device: torch.device
+) -> tuple[Source, str]:
+    """The kernel of a cut, and its source. Raises RuntimeError where there is no code, or the device does
+    not hold all blocks at once."""
     name = kernel_name(cut, rows, tested)
     made = _source(TESTED_SOURCE if tested else source, name, cut.shared_bytes)
     if (room := made.on(index_of(device.index))[name].resident_blocks(cut.threads)) < cut.blocks:
-        raise RuntimeError(f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once.")
+        raise RuntimeError(
+            f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once."
+        )
     return made, name
 
 
@@ -215,10 +273,16 @@ class Predictor:
 
 
 class PredictorRun:
-    """Launches for one number of rows: the packets that their blocks exchange, and what they count and report."""
+    """Launches for one number of rows: the packets that their blocks exchange, and what they count and
+    report."""
 
     def __init__(
-        self, predictor: Predictor, rows: int, patience: int = PATIENCE, gap: int | None = None, trial: Trial | None = None
+        self,
+        predictor: Predictor,
+        rows: int,
+        patience: int = PATIENCE,
+        gap: int | None = None,
+        trial: Trial | None = None,
     ) -> None:
         """`gap`: None means `GAP`; `trial`: for tests, what goes wrong in each launch.
 
@@ -229,7 +293,9 @@ class PredictorRun:
         depth, device = predictor.depth, predictor.weights.device
         self._source, self._kernel = resident_kernel(SOURCE, predictor.cut, rows, trial is not None, device)
         # A packet is two values; a row has two tokens in the first pass.
-        self.packets = torch.zeros(rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device)
+        self.packets = torch.zeros(
+            rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device
+        )
         self.control = torch.zeros(3, dtype=torch.int32, device=device)
 
     @property
@@ -245,12 +311,15 @@ class PredictorRun:
         """`_LAST_FIELDS` of a launch."""
         return self.patience, self.gap, *astuple(self.trial or Trial()), stack.eps, stack.scale
 
-    def launch(self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors) -> None:
+    def launch(
+        self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors
+    ) -> None:
         """What `kernels.reference.run_frame` does behind code 0, on the current stream of the device.
 
-        x: [2 * rows, width], the talker's states, projected where the model does, then the embeddings of the codes 0; rows: int64 [rows],
-        the slots; codes: int64 [rows, codebooks] with code 0 filled in; finite: int32 [rows], whether its logits were; flags: uint8 [rows].
-        Writes the other codes, the flags (with `FAILED`), and in `state` the next inputs, positions and frames.
+        x: [2 * rows, width], the talker's states, projected where the model does, then the embeddings of
+        the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks] with code 0 filled in;
+        finite: int32 [rows], whether its logits were; flags: uint8 [rows]. Writes the other codes, the
+        flags (with `FAILED`), and in `state` the next inputs, positions and frames.
         """
         predictor, frame, depth = self.predictor, self.predictor.frame, self.predictor.depth
         draws, feedback = state.residual, frame.feedback
@@ -260,7 +329,13 @@ class PredictorRun:
             draws.greedy, state.inputs, self.packets, self.control,
         )  # fmt: skip
         numbers = (frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1])
-        _launch(self._source, self._kernel, predictor.cut, Arguments(*pointers, *numbers, *self.rest(depth.stack)), x.device)
+        _launch(
+            self._source,
+            self._kernel,
+            predictor.cut,
+            Arguments(*pointers, *numbers, *self.rest(depth.stack)),
+            x.device,
+        )
 
 
 class Talker:
@@ -278,18 +353,23 @@ class TalkerRun:
     """Launches for the number of rows of a predictor's, with which they share what blocks report."""
 
     def __init__(self, talker: Talker, behind: PredictorRun) -> None:
-        """Raises RuntimeError where there is no code, or where the device does not hold all blocks at once."""
+        """Raises RuntimeError where there is no code, or where the device does not hold all blocks at
+        once."""
         self.talker, self.behind = talker, behind
         stack, cut, device = talker.stack, talker.cut, talker.weights.device
-        self._source, self._kernel = resident_kernel(TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device)
+        self._source, self._kernel = resident_kernel(
+            TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device
+        )
         # Two values each, and each value of attention's parts.
         packets = _exchanged(stack) // 2 + cut.blocks // stack.kv_heads * stack.heads * (stack.head_dim + 2)
         self.packets = torch.zeros(behind.rows * packets, 2, dtype=torch.int32, device=device)
 
     def launch(self, x: Tensor, rows: Tensor, state: StateTensors, keys: Tensor, values: Tensor) -> None:
-        """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the last norm.
+        """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the
+        last norm.
 
-        keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position are added.
+        keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position
+        are added.
         """
         talker, behind, stack = self.talker, self.behind, self.talker.stack
         pointers = addresses(
@@ -297,7 +377,13 @@ class TalkerRun:
             self.packets, behind.control,
         )  # fmt: skip
         numbers = (keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3])
-        _launch(self._source, self._kernel, talker.cut, TalkerArguments(*pointers, *numbers, *behind.rest(stack)), x.device)
+        _launch(
+            self._source,
+            self._kernel,
+            talker.cut,
+            TalkerArguments(*pointers, *numbers, *behind.rest(stack)),
+            x.device,
+        )
 
 
 def _launch(source: Source, kernel: str, cut: Cut, arguments: ctypes.Structure, device: torch.device) -> None:

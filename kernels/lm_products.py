@@ -1,9 +1,10 @@
 """Products of decoding with Hopper's own instructions, in CUDA C++: how each is cut, and its launch.
 
-`product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a residual
-(`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of `torch.mm` and of the kernels of
-`kernels.lm_triton` behind it. A norm between two of the first kind is part of both (`Norm`): rows are rounded once, after its weights, and
-its scale multiplies the sums of the product behind it in float32.
+`product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a
+residual (`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of
+`torch.mm` and of the kernels of `kernels.lm_triton` behind it. A norm between two of the first kind is
+part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the
+product behind it in float32.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ FEW = 256
 _THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
 #: Of `product`: bytes of shared memory that a block may have; stages and blocks of a cluster.
 _SHARED, _MOST_STAGES, _MOST_SPLITS = 227 << 10, 16, 8
-#: The share of its clusters that a device may have tiles of `add_product` for: devices of one kind, which give the same bits, hold a few
-#: more or fewer.
+#: The share of its clusters that a device may have tiles of `add_product` for: devices of one kind, which
+#: give the same bits, hold a few more or fewer.
 _ROOM = 0.9
-#: Outputs of the widest products with a residual that were measured. Of wider ones the weights are so many that all multiprocessors have
-#: to read them, as cuBLAS's do.
+#: Outputs of the widest products with a residual that were measured. Of wider ones the weights are so many
+#: that all multiprocessors have to read them, as cuBLAS's do.
 _WIDEST = 2048
-#: The share of its turns that a device has to have tiles of `swiglu` for: a launch takes a whole turn's time where the last one has few.
+#: The share of its turns that a device has to have tiles of `swiglu` for: a launch takes a whole turn's time
+#: where the last one has few.
 _FULL = 0.9
-#: `Block` of residual_products.cu and of wide_products.cu: stages with two barriers each, the sums of a tile, alignment.
-_RESIDUAL_BYTES = _WIDE_STAGES * ((ROWS + RESIDUAL_OUTPUTS) * PIECE * 2 + 16) + ROWS * RESIDUAL_OUTPUTS * 4 + 1024
+#: `Block` of residual_products.cu and of wide_products.cu: stages with two barriers each, the sums of a tile,
+#: alignment.
+_RESIDUAL_BYTES = (
+    _WIDE_STAGES * ((ROWS + RESIDUAL_OUTPUTS) * PIECE * 2 + 16) + ROWS * RESIDUAL_OUTPUTS * 4 + 1024
+)
 _SWIGLU_BYTES = _WIDE_STAGES * ((ROWS + 2 * SWIGLU_OUTPUTS) * PIECE * 2 + 16) + 1024
 
 PRODUCTS = Source(
@@ -60,20 +65,28 @@ WIDE_PRODUCTS = Source(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How `product` is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in shared memory."""
+    """How `product` is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in
+    shared memory."""
 
     splits: int
     stages: int
 
     def shared_bytes(self, room: int, inner: int) -> int:
-        """`Block` of the source: stages of x and the block's weights, or its own sums; the cluster's; barriers; scales; alignment."""
-        sums, stages, weights = room * (PIECE + 4) * 4, self.stages * room * 2 * PIECE, PIECE * inner // self.splits * 2
+        """`Block` of the source: stages of x and the block's weights, or its own sums; the cluster's;
+        barriers; scales; alignment."""
+        sums, stages, weights = (
+            room * (PIECE + 4) * 4,
+            self.stages * room * 2 * PIECE,
+            PIECE * inner // self.splits * 2,
+        )
         return max(stages + weights, sums) + sums + (2 * _MOST_STAGES + 2) * 8 + room * 4 + 1024
 
     def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
         """Why a product of these sizes cannot be cut so, or None."""
         if weight_rows % PIECE or inner % (PIECE * self.splits):
-            return f"{weight_rows} x {inner} weights do not fall into tiles of {PIECE} x {PIECE * self.splits}"
+            return (
+                f"{weight_rows} x {inner} weights do not fall into tiles of {PIECE} x {PIECE * self.splits}"
+            )
         if self.splits not in (1, 2, 4, _MOST_SPLITS) or not 2 <= self.stages <= _MOST_STAGES:
             return f"a product has 1, 2, 4 or {_MOST_SPLITS} splits and 2 to {_MOST_STAGES} stages"
         if (size := self.shared_bytes(room, inner)) > _SHARED:
@@ -103,11 +116,14 @@ def room_for(rows: int) -> int:
 
 
 def residual_fault(n: int, inner: int, splits: int) -> str | None:
-    """Why a product of `n` outputs of `inner` values that is added to a residual cannot be cut so, or None."""
+    """Why a product of `n` outputs of `inner` values that is added to a residual cannot be cut so, or
+    None."""
     if splits not in SPLITS:
         return f"a product has {' or '.join(map(str, SPLITS))} splits, not {splits}"
     if n % RESIDUAL_OUTPUTS or inner % (PIECE * splits):
-        return f"{n} outputs of {inner} values do not fall into tiles of {RESIDUAL_OUTPUTS} x {PIECE * splits}"
+        return (
+            f"{n} outputs of {inner} values do not fall into tiles of {RESIDUAL_OUTPUTS} x {PIECE * splits}"
+        )
     return None
 
 
@@ -120,7 +136,10 @@ def has_residual(n: int, inner: int) -> bool:
 def clusters_of(device: int) -> dict[int, int]:
     """How many clusters of `add_product` a device holds at once, by parts of the inner size."""
     kernels = RESIDUAL_PRODUCTS.on(device)
-    return {splits: kernels[f"residual_product_{splits}"].resident_clusters(_WIDE_THREADS, splits) for splits in SPLITS}
+    return {
+        splits: kernels[f"residual_product_{splits}"].resident_clusters(_WIDE_THREADS, splits)
+        for splits in SPLITS
+    }
 
 
 def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> int | None:
@@ -129,17 +148,23 @@ def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> in
     clusters: how many a device holds at once, by parts (`clusters_of`).
     """
     tiles = -(-rows // ROWS) * (n // RESIDUAL_OUTPUTS)
-    fitting = [splits for splits in SPLITS if residual_fault(n, inner, splits) is None and tiles <= _ROOM * clusters[splits]]
+    fitting = [
+        splits
+        for splits in SPLITS
+        if residual_fault(n, inner, splits) is None and tiles <= _ROOM * clusters[splits]
+    ]
     return max(fitting, default=None)
 
 
 def blocks_of(rows: int, n: int, processors: int) -> int:
-    """Blocks of `swiglu`, at most one for each multiprocessor, of which each has as many tiles as any other, or one fewer."""
+    """Blocks of `swiglu`, at most one for each multiprocessor, of which each has as many tiles as any
+    other, or one fewer."""
     return -(-_tiles(rows, n) // _turns(rows, n, processors))
 
 
 def fills(rows: int, n: int, processors: int) -> bool:
-    """Whether `swiglu` is worth its launch for `rows` rows of `n` outputs: more than `FEW` rows, and tiles that fill their turns."""
+    """Whether `swiglu` is worth its launch for `rows` rows of `n` outputs: more than `FEW` rows, and tiles
+    that fill their turns."""
     return rows > FEW and _tiles(rows, n) >= _FULL * _turns(rows, n, processors) * processors
 
 
@@ -154,7 +179,12 @@ def _turns(rows: int, n: int, processors: int) -> int:
 
 def serves_swiglu(down: Tensor) -> bool:
     """Whether `swiglu` knows gate and up of a layer whose `down` is [inner, n], and their device."""
-    fits = down.is_cuda and down.dtype == torch.bfloat16 and down.shape[1] % SWIGLU_OUTPUTS == 0 and down.shape[0] % PIECE == 0
+    fits = (
+        down.is_cuda
+        and down.dtype == torch.bfloat16
+        and down.shape[1] % SWIGLU_OUTPUTS == 0
+        and down.shape[0] % PIECE == 0
+    )
     return fits and available(down.device.index or 0, WIDE_PRODUCTS)
 
 
@@ -173,7 +203,12 @@ class _Arguments(ctypes.Structure):
 class _WideArguments(ctypes.Structure):
     """`Args` of kernels/cuda/residual_products.cu and wide_products.cu."""
 
-    _fields_ = (("maps", TensorMap * 2), ("y", c_void_p), *fields(c_int, "rows n inner y_stride"), ("pad", c_byte * 40))
+    _fields_ = (
+        ("maps", TensorMap * 2),
+        ("y", c_void_p),
+        *fields(c_int, "rows n inner y_stride"),
+        ("pad", c_byte * 40),
+    )
 
 
 def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Array[ctypes.Array[c_byte]]:
@@ -182,13 +217,15 @@ def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Arra
 
 
 def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None:
-    """Raises ValueError where weights of so many halves do not give y from x, or what a kernel reads or writes at once starts between
-    multiples of 16 bytes, or, in y, of `step` values."""
+    """Raises ValueError where weights of so many halves do not give y from x, or what a kernel reads or
+    writes at once starts between multiples of 16 bytes, or, in y, of `step` values."""
     (rows, inner), n = x.shape, y.shape[1]
     if weight.shape != (halves * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
-        raise ValueError("Activations and weights have to be contiguous and to start on multiples of 16 bytes.")
+        raise ValueError(
+            "Activations and weights have to be contiguous and to start on multiples of 16 bytes."
+        )
     if y.stride(1) != 1 or y.stride(0) % step or y.data_ptr() % (2 * step):
         raise ValueError(f"Rows of outputs have to start on multiples of {2 * step} bytes.")
 
@@ -197,8 +234,8 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
 class Norm:
     """RMSNorm between two products: the one ahead fills both tensors, the one behind reads them.
 
-    weighted: [rows, width], its input times its weights; squares: float32 [rows, parts], whose sum is that of its input's squares. Here a
-    part is 64 values, and the width a multiple of 256.
+    weighted: [rows, width], its input times its weights; squares: float32 [rows, parts], whose sum is that
+    of its input's squares. Here a part is 64 values, and the width a multiple of 256.
     """
 
     weighted: Tensor
@@ -209,7 +246,11 @@ class Norm:
         """Why it cannot stand behind, or ahead of, a product with so many rows of this width, or None."""
         if self.squares.shape != (rows, width // PIECE) or not self.squares.is_contiguous():
             return f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}."
-        return f"A norm between products has a multiple of {4 * PIECE} values, not {width}." if width % (4 * PIECE) else None
+        return (
+            f"A norm between products has a multiple of {4 * PIECE} values, not {width}."
+            if width % (4 * PIECE)
+            else None
+        )
 
 
 def product(
@@ -226,10 +267,11 @@ def product(
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y:
-    [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides (may be y); norm: weights [n] of the norm behind a RESIDUAL, which
-    fills `into`; pdl: programmatic dependent launch.
-    The same cut and room give a row the same bits in any company. Raises ValueError for what the kernel cannot do.
+    x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n,
+    inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides
+    (may be y); norm: weights [n] of the norm behind a RESIDUAL, which fills `into`; pdl: programmatic
+    dependent launch. The same cut and room give a row the same bits in any company. Raises ValueError for
+    what the kernel cannot do.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
@@ -237,14 +279,22 @@ def product(
     if (fault := cut.fault(room, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
-    if (into is None) != (norm is None) or (into is not None and (epilogue != RESIDUAL or into.weighted.stride() != y.stride())):
-        raise ValueError("A norm behind a product needs its weights, a residual, and rows as far apart as those of y.")
+    if (into is None) != (norm is None) or (
+        into is not None and (epilogue != RESIDUAL or into.weighted.stride() != y.stride())
+    ):
+        raise ValueError(
+            "A norm behind a product needs its weights, a residual, and rows as far apart as those of y."
+        )
     for one, width in ((ahead, inner), (into, n)):
         if one is not None and (fault := one.fault(rows, width)) is not None:
             raise ValueError(fault)
-    pointers = addresses(extra, norm, ahead and ahead.squares, y, into and into.weighted, into and into.squares)
+    pointers = addresses(
+        extra, norm, ahead and ahead.squares, y, into and into.weighted, into and into.squares
+    )
     numbers = (rows, n, inner, y.stride(0), epilogue, cut.splits, cut.stages)
-    arguments = _Arguments(_maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps)
+    arguments = _Arguments(
+        _maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
+    )
     PRODUCTS.launch(
         f"product_{room}", (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
         cluster=cut.splits, shared_bytes=cut.shared_bytes(room, inner),
@@ -255,32 +305,43 @@ def product(
 def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool = False) -> Tensor:
     """x += a @ weight.T, bfloat16, launched on the current stream of x's device.
 
-    x: [rows, n], its rows on multiples of 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n, inner]; splits: parts of the inner
-    size; pdl: the kernel may start while the one ahead still runs (programmatic dependent launch). The kernel behind may start early.
-    With the same splits a row has the same bits in any company. Raises ValueError for what the kernel cannot do.
+    x: [rows, n], its rows on multiples of 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n,
+    inner]; splits: parts of the inner size; pdl: the kernel may start while the one ahead still runs
+    (programmatic dependent launch). The kernel behind may start early. With the same splits a row has the
+    same bits in any company. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n = a.shape, x.shape[1]
     if (fault := residual_fault(n, inner, splits)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(a, weight, x, 1, step=8)
-    arguments = _WideArguments(_maps(weight, RESIDUAL_OUTPUTS, a, ROWS), x.data_ptr(), rows, n, inner, x.stride(0))
+    arguments = _WideArguments(
+        _maps(weight, RESIDUAL_OUTPUTS, a, ROWS), x.data_ptr(), rows, n, inner, x.stride(0)
+    )
     kernel, grid = f"residual_product_{splits}", (n // RESIDUAL_OUTPUTS * splits, -(-rows // ROWS))
-    RESIDUAL_PRODUCTS.launch(kernel, grid, _WIDE_THREADS, arguments, x.device.index, programmatic=pdl, cluster=splits)
+    RESIDUAL_PRODUCTS.launch(
+        kernel, grid, _WIDE_THREADS, arguments, x.device.index, programmatic=pdl, cluster=splits
+    )
     return x
 
 
 def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
     """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n]; pdl: the kernel may
-    start while the one ahead still runs (programmatic dependent launch).
-    A row has the same bits in any company. Raises ValueError for what the kernel cannot do.
+    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n];
+    pdl: the kernel may start while the one ahead still runs (programmatic dependent launch). A row has the
+    same bits in any company. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n = x.shape, y.shape[1]
     if n % SWIGLU_OUTPUTS or inner % PIECE:
-        raise ValueError(f"{n} outputs of {inner} values do not fall into tiles of {SWIGLU_OUTPUTS} x {PIECE}.")
+        raise ValueError(
+            f"{n} outputs of {inner} values do not fall into tiles of {SWIGLU_OUTPUTS} x {PIECE}."
+        )
     _check(x, weight, y, 2, step=4)
-    arguments = _WideArguments(_maps(weight, SWIGLU_OUTPUTS, x, ROWS), y.data_ptr(), rows, n, inner, y.stride(0))
+    arguments = _WideArguments(
+        _maps(weight, SWIGLU_OUTPUTS, x, ROWS), y.data_ptr(), rows, n, inner, y.stride(0)
+    )
     blocks = blocks_of(rows, n, processors(x.device.index or 0))
-    WIDE_PRODUCTS.launch("wide_swiglu", (blocks, 1), _WIDE_THREADS, arguments, x.device.index, programmatic=pdl)
+    WIDE_PRODUCTS.launch(
+        "wide_swiglu", (blocks, 1), _WIDE_THREADS, arguments, x.device.index, programmatic=pdl
+    )
     return y

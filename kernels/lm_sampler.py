@@ -1,9 +1,11 @@
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""One launch a codebook for all rows: processors, top-k, top-p, draw, and the gather of what the drawn code feeds.
+"""One launch a codebook for all rows: processors, top-k, top-p, draw, and the gather of what the drawn
+code feeds.
 
-The meaning is `kernels.sampler`'s: probabilities as whole multiples of 2**-30, so that sums are exact in any order, and one
-Philox word a (seed, frame, codebook). Thresholds are found by bisection over the bits of ordered integers: no sort.
+The meaning is `kernels.sampler`'s: probabilities as whole multiples of 2**-30, so that sums are exact in
+any order, and one Philox word a (seed, frame, codebook). Thresholds are found by bisection over the bits
+of ordered integers: no sort.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
 @triton.jit
 def _philox_word(seed, frame, codebook):
-    """Word 0 of Philox4x32-10 at counter (frame, codebook, 0, 0), key = seed; all int64 scalars that hold 32-bit words."""
+    """Word 0 of Philox4x32-10 at counter (frame, codebook, 0, 0), key = seed; all int64 scalars that hold
+    32-bit words."""
     mask = 0xFFFFFFFF
     k0 = (seed & mask).to(tl.uint64)
     k1 = ((seed >> 32) & mask).to(tl.uint64)
@@ -70,7 +73,8 @@ def _ordered(value, HALF: tl.constexpr):
 
 @triton.jit
 def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
-    """Whole-number probabilities of one row's logits `value`, -inf where there is no token: int32, which holds all of a row together.
+    """Whole-number probabilities of one row's logits `value`, -inf where there is no token: int32, which
+    holds all of a row together.
 
     A halving ends as soon as no further step can change which codes are kept.
     """
@@ -95,8 +99,8 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
         below = tl.full((), -1, tl.int32)
         mass, more = total * 0, total
         step = tl.full((), 1 << 30, tl.int32)
-        # Those at most `below` have no more than the limit together. With others, which have `more` together, they have more: those are one
-        # alone where they have less than two that are above `below`.
+        # Those at most `below` have no more than the limit together. With others, which have `more` together,
+        # they have more: those are one alone where they have less than two that are above `below`.
         while (more - mass >= 2 * (below.to(tl.int64) + 1)) & (step > 0):
             found = tl.sum(tl.where(weights <= below + step, weights, 0)).to(tl.int64)
             fits = found.to(tl.float64) <= limit
@@ -118,8 +122,8 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
 
 @triton.jit
 def _nucleus_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
-    """`_weights` in the order of `kernels.sampler.nucleus_weights`. What is kept is a run of the sorted codes: all above a value, and the
-    first of those equal to it."""
+    """`_weights` in the order of `kernels.sampler.nucleus_weights`. What is kept is a run of the sorted
+    codes: all above a value, and the first of those equal to it."""
     scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
     likely = tl.exp(value - tl.max(value))
     share = _quantized(likely / tl.sum(likely))
@@ -149,7 +153,9 @@ def _too_many(share, order, least, limit, count):
 
 
 @triton.jit
-def _drawn_again(value, at, top_k, seed, frame, codebook, VOCAB: tl.constexpr, HALF: tl.constexpr, NUCLEUS: tl.constexpr):
+def _drawn_again(
+    value, at, top_k, seed, frame, codebook, VOCAB: tl.constexpr, HALF: tl.constexpr, NUCLEUS: tl.constexpr
+):
     """A second draw, with the settings of a retry and the random word of `codebook`."""
     top_p = tl.full((), _RETRY_TOP_P, tl.float32)
     if NUCLEUS:
@@ -187,7 +193,9 @@ def _draw_code(
         factor = tl.load(penalty + slot)
         drawn_before = tl.load(seen + slot * VOCAB + at, mask=at < VOCAB, other=0) != 0
         spread = tl.zeros_like(value) + factor
-        value = tl.where(drawn_before, tl.where(value > 0, tl.math.div_rn(value, spread), value * spread), value)
+        value = tl.where(
+            drawn_before, tl.where(value > 0, tl.math.div_rn(value, spread), value * spread), value
+        )
         banned = (at >= suppress_from) & (at != end)
         early = (at == end) & (frame < tl.load(min_new + slot))
         if OTHER_END >= 0:
@@ -200,16 +208,36 @@ def _draw_code(
         code = tl.argmax(value, 0).to(tl.int64)
     else:
         if NUCLEUS:
-            weights = _nucleus_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+            weights = _nucleus_weights(
+                value,
+                at,
+                tl.load(temperature + slot),
+                tl.load(top_k + slot),
+                tl.load(top_p + slot),
+                VOCAB,
+                HALF,
+            )
         else:
-            weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB)
+            weights = _weights(
+                value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB
+            )
         total = tl.cumsum(weights, 0)
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32
         code = tl.sum((total <= place.to(weights.dtype)).to(weights.dtype)).to(tl.int64)
         if draws_first and WINDOW > 0:  # noqa: SIM102 - what is known while it compiles stands apart
             if tl.max((latest == code).to(tl.int32)) != 0:
-                code = _drawn_again(value, at, tl.load(top_k + slot), tl.load(seeds + slot), frame, CODEBOOKS, VOCAB, HALF, NUCLEUS)
+                code = _drawn_again(
+                    value,
+                    at,
+                    tl.load(top_k + slot),
+                    tl.load(seeds + slot),
+                    frame,
+                    CODEBOOKS,
+                    VOCAB,
+                    HALF,
+                    NUCLEUS,
+                )
     code = tl.maximum(tl.minimum(code, VOCAB - 1), 0)
     tl.store(codes + row * CODEBOOKS + codebook, code)
 
@@ -239,7 +267,9 @@ def _draw_code(
         across = tl.arange(0, SPREAD)
         inside = across < TALKER
         rows_of = starts if table_starts is None else table_starts
-        total_embedding = tl.load(table + (tl.load(rows_of + codebook) + code) * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        total_embedding = tl.load(
+            table + (tl.load(rows_of + codebook) + code) * TALKER + across, mask=inside, other=0.0
+        ).to(tl.float32)
         for other in range(CODEBOOKS - 1):
             drawn = tl.load(codes + row * CODEBOOKS + other) + tl.load(rows_of + other)
             total_embedding += tl.load(table + drawn * TALKER + across, mask=inside, other=0.0).to(tl.float32)
@@ -247,23 +277,36 @@ def _draw_code(
         if TEXT == 0:
             summed = total_embedding
         else:
-            word_id = tl.load(trailing + slot * trailing_width + tl.minimum(frame, trailing_width - 1)) if TEXT == 1 else first
+            word_id = (
+                tl.load(trailing + slot * trailing_width + tl.minimum(frame, trailing_width - 1))
+                if TEXT == 1
+                else first
+            )
             summed = total_embedding.to(kind).to(tl.float32)
             summed += tl.load(text + word_id * TALKER + across, mask=inside, other=0.0).to(tl.float32)
         if SCALE != 1.0:
             summed = summed.to(kind).to(tl.float32) * SCALE
         tl.store(state_inputs + slot * TALKER + across, summed.to(kind), mask=inside)
         if WINDOW > 0:
-            tl.store(recent + slot * WINDOW + frame % WINDOW, tl.where((frame > 0) & (slot != dead), first, -1))
+            tl.store(
+                recent + slot * WINDOW + frame % WINDOW, tl.where((frame > 0) & (slot != dead), first, -1)
+            )
         if slot != dead:
             tl.store(positions + slot, tl.load(positions + slot) + 1)
             tl.store(frames + slot, frame + 1)
 
 
 def draw(
-    pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool, rules: DrawRules, feedback: Feedback, recent: Tensor
+    pointers: Sequence[Tensor],
+    numbers: Sequence[int],
+    stage: int,
+    pdl: bool,
+    rules: DrawRules,
+    feedback: Feedback,
+    recent: Tensor,
 ) -> None:
-    """`kernels.lm_cuda.draw` in Triton, for any sizes and rules, and for float32; the same pointers and numbers in the same order.
+    """`kernels.lm_cuda.draw` in Triton, for any sizes and rules, and for float32; the same pointers and
+    numbers in the same order.
 
     recent: int64 [slots, window].
     """
@@ -279,5 +322,6 @@ def draw(
 
 
 def _warps(vocab: int) -> int:
-    """Warps that share the codes of a row: 32 codes a thread at most, so that nearly all stays in registers."""
+    """Warps that share the codes of a row: 32 codes a thread at most, so that nearly all stays in
+    registers."""
     return min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))

@@ -1,7 +1,8 @@
 """Triton kernels between the matrix products of a decoder layer; each has its twin in `kernels.layers`.
 
-Rounding points are the reference's: every value that it stores in the model's type is rounded here at the same place.
-Launchers take `pdl`: the kernel may start while the one before it still runs and waits before it reads anything.
+Rounding points are the reference's: every value that it stores in the model's type is rounded here at the
+same place. Launchers take `pdl`: the kernel may start while the one before it still runs and waits before
+it reads anything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from kernels.triton_launch import pdl_options
 
 
 @triton.jit
-def _add_norm(x, y, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+def _add_norm(
+    x, y, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -29,19 +32,43 @@ def _add_norm(x, y, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
         gdc_wait()
     value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
     if ADD:
-        value = (value.to(tl.float32) + tl.load(y + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        value = (
+            value.to(tl.float32) + tl.load(y + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        ).to(value.dtype)
         tl.store(x + row * WIDTH + at, value, mask=inside)
     wide = value.to(tl.float32)
     normed = (wide * tl.math.rsqrt(tl.sum(wide * wide) / WIDTH + eps)).to(value.dtype)
-    tl.store(out + row * WIDTH + at, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
+    tl.store(
+        out + row * WIDTH + at, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside
+    )
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, pdl: bool = False, early: bool = False) -> Tensor:
-    """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width]; weight: [width]; early: the kernel
-    behind may start early, even if this one does not."""
+def add_norm(
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    pdl: bool = False,
+    early: bool = False,
+) -> Tensor:
+    """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width];
+    weight: [width]; early: the kernel behind may start early, even if this one does not."""
     rows, width = x.shape
     block, added = triton.next_power_of_2(width), y is not None
-    _add_norm[(rows,)](x, x if y is None else y, weight, out, eps, width, block, added, pdl or early, num_warps=4, **pdl_options(pdl))
+    _add_norm[(rows,)](
+        x,
+        x if y is None else y,
+        weight,
+        out,
+        eps,
+        width,
+        block,
+        added,
+        pdl or early,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
     return out
 
 
@@ -56,7 +83,9 @@ def _swiglu(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.cons
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=at < WIDTH, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * WIDTH + at, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=at < WIDTH)
+    tl.store(
+        out + row * WIDTH + at, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=at < WIDTH
+    )
 
 
 def swiglu(gate_up: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
@@ -68,8 +97,8 @@ def swiglu(gate_up: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
 
 @triton.jit
 def normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
-    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos | sin]; returns [D] in the storage
-    type."""
+    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos |
+    sin]; returns [D] in the storage type."""
     at = tl.arange(0, D)
     across = (at + D // 2) % D
     value = tl.load(head + at)
@@ -80,8 +109,21 @@ def normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def rotated(value, turned, rstd, weight, table, at, across, D: tl.constexpr, WIDE: tl.constexpr, first=None, other=None):
-    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`; other: the weight of heads that are not `first`."""
+def rotated(
+    value,
+    turned,
+    rstd,
+    weight,
+    table,
+    at,
+    across,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    first=None,
+    other=None,
+):
+    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`; other: the weight of
+    heads that are not `first`."""
     kind = value.dtype
     if weight is not None:
         scale = tl.load(weight + at)
@@ -96,14 +138,18 @@ def rotated(value, turned, rstd, weight, table, at, across, D: tl.constexpr, WID
     sign = tl.where(at < D // 2, -1.0, 1.0)
     if weight is not None:
         value = ((value.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
-        turned = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+        turned = (
+            ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+        )
     else:
         value = value.to(tl.float32)
         turned = turned.to(tl.float32)
     if WIDE:
         placed = (value * cos + sign * (turned * sin)).to(kind)
     else:
-        placed = ((value * cos).to(kind).to(tl.float32) + sign * (turned * sin).to(kind).to(tl.float32)).to(kind)
+        placed = ((value * cos).to(kind).to(tl.float32) + sign * (turned * sin).to(kind).to(tl.float32)).to(
+            kind
+        )
     return placed
 
 
@@ -124,7 +170,9 @@ def _norm_rope_append(
     turned = tl.load(base + across, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    placed = rotated(value, turned, rstd, q_weight, table + position * D, at, across, D, WIDE, head < HEADS, k_weight)
+    placed = rotated(
+        value, turned, rstd, q_weight, table + position * D, at, across, D, WIDE, head < HEADS, k_weight
+    )
     tl.store(out + row * (HEADS * D) + head * D + at, placed, mask=head < HEADS)
     key = head - HEADS
     tl.store(k_cache + cell + key * head_stride + at, placed, mask=(key >= 0) & (key < KV_HEADS))
@@ -135,7 +183,8 @@ def norm_rope_append(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
     v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power of two."""
+    """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power
+    of two."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     rows, heads, _ = out.shape
     _norm_rope_append[(rows,)](

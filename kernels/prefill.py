@@ -16,7 +16,14 @@ from kernels.lm_triton import add_norm, norm_rope_append, swiglu
 
 
 def prefill_padded(
-    embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int
+    embeddings: Tensor,
+    pages: Tensor,
+    counts: Tensor,
+    start: int,
+    stack: StackTensors,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scratch: int,
 ) -> None:
     """Writes keys and values of all layers; the last layer stops there.
 
@@ -31,14 +38,24 @@ def prefill_padded(
     _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend)
 
 
-def prefill_packed(embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int) -> None:
-    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what is behind them is padding.
+def prefill_packed(
+    embeddings: Tensor,
+    prompts: PackedPrompts,
+    stack: StackTensors,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scratch: int,
+) -> None:
+    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what
+    is behind them is padding.
 
-    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total` and on the number of runs only.
+    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`
+    and on the number of runs only.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
-    # Behind the last run nothing is written: zeros stay there in all layers, so that the scratch page stays finite.
+    # Behind the last run nothing is written: zeros stay there in all layers, so that the scratch page stays
+    # finite.
     mixed = embeddings.new_zeros(len(embeddings), stack.heads * stack.head_dim)
 
     def attend(layer: int, q: Tensor) -> Tensor:
@@ -55,9 +72,11 @@ def _write(
     v_cache: Tensor,
     attend: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) -> [n, heads * head_dim].
+    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) ->
+    [n, heads * head_dim].
 
-    O and down add what they make to the residual themselves (cuBLAS's beta), with one rounding less than the twin.
+    O and down add what they make to the residual themselves (cuBLAS's beta), with one rounding less than
+    the twin.
     """
     positions, held, offsets = places
     x = embeddings.clone()
@@ -66,7 +85,9 @@ def _write(
     wide = _fills(len(x), stack.layers[0].down)
     for index, layer in enumerate(stack.layers):
         ready, weight = add_norm(x, None, layer.input_norm, stack.eps, normed), layer.qkv.t()
-        packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
+        packed = (
+            torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
+        )
         norm_rope_append(
             packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
             stack.wide_rope,
@@ -84,5 +105,8 @@ def _write(
 
 
 def _fills(rows: int, down: Tensor) -> bool:
-    """Whether `lm_products.swiglu` knows gate and up of a layer with this `down`, and is worth its launch for so many rows."""
-    return lm_products.serves_swiglu(down) and lm_products.fills(rows, down.shape[1], processors(down.device.index or 0))
+    """Whether `lm_products.swiglu` knows gate and up of a layer with this `down`, and is worth its launch
+    for so many rows."""
+    return lm_products.serves_swiglu(down) and lm_products.fills(
+        rows, down.shape[1], processors(down.device.index or 0)
+    )

@@ -1,4 +1,5 @@
-"""A frame in single PyTorch ops, on any device: what the eager executor runs, and what fused frames are tested against."""
+"""A frame in single PyTorch ops, on any device: what the eager executor runs, and what fused frames are
+tested against."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class FrameOutput:
     #: int64 [n, codebooks] and uint8 [n].
     codes: Tensor
     flags: Tensor
-    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks behind, n, codes].
+    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks
+    #: behind, n, codes].
     first_logits: Tensor
     hidden: Tensor
     residual_logits: Tensor
@@ -44,7 +46,8 @@ class FrameOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenPositions:
-    """The positions of n new tokens, and the page and the offset that hold their keys and values; each [n]."""
+    """The positions of n new tokens, and the page and the offset that hold their keys and values; each
+    [n]."""
 
     positions: Tensor
     pages: Tensor
@@ -62,9 +65,10 @@ def run_stack(
 ) -> Tensor:
     """All layers over n new tokens, whose keys and values are appended to their pages.
 
-    x: [n, hidden]; k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (layer, q [n, heads, head_dim]) ->
-    [n, heads * head_dim]. Returns [n, hidden] before the final norm; with `keys_only_at_the_end` the last layer stops once its
-    keys and values are written, and the result means nothing.
+    x: [n, hidden]; k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (layer, q [n,
+    heads, head_dim]) -> [n, heads * head_dim]. Returns [n, hidden] before the final norm; with
+    `keys_only_at_the_end` the last layer stops once its keys and values are written, and the result means
+    nothing.
     """
     eps = stack.eps
     for index, layer in enumerate(stack.layers):
@@ -76,7 +80,9 @@ def run_stack(
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
         x = x + functional.linear(attend(index, q), layer.o)
-        x = x + functional.linear(swiglu(functional.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down)
+        x = x + functional.linear(
+            swiglu(functional.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down
+        )
     return x
 
 
@@ -91,10 +97,11 @@ def run_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """One frame of the slots `rows` int64 [n]: the backbone's step, the draws, the next input; updates the state.
+    """One frame of the slots `rows` int64 [n]: the backbone's step, the draws, the next input; updates the
+    state.
 
-    max_length: at least the longest context after this frame; the flags are those of the rows' draw settings. `forced` int64
-    [n, codebooks] stands in for the drawn codes wherever they are fed back.
+    max_length: at least the longest context after this frame; the flags are those of the rows' draw
+    settings. `forced` int64 [n, codebooks] stands in for the drawn codes wherever they are fed back.
     """
     hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
     return draw_frame(weights, state, rows, hidden, first_flags, residual_flags, forced)
@@ -109,7 +116,8 @@ def draw_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """A frame behind the backbone's step, whose state `hidden` [n, hidden] it starts from; otherwise as `run_frame`."""
+    """A frame behind the backbone's step, whose state `hidden` [n, hidden] it starts from; otherwise as
+    `run_frame`."""
     rules, depth = weights.draw, weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
@@ -119,7 +127,9 @@ def draw_frame(
     if depth is not None:
         fed = drawn if forced is None else forced[:, 0]
         settings = state.residual.rows(rows)
-        codes, behind, residual = depth_frame(depth, hidden, fed, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced)
+        codes, behind, residual = depth_frame(
+            depth, hidden, fed, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced
+        )
         codes[:, 0] = drawn
         finite = finite & behind
     _advance(weights.feedback, state, rows, codes if forced is None else forced)
@@ -127,8 +137,11 @@ def draw_frame(
     return FrameOutput(codes, flags, logits, hidden, residual)
 
 
-def backbone_step(stack: StackTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, max_length: int) -> Tensor:
-    """The backbone's state [n, hidden], after the final norm, at the position of each row's input; its keys and values are appended."""
+def backbone_step(
+    stack: StackTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, max_length: int
+) -> Tensor:
+    """The backbone's state [n, hidden], after the final norm, at the position of each row's input; its
+    keys and values are appended."""
     page_size = k_cache.shape[3]
     positions, table = state.positions[rows], state.page_table[rows]
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
@@ -139,16 +152,22 @@ def backbone_step(stack: StackTensors, state: StateTensors, k_cache: Tensor, v_c
         TokenPositions(positions, pages, positions % page_size),
         k_cache,
         v_cache,
-        lambda layer, q: paged_decode_attention(q, k_cache[layer], v_cache[layer], table, lengths, max_length, stack.scale),
+        lambda layer, q: paged_decode_attention(
+            q, k_cache[layer], v_cache[layer], table, lengths, max_length, stack.scale
+        ),
     )
     return rms_norm(out, stack.norm, stack.eps)
 
 
-def _draw_first(weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags) -> Tensor:
+def _draw_first(
+    weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags
+) -> Tensor:
     """Code 0 of each row, int64 [n]."""
     rules, frames = weights.draw, state.frames[rows]
     early = frames < state.min_new_tokens[rows]
-    processed = process_first(logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from)
+    processed = process_first(
+        logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from
+    )
     temperature, top_k, top_p, greedy = state.first.rows(rows)
     rest = (flags.max_top_k, flags.any_top_p, flags.all_greedy, rules.nucleus_first)
     drawn = sample(processed, noise[:, 0], temperature, top_k, top_p, greedy, *rest)
@@ -172,12 +191,14 @@ def depth_frame(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws the codebooks behind code 0; the cache of a frame's positions lives only here.
 
-    hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks behind or more]; settings as in
-    `sample`; forced: int64 [n, codebooks] to feed instead of what was drawn.
+    hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks behind
+    or more]; settings as in `sample`; forced: int64 [n, codebooks] to feed instead of what was drawn.
     Returns codes int64 [n, codebooks], finite: bool [n], and float32 logits [codebooks behind, n, codes].
     """
     stack, behind = depth.stack, depth.heads.shape[0]
-    cache = hidden.new_empty(2, len(stack.layers), hidden.shape[0], stack.kv_heads, behind + 1, stack.head_dim)
+    cache = hidden.new_empty(
+        2, len(stack.layers), hidden.shape[0], stack.kv_heads, behind + 1, stack.head_dim
+    )
     codes, kept = [first], []
     finite = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     start = hidden if depth.project is None else functional.linear(hidden, *depth.project)
@@ -187,7 +208,15 @@ def depth_frame(
         logits = functional.linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
         finite &= all_finite(logits)
         kept.append(logits)
-        code = sample(logits, random[:, step], *settings, flags.max_top_k, flags.any_top_p, flags.all_greedy, nucleus_first)
+        code = sample(
+            logits,
+            random[:, step],
+            *settings,
+            flags.max_top_k,
+            flags.any_top_p,
+            flags.all_greedy,
+            nucleus_first,
+        )
         codes.append(code)
         fed = code if forced is None else forced[:, step + 1]
         x = depth.inputs[fed + depth.starts[step + 1]][:, None]
@@ -201,15 +230,22 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
     for index, layer in enumerate(stack.layers):
         mixed = _depth_attention(x, start, stack, layer, angles, cache[0, index], cache[1, index])
         x = x + functional.linear(mixed, layer.o)
-        x = x + functional.linear(swiglu(functional.linear(rms_norm(x, layer.post_norm, stack.eps), layer.gate_up)), layer.down)
+        x = x + functional.linear(
+            swiglu(functional.linear(rms_norm(x, layer.post_norm, stack.eps), layer.gate_up)), layer.down
+        )
     return x
 
 
-def _depth_attention(x: Tensor, start: int, stack: StackTensors, layer: Layer, angles: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention over the positions of a frame so far, the new ones included. keys, values: [n, kv_heads, positions, head_dim]."""
+def _depth_attention(
+    x: Tensor, start: int, stack: StackTensors, layer: Layer, angles: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attention over the positions of a frame so far, the new ones included. keys, values: [n, kv_heads,
+    positions, head_dim]."""
     rows, new, _ = x.shape
     kv_heads, end = stack.kv_heads, start + new
-    packed = functional.linear(rms_norm(x, layer.input_norm, stack.eps), layer.qkv, layer.qkv_bias).view(rows * new, -1, stack.head_dim)
+    packed = functional.linear(rms_norm(x, layer.input_norm, stack.eps), layer.qkv, layer.qkv_bias).view(
+        rows * new, -1, stack.head_dim
+    )
     q, k, v = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
     def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
@@ -226,7 +262,8 @@ def _depth_attention(x: Tensor, start: int, stack: StackTensors, layer: Layer, a
 
 
 def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:
-    """The backbone's inputs after a frame. codes: int64 [n, codebooks]; text: int64 [n], each row's text id -> [n, hidden]."""
+    """The backbone's inputs after a frame. codes: int64 [n, codebooks]; text: int64 [n], each row's text
+    id -> [n, hidden]."""
     made = codec_embedding_sum(codes, feedback.table, feedback.starts)
     if feedback.text is not None:
         made = made + feedback.text[codes[:, 0] if feedback.text_by_code else text]
@@ -244,4 +281,6 @@ def _advance(feedback: Feedback, state: StateTensors, rows: Tensor, codes: Tenso
     state.seen[rows, codes[:, 0]] = True
     if window := state.recent.shape[1]:
         # A request's first code is never looked back at, as in the published loop.
-        state.recent[rows, frames % window] = torch.where((frames > 0) & (rows != state.dead), codes[:, 0], -1)
+        state.recent[rows, frames % window] = torch.where(
+            (frames > 0) & (rows != state.dead), codes[:, 0], -1
+        )

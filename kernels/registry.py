@@ -1,4 +1,5 @@
-"""Registers ops under the namespace `nightjar`: one name and one schema each, a plain PyTorch twin for every device."""
+"""Registers ops under the namespace `nightjar`: one name and one schema each, a plain PyTorch twin for
+every device."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ TWINS: dict[str, Callable[..., object]] = {}
 def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated twin as `torch.ops.nightjar.<name>`, with the name and types of `schema`.
 
-    The twin serves every device until a kernel is registered for one: `LIBRARY.impl(name, kernel, "CUDA")`. The decorated
-    function stays the twin itself, so that the oracle never runs a kernel by accident.
+    The twin serves every device until a kernel is registered for one:
+    `LIBRARY.impl(name, kernel, "CUDA")`. The decorated function stays the twin itself, so that the oracle
+    never runs a kernel by accident.
 
         @op("swiglu(Tensor gate_up) -> Tensor")
         def swiglu(gate_up: Tensor) -> Tensor: ...
@@ -40,7 +42,8 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers the decorated launch as what an op does on a CUDA device with arguments that `fits`; with others its twin runs."""
+    """Registers the decorated launch as what an op does on a CUDA device with arguments that `fits`; with
+    others its twin runs."""
 
     def register(launch: Callable[P, R]) -> Callable[P, R]:
         def run(*args: Any, **kwargs: Any) -> object:
@@ -58,13 +61,15 @@ def to_device(made: Tensor, device: torch.device) -> Tensor:
 
 
 def send(values: NDArray[np.int64], target: Tensor) -> None:
-    """Writes values of the host into a tensor of the device; the host does not wait for the work before it."""
+    """Writes values of the host into a tensor of the device; the host does not wait for the work before
+    it."""
     made = torch.from_numpy(values)
     target.copy_(made.pin_memory() if target.is_cuda else made, non_blocking=True)
 
 
 def on_device(device: torch.device | None) -> torch.cuda.device:
-    """Makes a CUDA device the thread's current one within a `with` block: kernels, events and graphs are the current device's.
+    """Makes a CUDA device the thread's current one within a `with` block: kernels, events and graphs are
+    the current device's.
 
     Does nothing for another kind of device, for one without a number, which is the current one, or None.
     """

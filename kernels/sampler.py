@@ -1,7 +1,9 @@
-"""From logits to a token, for all rows at once, every row with its own settings; and the random numbers of the draws.
+"""From logits to a token, for all rows at once, every row with its own settings; and the random numbers of
+the draws.
 
-The order is that of the reference: repetition penalty, ban of the end, suppression, temperature, top-k, top-p, softmax, draw.
-Random numbers are counter-based: Philox4x32-10 in integer arithmetic that is equal on every device.
+The order is that of the reference: repetition penalty, ban of the end, suppression, temperature, top-k,
+top-p, softmax, draw. Random numbers are counter-based: Philox4x32-10 in integer arithmetic that is equal
+on every device.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def _multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     All tensors are int64 that hold 32-bit words and broadcast against each other.
@@ -47,10 +51,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 @op("frame_noise(Tensor seeds, Tensor frames, int codebooks) -> Tensor")
 def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
-    """The random word of every codebook of one frame a row: word 0 of Philox at counter (frame, codebook, 0, 0), key = seed.
+    """The random word of every codebook of one frame a row: word 0 of Philox at counter (frame, codebook,
+    0, 0), key = seed.
 
-    seeds: [n] int64 >= 0; frames: [n] int64; returns int64 [n, codebooks] in [0, 2**32). Depends on nothing else: not on the
-    row, the batch, the device or the draws before.
+    seeds: [n] int64 >= 0; frames: [n] int64; returns int64 [n, codebooks] in [0, 2**32). Depends on
+    nothing else: not on the row, the batch, the device or the draws before.
     """
     codebook = torch.arange(codebooks, device=seeds.device)[None]
     zero = torch.zeros_like(codebook)
@@ -76,17 +81,23 @@ class DrawFlags:
         )
 
 
-#: Probabilities become whole multiples of 2**-30: sums are then exact in any order, and the draw does not depend on the device.
+#: Probabilities become whole multiples of 2**-30: sums are then exact in any order, and the draw does not
+#: depend on the device.
 WEIGHT_BITS = 30
 _NEVER = float("-inf")
 
 
-@op("process_first(Tensor logits, Tensor seen, Tensor penalty, Tensor ban_end, int[] ends, int suppress_from) -> Tensor")
-def process_first(logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, ends: Sequence[int], suppress_from: int) -> Tensor:
+@op(
+    "process_first(Tensor logits, Tensor seen, Tensor penalty, Tensor ban_end, int[] ends, int suppress_from) -> Tensor"
+)
+def process_first(
+    logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, ends: Sequence[int], suppress_from: int
+) -> Tensor:
     """Codebook-0 logits after the processors that also hold for greedy choice, in float32.
 
-    logits: [n, vocab]; seen: bool [n, vocab], the tokens that the request has drawn so far; penalty: [n]; ban_end: bool [n], rows
-    that may not end yet; tokens from `suppress_from` on are never drawn, apart from `ends`.
+    logits: [n, vocab]; seen: bool [n, vocab], the tokens that the request has drawn so far; penalty: [n];
+    ban_end: bool [n], rows that may not end yet; tokens from `suppress_from` on are never drawn, apart
+    from `ends`.
     """
     wide = logits.float()
     factor = penalty[:, None]
@@ -105,11 +116,14 @@ def is_one_of(tokens: Tensor, ends: Sequence[int]) -> Tensor:
     return found
 
 
-def token_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int, any_top_p: bool) -> Tensor:
+def token_weights(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int, any_top_p: bool
+) -> Tensor:
     """Probabilities after temperature, top-k and top-p, as whole multiples of 2**-30: int64 [n, vocab].
 
-    logits: float32 [n, vocab]; temperature, top_p: float32 [n]; top_k: int64 [n], 0 = off; max_top_k: the largest top_k;
-    any_top_p: whether a row has top_p < 1. Ties at the top-k threshold all stay, as in the reference.
+    logits: float32 [n, vocab]; temperature, top_p: float32 [n]; top_k: int64 [n], 0 = off; max_top_k: the
+    largest top_k; any_top_p: whether a row has top_p < 1. Ties at the top-k threshold all stay, as in the
+    reference.
     """
     scaled = logits / temperature[:, None]
     if max_top_k:
@@ -121,7 +135,8 @@ def token_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
         return weights
     ascending, order = weights.sort(dim=-1, stable=True)
     total = ascending.cumsum(-1)
-    # The reference removes a token when it and all less likely ones together have at most 1 - top_p; never the likeliest.
+    # The reference removes a token when it and all less likely ones together have at most 1 - top_p; never
+    # the likeliest.
     removed = total.double() <= (1.0 - top_p.double())[:, None] * total[:, -1:].double()
     removed &= (top_p < 1.0)[:, None]
     removed[:, -1] = False
@@ -132,8 +147,9 @@ def token_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
 def nucleus_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """As `token_weights`, in the order of `DrawRules.nucleus_first`: int64 [n, vocab].
 
-    Without the temperature, a token is removed when it and all likelier ones together have more than top_p, or when top_k tokens or more
-    are likelier; of equal tokens the first one counts as likelier. The likeliest always stays.
+    Without the temperature, a token is removed when it and all likelier ones together have more than
+    top_p, or when top_k tokens or more are likelier; of equal tokens the first one counts as likelier. The
+    likeliest always stays.
     """
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     mass = _quantized(logits.softmax(-1)).gather(1, order).cumsum(-1)
@@ -150,12 +166,14 @@ def _quantized(probabilities: Tensor) -> Tensor:
 
 
 def all_finite(logits: Tensor) -> Tensor:
-    """Whether a row is free of NaN and infinity: bool [n]. A sum shows both at a fraction of the price of a look at each value."""
+    """Whether a row is free of NaN and infinity: bool [n]. A sum shows both at a fraction of the price of
+    a look at each value."""
     return logits.sum(-1).isfinite()
 
 
 def draw(weights: Tensor, random: Tensor) -> Tensor:
-    """The token at the place `random` / 2**32 of the total weight. weights: int64 [n, vocab]; random: int64 [n] -> int64 [n]."""
+    """The token at the place `random` / 2**32 of the total weight. weights: int64 [n, vocab]; random:
+    int64 [n] -> int64 [n]."""
     total = weights.cumsum(-1)
     place = (random * total[:, -1]) >> 32
     token = torch.searchsorted(total, place[:, None], right=True)[:, 0]
@@ -180,9 +198,10 @@ def sample(
 ) -> Tensor:
     """One token a row: the likeliest where `greedy`, else a draw by `random`.
 
-    logits: float32 [n, vocab], already penalized and suppressed; random: int64 [n], 32 random bits; greedy: bool [n];
-    the other settings as in `token_weights`, or with `nucleus_first` in `nucleus_weights`; returns int64 [n]. A row with NaN gets some
-    token and must be checked for by the caller.
+    logits: float32 [n, vocab], already penalized and suppressed; random: int64 [n], 32 random bits;
+    greedy: bool [n]; the other settings as in `token_weights`, or with `nucleus_first` in
+    `nucleus_weights`; returns int64 [n]. A row with NaN gets some token and must be checked for by the
+    caller.
     """
     best = logits.argmax(-1)
     if all_greedy:

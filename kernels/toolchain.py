@@ -1,4 +1,5 @@
-"""What makes kernels on this machine: CUDA's compilers; Triton, and the C compiler that it calls. Imports neither torch nor Triton."""
+"""What makes kernels on this machine: CUDA's compilers; Triton, and the C compiler that it calls. Imports
+neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ def nvcc() -> str | None:
 
 
 def nvrtc() -> Path | None:
-    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA bring, or None where there is none."""
+    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA bring, or None where there
+    is none."""
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    found: Iterable[Path] = (file for folder in folders for file in sorted(folder.glob("*/lib/libnvrtc.so.*")))
+    found: Iterable[Path] = (
+        file for folder in folders for file in sorted(folder.glob("*/lib/libnvrtc.so.*"))
+    )
     toolkit = sorted((_cuda_home() / "lib64").glob("libnvrtc.so.*"))
     return next((file for file in (*found, *toolkit) if ".alt." not in file.name), None)
 
@@ -44,8 +48,8 @@ def cuda_compiler() -> str | None:
 def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes:
     """Machine code of a source for a `target` such as sm_90a, or PTX for one such as compute_90.
 
-    nvcc does it, or else the runtime compiler, which needs no C compiler. The source includes nothing but `headers`, texts by name.
-    Raises RuntimeError with the words of each compiler when none can.
+    nvcc does it, or else the runtime compiler, which needs no C compiler. The source includes nothing but
+    `headers`, texts by name. Raises RuntimeError with the words of each compiler when none can.
     """
     faults: list[str] = []
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
@@ -64,7 +68,18 @@ def _with_nvcc(program: str, source: Path, headers: Mapping[str, str], target: s
             (Path(folder) / name).write_text(text)
         out = Path(folder) / "out"
         kind = "-ptx" if target.startswith("compute_") else "-cubin"
-        command = [program, kind, f"-arch={target}", *_FLAGS, "-O3", "-I", folder, "-o", str(out), str(source)]
+        command = [
+            program,
+            kind,
+            f"-arch={target}",
+            *_FLAGS,
+            "-O3",
+            "-I",
+            folder,
+            "-o",
+            str(out),
+            str(source),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not out.exists():
             raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr.strip()[-2000:]}")
@@ -107,12 +122,15 @@ def _result(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
 
 def c_compiler() -> str | None:
     """Path of the C compiler that Triton calls (CC, clang or gcc), or None where there is none."""
-    return shutil.which(os.environ.get("CC") or "clang") or (None if os.environ.get("CC") else shutil.which("gcc"))
+    return shutil.which(os.environ.get("CC") or "clang") or (
+        None if os.environ.get("CC") else shutil.which("gcc")
+    )
 
 
 @cache
 def triton_fault() -> str | None:
-    """Why Triton makes no kernels for the current CUDA device, as a sentence; None where a small kernel is made and runs."""
+    """Why Triton makes no kernels for the current CUDA device, as a sentence; None where a small kernel is
+    made and runs."""
     if find_spec("triton") is None:
         return "Triton is not installed."
     try:

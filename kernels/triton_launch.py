@@ -1,4 +1,5 @@
-"""How Triton kernels are launched: one by one, early behind the kernel before, or only compiled, many of them side by side."""
+"""How Triton kernels are launched: one by one, early behind the kernel before, or only compiled, many of
+them side by side."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ def compiling() -> bool:
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """In the block this thread's launches through `on_grid` run nothing; their kernels are compiled, or read from Triton's cache, on all
-    cores by its end. What such launches would have written stays as it was.
+    """In the block this thread's launches through `on_grid` run nothing; their kernels are compiled, or
+    read from Triton's cache, on all cores by its end. What such launches would have written stays as it
+    was.
 
     A first start on a machine needs dozens of kernels, and one compiler uses one core.
     """
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler") as pool, triton.AsyncCompileMode(pool):
+    with (
+        ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler") as pool,
+        triton.AsyncCompileMode(pool),
+    ):
         token = _compiling.set(True)
         try:
             yield
@@ -45,12 +50,14 @@ def compiled_together() -> Iterator[None]:
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel that may start while the one before it still runs, and waits for that by itself."""
+    """Launch options of a kernel that may start while the one before it still runs, and waits for that by
+    itself."""
     return {"launch_pdl": True} if pdl else {}
 
 
 def pieces(count: int, size: int) -> int:
-    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else that is worked out for a launch."""
+    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else
+    that is worked out for a launch."""
     return -(-count // size)
 
 
@@ -65,7 +72,8 @@ def _write_one(out):
 
 
 def check() -> None:
-    """Compiles and runs the smallest kernel on the current CUDA device. Raises what Triton, its C compiler or the driver raises."""
+    """Compiles and runs the smallest kernel on the current CUDA device. Raises what Triton, its C compiler
+    or the driver raises."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     _write_one[(1,)](out)
     if out.item() != 1:

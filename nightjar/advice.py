@@ -1,4 +1,5 @@
-"""What the errors and notes of a run advise, in the words of Python: arguments in the place of options, a call in that of a command."""
+"""What the errors and notes of a run advise, in the words of Python: arguments in the place of options, a
+call in that of a command."""
 
 from __future__ import annotations
 
@@ -55,4 +56,6 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: 
     """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         message = f"The argument `{name}` is {value!r:.100}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is."
+        )

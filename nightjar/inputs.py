@@ -1,4 +1,5 @@
-"""What Python has instead of a file (dialogues, sentences, rows, a dataset, supervisions), written down as a file of dialogues."""
+"""What Python has instead of a file (dialogues, sentences, rows, a dataset, supervisions), written down as
+a file of dialogues."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ _NAMED = ""
 def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:
     """The file of these records, named by its content, so that the same records are the same job.
 
-    A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or the columns that `chosen`
-    names), or an object with `id` and `text`, such as a supervision of Lhotse, or a cut with supervisions. Relative paths of audio
-    start in the working directory. Raises `InputError` for a record that is none of these, with its number, and for what is no
-    collection of records, and `StoreError` (`store.forbidden`) for a folder that cannot be written.
+    A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or
+    the columns that `chosen` names), or an object with `id` and `text`, such as a supervision of Lhotse,
+    or a cut with supervisions. Relative paths of audio start in the working directory. Raises `InputError`
+    for a record that is none of these, with its number, and for what is no collection of records, and
+    `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
     folder = own_path(state_folder / INPUTS / "input", depth=3).parent
@@ -42,7 +44,9 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
     except OSError as error:
         message = f"The folder {folder} cannot be written: {error.strerror}."
-        raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a folder that you may write as `out`.") from error
+        raise StoreError(
+            ErrorCode.STORE_FORBIDDEN, message, "Give a folder that you may write as `out`."
+        ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for line in islice(_lines(records, chosen), chosen.limit):
@@ -57,13 +61,20 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for what gives the names of its parts where records are meant, and for what gives nothing."""
+    """Raises `InputError` for what gives the names of its parts where records are meant, and for what
+    gives nothing."""
     kind = type(records).__name__
     if isinstance(records, Mapping):
         advice = "Give one of its values, such as a split of a dataset, or put a single record into a list."
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, not a list of records.", advice)
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, not a list of records.", advice
+        )
     if hasattr(records, "iterrows"):
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} gives its columns, and no records.", 'Give its rows: to_dict("records").')
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT,
+            f"A {kind} gives its columns, and no records.",
+            'Give its rows: to_dict("records").',
+        )
     if not isinstance(records, Iterable):
         raise InputError(
             ErrorCode.INPUT_WRONG_FORMAT,
@@ -85,7 +96,8 @@ def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
 
 
 def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
-    """The records; of a dataset of Hugging Face without the columns that are not needed, whose audio would be decoded."""
+    """The records; of a dataset of Hugging Face without the columns that are not needed, whose audio would
+    be decoded."""
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
@@ -114,9 +126,17 @@ class _Converter:
             return self._of_mapping(record, number)
         text = getattr(record, "text", None)
         if not isinstance(text, str):
-            message = f"A value of type {type(record).__name__} is not a text, a dialogue, a row or a supervision."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, or mappings with `text` or `messages`.")
-        values = {"text": text, "id": str(getattr(record, "id", "") or ""), "speaker": str(getattr(record, "speaker", "") or "")}
+            message = (
+                f"A value of type {type(record).__name__} is not a text, a dialogue, a row or a supervision."
+            )
+            raise InputError(
+                ErrorCode.INPUT_BAD_LINE, message, "Give texts, or mappings with `text` or `messages`."
+            )
+        values = {
+            "text": text,
+            "id": str(getattr(record, "id", "") or ""),
+            "speaker": str(getattr(record, "speaker", "") or ""),
+        }
         return row_dialogue(values, number, self._chosen.voices)
 
     def _of_mapping(self, record: Mapping[str, Any], number: int) -> bytes:
@@ -131,7 +151,9 @@ class _Converter:
         if messages and isinstance(messages[0], Mapping):
             return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
         named = chosen_id(record.get("example_id"), record.get("id"))
-        return _absolute({"example_id": f"line-{number}", **record, **({} if named is None else {"example_id": named})})
+        return _absolute(
+            {"example_id": f"line-{number}", **record, **({} if named is None else {"example_id": named})}
+        )
 
     def _of_row(self, record: Mapping[str, Any], number: int) -> bytes:
         names = list(record)
@@ -144,12 +166,22 @@ class _Converter:
 
 
 def _absolute(dialogue: Mapping[str, Any]) -> bytes:
-    """The dialogue as JSON, with paths of audio that lead on from the working directory. Raises `InputError`."""
+    """The dialogue as JSON, with paths of audio that lead on from the working directory. Raises
+    `InputError`."""
     messages = [list(message) for message in dialogue["messages"]]
     for message in messages:
-        if len(message) == 3 and message[1] == "audio" and isinstance(message[2], str) and not is_remote(message[2]):
+        if (
+            len(message) == 3
+            and message[1] == "audio"
+            and isinstance(message[2], str)
+            and not is_remote(message[2])
+        ):
             message[2] = os.path.abspath(message[2])
     try:
         return _encode({**dialogue, "messages": messages})
     except (TypeError, ValueError) as error:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, f"It cannot be written as JSON: {error}.", "Give texts, numbers and lists.") from None
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            f"It cannot be written as JSON: {error}.",
+            "Give texts, numbers and lists.",
+        ) from None

@@ -24,7 +24,8 @@ class _OfJob:
 
 @dataclass(frozen=True)
 class Item(_OfJob):
-    """One item that has ended. Its text and its audio are read when they are asked for, also after pickling in another process."""
+    """One item that has ended. Its text and its audio are read when they are asked for, also after
+    pickling in another process."""
 
     #: Unique in the job: the example id, with the turn where several are synthesized.
     id: str
@@ -56,7 +57,11 @@ class Item(_OfJob):
     def audio(self) -> Sound:
         """Its speech. Raises `store.missing` for an item without any."""
         if self._row.artifact is None:
-            raise NotFoundError(ErrorCode.STORE_MISSING, f"The item {self.id[:100]!r} has no audio: it is {self.state}.", self.error or "")
+            raise NotFoundError(
+                ErrorCode.STORE_MISSING,
+                f"The item {self.id[:100]!r} has no audio: it is {self.state}.",
+                self.error or "",
+            )
         return self._job.sound_of(self._row, self._row.artifact)
 
     @property
@@ -66,10 +71,15 @@ class Item(_OfJob):
 
     @property
     def speaker(self) -> str:
-        """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the model."""
+        """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the
+        model."""
         return self._job.metadata_of(self._row).speaker
 
     def _repr_html_(self) -> str:
         scores = ", ".join(f"{name} {value:.3g}" for name, value in self.scores.items() if value is not None)
-        shown = self.audio._repr_html_() if self._row.artifact is not None else f"<p>{escape(self.error or self.state)}</p>"
+        shown = (
+            self.audio._repr_html_()
+            if self._row.artifact is not None
+            else f"<p>{escape(self.error or self.state)}</p>"
+        )
         return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"

@@ -64,13 +64,23 @@ class Report:
 
 
 class Job:
-    """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of a job here.
+    """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of
+    a job here.
 
-    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on when the same call is made again.
-    In another process, as after pickling, it is a handle of the same job, which looks at the ledger and the store of the settings.
+    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on
+    when the same call is made again. In another process, as after pickling, it is a handle of the same
+    job, which looks at the ledger and the store of the settings.
     """
 
-    def __init__(self, id: str, store_url: str, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
+    def __init__(
+        self,
+        id: str,
+        store_url: str,
+        settings: Settings,
+        thread: LocalThread | None = None,
+        *,
+        quiet: bool = True,
+    ) -> None:
         self.id = id
         self._store_url = store_url
         # Another process may have another working directory.
@@ -107,7 +117,8 @@ class Job:
         return self.status.job.state.final and (self._thread is None or not self._thread.is_alive())
 
     def wait(self, timeout_seconds: float | None = None) -> Job:
-        """Waits until the job ends, or the time is over, and shows its progress. Ctrl-C stops the run of a job here.
+        """Waits until the job ends, or the time is over, and shows its progress. Ctrl-C stops the run of a
+        job here.
 
         Raises the error that ended the run of a job here.
         """
@@ -123,12 +134,14 @@ class Job:
         return self
 
     def stop(self) -> None:
-        """Stops the run of a job here: items in the engine have some seconds to finish, and `nightjar.run` goes on with the others."""
+        """Stops the run of a job here: items in the engine have some seconds to finish, and `nightjar.run`
+        goes on with the others."""
         if self._thread is not None:
             self._thread.stop()
 
     def __iter__(self) -> Iterator[Item]:
-        """Every item as it ends, each once; waits for those that have not ended. Ctrl-C while it waits stops the run of a job here.
+        """Every item as it ends, each once; waits for those that have not ended. Ctrl-C while it waits
+        stops the run of a job here.
 
         It holds a bit for each item, and some items of the shard that it gives.
         """
@@ -153,11 +166,14 @@ class Job:
     def __len__(self) -> int:
         return self.status.items.total
 
-    def items(self, *, state: str | None = None, where: str | None = None, limit: int | None = None) -> Iterator[Item]:
-        """The items that have ended by now, in the order of the input; `state`: only those of one, such as `done` or `failed`.
+    def items(
+        self, *, state: str | None = None, where: str | None = None, limit: int | None = None
+    ) -> Iterator[Item]:
+        """The items that have ended by now, in the order of the input; `state`: only those of one, such as
+        `done` or `failed`.
 
-        `where`: only those that match a filter, such as `wer < 0.1 and distillmos > 3.5`; the text is that of `nightjar items --where`.
-        Raises `config.invalid` for a wrong one.
+        `where`: only those that match a filter, such as `wer < 0.1 and distillmos > 3.5`; the text is that
+        of `nightjar items --where`. Raises `config.invalid` for a wrong one.
         """
         if state is not None and str(state) not in _ENDED:
             raise unknown_name("state", str(state), sorted(one.value for one in _ENDED))
@@ -169,12 +185,13 @@ class Job:
         return islice(self._items(rows), limit if limit is None else max(limit, 0))
 
     def refused(self) -> Iterator[RejectedLine]:
-        """The lines of the input that became no item, the first 10,000 of them: `line`, `code`, `message` and `example_id` of each."""
+        """The lines of the input that became no item, the first 10,000 of them: `line`, `code`, `message`
+        and `example_id` of each."""
         return self._ledger.rejected_lines(self.id)
 
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
-        """Writes the items that have audio by now, as `nightjar export`; the path. `where` is a filter, as in `items`; `options` are those
-        of `jobs.export.export`."""
+        """Writes the items that have audio by now, as `nightjar export`; the path. `where` is a filter, as
+        in `items`; `options` are those of `jobs.export.export`."""
         from jobs.export import export, parse_splits
 
         check_type("to", to, (str, os.PathLike), "a path")
@@ -185,12 +202,25 @@ class Job:
         if isinstance(root := options.get("audio_root"), str):
             options["audio_root"] = Path(root)
         settings = self._settings
-        return Path(export(self._ledger, self._confirmed(), self.id, format, str(to), s3=settings.s3, where=_filter(where), **options).to)
+        return Path(
+            export(
+                self._ledger,
+                self._confirmed(),
+                self.id,
+                format,
+                str(to),
+                s3=settings.s3,
+                where=_filter(where),
+                **options,
+            ).to
+        )
 
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
-        """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export in `to`.
+        """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export
+        in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
+        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
+        item is left.
         """
         library = _library("datasets")
         files = self._exported_files("parquet", to, where, "data/*.parquet")
@@ -199,19 +229,28 @@ class Job:
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
+        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
+        item is left.
         """
         library = _library("lhotse")
         (file,) = self._exported_files("lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True)
         return cast("lhotse.CutSet", library.CutSet.from_file(file))
 
     def push_to_hub(
-        self, repository: str, *, private: bool | None = None, to: str | Path | None = None, where: str | None = None, **options: Any
+        self,
+        repository: str,
+        *,
+        private: bool | None = None,
+        to: str | Path | None = None,
+        where: str | None = None,
+        **options: Any,
     ) -> str:
-        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`; its address. Waits for the end of the job.
+        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`; its
+        address. Waits for the end of the job.
 
-        The token is that of `huggingface_hub`. `private`: of a dataset that is not there yet. `where` is a filter, as in `items`;
-        `options` are those of `jobs.export.export`. Raises `NightjarError`, for a missing token and an unreachable hub before the export.
+        The token is that of `huggingface_hub`. `private`: of a dataset that is not there yet. `where` is a
+        filter, as in `items`; `options` are those of `jobs.export.export`. Raises `NightjarError`, for a
+        missing token and an unreachable hub before the export.
         """
         from jobs.export.hub import check_push, push
 
@@ -230,8 +269,8 @@ class Job:
         return Report(Path(str(written)))
 
     def delete(self, *, yes: bool = False) -> Deleted:
-        """Deletes the job, which must have ended: its objects in the store and its rows in the ledger, as `nightjar delete`. Without `yes`
-        nothing is deleted; the result says what would be.
+        """Deletes the job, which must have ended: its objects in the store and its rows in the ledger, as
+        `nightjar delete`. Without `yes` nothing is deleted; the result says what would be.
 
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
@@ -239,7 +278,11 @@ class Job:
         if not yes:
             return measure_job(self._ledger, self._confirmed(), self.id)
         if self._thread is not None and self._thread.is_alive():
-            raise ServiceError(ErrorCode.LEDGER_STATE, "The run of this job has not ended.", "Use `job.wait()` or `job.stop()` first.")
+            raise ServiceError(
+                ErrorCode.LEDGER_STATE,
+                "The run of this job has not ended.",
+                "Use `job.wait()` or `job.stop()` first.",
+            )
         return delete_job(self._ledger, self._confirmed(), self.id)
 
     def _confirmed(self) -> ObjectStore:
@@ -255,7 +298,9 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.wait()
         else:
@@ -263,7 +308,9 @@ class Job:
 
     def __repr__(self) -> str:
         items = self.status.items
-        return f"Job({self.id!r}, {self.state}, {items.done} of {items.total} items done, {items.failed} failed)"
+        return (
+            f"Job({self.id!r}, {self.state}, {items.done} of {items.total} items done, {items.failed} failed)"
+        )
 
     def _repr_html_(self) -> str:
         lines = status_lines(self.status, self._settings.price_per_gpu_hour)
@@ -305,7 +352,11 @@ class Job:
 
     def _items(self, rows: Iterator[ItemRow]) -> Iterator[Item]:
         while page := list(islice(rows, _PAGE_ITEMS)):
-            kept = {draw.index: draw.draw for draw in self._ledger.draws_of(self.id, [row.index for row in page]) if draw.draw.kept}
+            kept = {
+                draw.index: draw.draw
+                for draw in self._ledger.draws_of(self.id, [row.index for row in page])
+                if draw.draw.kept
+            }
             for row in page:
                 audio, draw = row.artifact, kept.get(row.index)
                 yield Item(
@@ -332,8 +383,11 @@ class Job:
             options = {"replaces": [self.id], **options}
         return self.export(format, to, where=where, **options)
 
-    def _exported_files(self, format: str, to: str | Path | None, where: str | None, files: str, **options: Any) -> list[str]:
-        """The files of an export that a library reads. Raises `config.invalid` where it has no items: no library says so."""
+    def _exported_files(
+        self, format: str, to: str | Path | None, where: str | None, files: str, **options: Any
+    ) -> list[str]:
+        """The files of an export that a library reads. Raises `config.invalid` where it has no items: no
+        library says so."""
         found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
         if not found:
             filtered = "" if where is None else f" that match {str(_filter(where))!r}"
@@ -348,7 +402,11 @@ class Job:
             thread.seen = True
             raise thread.error
         if thread is not None and thread.stopped:
-            raise NightjarError(ErrorCode.LEDGER_STATE, "The run of this job was stopped.", "Make the same call again to continue.")
+            raise NightjarError(
+                ErrorCode.LEDGER_STATE,
+                "The run of this job was stopped.",
+                "Make the same call again to continue.",
+            )
 
     @contextmanager
     def _stopped_by_interrupts(self) -> Iterator[None]:
@@ -366,7 +424,9 @@ def _library(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         message = f"This needs the library {error.name}."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, f"Install it with: pip install {error.name}.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_MISSING_LIBRARY, message, f"Install it with: pip install {error.name}."
+        ) from None
 
 
 def _filter(text: str | None) -> Where | None:

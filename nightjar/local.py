@@ -23,7 +23,8 @@ _LOOK_SECONDS = 0.2
 
 
 def _at_end(call: Callable[[], None]) -> None:
-    """Calls when the main thread has ended. A function of `atexit` comes too late: thread pools are closed before, and a run needs them."""
+    """Calls when the main thread has ended. A function of `atexit` comes too late: thread pools are closed
+    before, and a run needs them."""
     register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(call)
@@ -32,8 +33,8 @@ def _at_end(call: Callable[[], None]) -> None:
 class LocalThread(threading.Thread):
     """Runs one job. The kernel ends its workers with this thread, so that it lives until they have ended.
 
-    A program that ends waits for it; one that ends by an error, such as Ctrl-C, and one that a person types in, stop the run, which the
-    same call goes on with.
+    A program that ends waits for it; one that ends by an error, such as Ctrl-C, and one that a person
+    types in, stop the run, which the same call goes on with.
     """
 
     def __init__(self, run: LocalRun, *, quiet: bool) -> None:
@@ -70,7 +71,8 @@ class LocalThread(threading.Thread):
         return self.job
 
     def stop(self) -> None:
-        """Stops the run and waits for it: items in the engine have some seconds to finish. A second interrupt ends it at once."""
+        """Stops the run and waits for it: items in the engine have some seconds to finish. A second
+        interrupt ends it at once."""
         self._stopping.set()
         try:
             while self.is_alive():

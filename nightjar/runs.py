@@ -1,4 +1,5 @@
-"""Jobs from Python: `run` makes one here, `submit` one for running workers, `find_job` finds one that was made before."""
+"""Jobs from Python: `run` makes one here, `submit` one for running workers, `find_job` finds one that was
+made before."""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ def run(
 ) -> Job:
     """Makes a job of an input and runs it on this machine, in the folder `out`; needs no other service.
 
-    `source` is a file as for `nightjar run`, or an iterable: of texts, of dialogues or rows (mappings), a `datasets.Dataset`, supervisions
-    or cuts of Lhotse. Returns when the input is read; the job goes on while the program does, and the program waits for it at its end.
-    If it is interrupted, the same call goes on with it. `gpu`: `0,1` or `all`, one worker for each.
+    `source` is a file as for `nightjar run`, or an iterable: of texts, of dialogues or rows (mappings), a
+    `datasets.Dataset`, supervisions or cuts of Lhotse. Returns when the input is read; the job goes on
+    while the program does, and the program waits for it at its end. If it is interrupted, the same call
+    goes on with it. `gpu`: `0,1` or `all`, one worker for each.
 
     Raises `NightjarError`, as the command line ends: with a code, a sentence and advice.
     """
@@ -62,8 +64,15 @@ def run(
 
 
 @advising()
-def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None, quiet: bool = False, **options: Unpack[JobOptions]) -> Job:
-    """Makes a job of an input for running workers, with the ledger, the broker and the store of the settings, as `nightjar submit`.
+def submit(
+    source: str | Path | Iterable[Any],
+    *,
+    out: str | Path | None = None,
+    quiet: bool = False,
+    **options: Unpack[JobOptions],
+) -> Job:
+    """Makes a job of an input for running workers, with the ledger, the broker and the store of the
+    settings, as `nightjar submit`.
 
     The same input with the same options is the same job. Raises `NightjarError`.
     """
@@ -80,7 +89,8 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
 
 @advising()
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
-    """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it is not remembered.
+    """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it
+    is not remembered.
 
     Raises `NotFoundError`.
     """
@@ -93,10 +103,17 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     return Job(found.id, found.store_url, settings)
 
 
-def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings) -> tuple[str, JobSpec, Settings]:
+def _input(
+    source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings
+) -> tuple[str, JobSpec, Settings]:
     """The file of an input, with the spec and the settings that read it."""
     if isinstance(source, str | Path):
-        if isinstance(source, str) and source != "-" and not is_remote(source) and not os.path.lexists(source):
+        if (
+            isinstance(source, str)
+            and source != "-"
+            and not is_remote(source)
+            and not os.path.lexists(source)
+        ):
             advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{source[:40]!r}])."
             raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {source[:300]!r}.", advice)
         return (str(source) if is_remote(str(source)) else check_source(str(source))), spec, settings
@@ -106,7 +123,9 @@ def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings
     return str(path), spec, settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
 
 
-def _resolved(spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True) -> ResolvedSpec:
+def _resolved(
+    spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True
+) -> ResolvedSpec:
     """The spec, checked against its model and, for a job that runs here, against the meters of its checks."""
     resolved = resolve(spec, options.input_format, voice_folder(settings))
     say = (lambda text: print(text, file=sys.stderr)) if fetch else (lambda text: None)

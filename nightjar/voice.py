@@ -21,7 +21,15 @@ from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from nightjar.advice import check_type
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
-from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError, nearest
+from pipelines.errors import (
+    ConfigError,
+    ErrorCode,
+    InputError,
+    NightjarError,
+    StoreError,
+    SynthesisError,
+    nearest,
+)
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.stored_voices import in_voice_of
@@ -51,9 +59,11 @@ class Sound:
         return len(self.samples) / self.sample_rate
 
     def save(self, path: str | Path) -> Path:
-        """Writes an audio file in the format of its extension, such as `.wav`, `.flac`, `.mp3` or `.opus`; the path.
+        """Writes an audio file in the format of its extension, such as `.wav`, `.flac`, `.mp3` or `.opus`;
+        the path.
 
-        Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that cannot be written.
+        Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that
+        cannot be written.
         """
         import soundfile
 
@@ -62,7 +72,9 @@ class Sound:
         kind = path.suffix[1:].lower()
         if kind not in AUDIO_FORMATS and kind.upper() not in soundfile.available_formats():
             advice = f"End the path with one of: {', '.join(f'.{name}' for name in AUDIO_FORMATS)}."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The path {str(path)!r:.200} does not say an audio format.", advice)
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, f"The path {str(path)!r:.200} does not say an audio format.", advice
+            )
         check_rate(kind, self.sample_rate)
         container, coding = ("OGG", "OPUS") if kind == "opus" else (kind.upper(), None)
         try:
@@ -73,7 +85,9 @@ class Sound:
             raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a path that you may write.") from error
         except soundfile.SoundFileError as error:
             message = f"The format {kind} cannot hold this speech: {error}."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use another format, such as .wav.") from error
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, message, "Use another format, such as .wav."
+            ) from error
         return path
 
     def __repr__(self) -> str:
@@ -99,9 +113,10 @@ class Voice:
     def speak(self, text: str, **asked: Any) -> Sound:
         """The speech of a text.
 
-        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of an input; `voice` may be that of
-        a stored voice. `reference` is a recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for
-        what the model cannot do, and `SynthesisError` (`synth.aborted`) after `close`.
+        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of
+        an input; `voice` may be that of a stored voice. `reference` is a recording of the voice to clone,
+        a path or the bytes of an audio file. Raises `InputError` for what the model cannot do, and
+        `SynthesisError` (`synth.aborted`) after `close`.
         """
         speech = submit(self._pipeline, self._request(text, asked)).result()
         return Sound(speech.samples, speech.sample_rate, text)
@@ -120,7 +135,9 @@ class Voice:
     def __enter__(self) -> Voice:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -139,13 +156,25 @@ class Voice:
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", advice)
         messages = [Message("user", "text", text)]
         if reference is not None:
-            check_type("reference", reference, (str, os.PathLike, bytes), "the path of a recording, or the bytes of its file")
-            messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
+            check_type(
+                "reference",
+                reference,
+                (str, os.PathLike, bytes),
+                "the path of a recording, or the bytes of its file",
+            )
+            messages.insert(
+                0,
+                Message(
+                    "user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))
+                ),
+            )
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)
         except msgspec.ValidationError as error:
             message = f"The settings cannot be used: {error}."
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says.") from None
+            raise InputError(
+                ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says."
+            ) from None
         seed = wanted.seed or 0
         check_seed(seed)
         messages, generation = self._in_voice(messages, msgspec.structs.replace(wanted, seed=None))
@@ -154,7 +183,11 @@ class Voice:
     def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
         """The messages and the settings in their stored voice, where they name one. Raises `InputError`."""
         asked = generation.voice
-        if asked is None or own_voice(asked, self.card.capabilities.voices) is not None or asked in OPENAI_VOICES:
+        if (
+            asked is None
+            or own_voice(asked, self.card.capabilities.voices) is not None
+            or asked in OPENAI_VOICES
+        ):
             return messages, generation
         # A voice may have been added since the model was opened.
         stored = JobVoices(self.card, voice_folder(load_settings()))
@@ -166,8 +199,8 @@ class Voice:
 
 
 def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
-    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such as `device="cuda"`, which
-    docs/models.md lists.
+    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such
+    as `device="cuda"`, which docs/models.md lists.
 
     Raises `ModelError`, and `ConfigError` for an option that the model does not have or cannot run with here.
     """
@@ -184,7 +217,11 @@ def _in_python(advice: str) -> str:
     named = _SETTING.sub(lambda found: f"the option `{_OPTIONS.get(found[1], found[1].lower())}`", advice)
     if named == advice:
         return advice
-    return named.replace("Unset ", "Leave out ").replace("unset it", "leave it out").replace("unset ", "leave out ")
+    return (
+        named.replace("Unset ", "Leave out ")
+        .replace("unset it", "leave it out")
+        .replace("unset ", "leave out ")
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,5 @@
-"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, and loudness after ITU-R BS.1770-4."""
+"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, and loudness
+after ITU-R BS.1770-4."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Loudness of everything that Nightjar writes, in LUFS (EBU R 128), and the highest peak that reaching it may cause.
+#: Loudness of everything that Nightjar writes, in LUFS (EBU R 128), and the highest peak that reaching it may
+#: cause.
 TARGET_LUFS = -23.0
 PEAK_LIMIT = 0.97
 
-#: What a file may claim, whatever its length in bytes: a FLAC of silence holds a thousand times as much as it takes to send.
+#: What a file may claim, whatever its length in bytes: a FLAC of silence holds a thousand times as much as it
+#: takes to send.
 MAX_SAMPLE_RATE = 192_000
 RATES = range(1_000, MAX_SAMPLE_RATE + 1)
 MAX_CHANNELS = 8
@@ -36,7 +39,8 @@ MAX_SAMPLES = 60 * MAX_SAMPLE_RATE * MAX_CHANNELS
 BLOCK_SAMPLES = 1 << 18
 _BLOCK_SECONDS, _HOPS_PER_BLOCK = 0.4, 4
 _ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
-#: Stages of the K-weighting: gain, frequency and quality of its shelf, frequency and quality of its high pass.
+#: Stages of the K-weighting: gain, frequency and quality of its shelf, frequency and quality of its high
+#: pass.
 _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5), 38.0, 0.5
 #: What a filter runs over at a time.
 _FILTERED_SAMPLES = 1 << 15
@@ -44,7 +48,11 @@ _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 _MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
 
 #: Container and coding of the formats that libsndfile writes, in its words.
-CONTAINERS: dict[str, tuple[str, str]] = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+CONTAINERS: dict[str, tuple[str, str]] = {
+    "flac": ("FLAC", "PCM_16"),
+    "mp3": ("MP3", "MPEG_LAYER_III"),
+    "opus": ("OGG", "OPUS"),
+}
 #: Of an Ogg page: where its stream's number, its checksum and the count of its segments are.
 _OGG_SERIAL, _OGG_CHECKSUM, _OGG_SEGMENTS = slice(14, 18), slice(22, 26), 26
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
@@ -60,11 +68,12 @@ def decode(
 ) -> tuple[NDArray[np.float32], int]:
     """Mono samples (float32 [samples]) and their rate in Hz, from a WAV, FLAC, OGG, MP3 or AIFF file.
 
-    Channels are averaged unless one is asked for by its index. With a `sample_rate` the samples are resampled to it (soxr,
-    high quality, or very high: for models whose reference does so). Decodes a block at a time, and nothing beyond
-    `max_seconds` and `MAX_SAMPLES`, whatever the file claims to hold. Raises `InputError`: `input.audio_unreadable` for what is
-    no audio, is empty, holds values that are not numbers or has another rate than `RATES` or more than `MAX_CHANNELS`;
-    `input.too_long` for more than `max_seconds` or `MAX_SAMPLES`.
+    Channels are averaged unless one is asked for by its index. With a `sample_rate` the samples are
+    resampled to it (soxr, high quality, or very high: for models whose reference does so). Decodes a block
+    at a time, and nothing beyond `max_seconds` and `MAX_SAMPLES`, whatever the file claims to hold. Raises
+    `InputError`: `input.audio_unreadable` for what is no audio, is empty, holds values that are not
+    numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
+    `max_seconds` or `MAX_SAMPLES`.
     """
     with _opened(data) as file:
         rate = _header(file, max_seconds).sample_rate
@@ -92,7 +101,8 @@ class AudioHeader:
 
 
 def read_header(data: bytes, max_seconds: float) -> AudioHeader:
-    """The header of an encoded file, within the bounds of `decode`; decodes nothing. Raises `InputError` as `decode` does."""
+    """The header of an encoded file, within the bounds of `decode`; decodes nothing. Raises `InputError`
+    as `decode` does."""
     with _opened(data) as file:
         return _header(file, max_seconds)
 
@@ -120,7 +130,8 @@ def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray
     """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
     blocks: list[NDArray[np.float32]] = []
     frames = 0
-    # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on standard error.
+    # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
+    # standard error.
     size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
     while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
         frames += len(block)
@@ -132,16 +143,23 @@ def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """A mono file; `wav` and `flac` have 16-bit PCM. `samples`: [samples], values outside [-1, 1] are clipped.
+    """A mono file; `wav` and `flac` have 16-bit PCM. `samples`: [samples], values outside [-1, 1] are
+    clipped.
 
-    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets as many samples as were
-    written: MP3 and Opus say in the file what the encoder added. Raises `SynthesisError` (`synth.nan`) for samples that are not numbers,
-    `ConfigError` for another format, for a sample rate that the format does not hold, or for more audio than a WAV file holds.
+    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets
+    as many samples as were written: MP3 and Opus say in the file what the encoder added. Raises
+    `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for another format, for
+    a sample rate that the format does not hold, or for more audio than a WAV file holds.
     """
-    # Each call of numpy may hand the interpreter to another thread, so there are few: most speech needs no clipping.
+    # Each call of numpy may hand the interpreter to another thread, so there are few: most speech needs no
+    # clipping.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise SynthesisError(ErrorCode.SYNTH_NAN, "The speech holds values that are not numbers.", "Try again, or report the model.")
+        raise SynthesisError(
+            ErrorCode.SYNTH_NAN,
+            "The speech holds values that are not numbers.",
+            "Try again, or report the model.",
+        )
     if low < -1 or high > 1:
         samples = np.clip(samples, np.float32(-1), np.float32(1))
     scaled = samples * np.float32(32767)
@@ -160,10 +178,11 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
-    """Mono samples [samples] at another rate in Hz, by soxr in high quality (HQ: 20 bits, more than the 16 that files have).
+    """Mono samples [samples] at another rate in Hz, by soxr in high quality (HQ: 20 bits, more than the 16
+    that files have).
 
-    The filter may overshoot: where that raises a peak above `PEAK_LIMIT`, all samples are scaled back to the peak of before, or to
-    the limit where that was lower. Equal rates return the samples as they are.
+    The filter may overshoot: where that raises a peak above `PEAK_LIMIT`, all samples are scaled back to
+    the peak of before, or to the limit where that was lower. Equal rates return the samples as they are.
     """
     if sample_rate == wanted or not len(samples):
         return samples
@@ -177,9 +196,9 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
 def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
     """Integrated loudness in LUFS of mono samples [samples]; -inf for silence.
 
-    ITU-R BS.1770-4 as pyloudnorm measures it: K-weighting, blocks of 400 ms that overlap by 75 %, the last of
-    which may miss up to half a hop at the end, gates at -70 LUFS and 10 LU below the ungated level. What is shorter than a
-    block is taken as one block.
+    ITU-R BS.1770-4 as pyloudnorm measures it: K-weighting, blocks of 400 ms that overlap by 75 %, the last
+    of which may miss up to half a hop at the end, gates at -70 LUFS and 10 LU below the ungated level.
+    What is shorter than a block is taken as one block.
     """
     if len(samples) == 0:
         return -math.inf
@@ -202,9 +221,11 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
 def normalize_loudness(
     samples: NDArray[np.float32], sample_rate: int, target_lufs: float = TARGET_LUFS, peak: float = PEAK_LIMIT
 ) -> tuple[NDArray[np.float32], float]:
-    """Samples [samples] scaled to `target_lufs`, or to `peak` where the target would exceed it, and their loudness in LUFS.
+    """Samples [samples] scaled to `target_lufs`, or to `peak` where the target would exceed it, and their
+    loudness in LUFS.
 
-    Scaling is all it does: the waveform keeps its shape. Silence comes back as it is, with a loudness of -inf.
+    Scaling is all it does: the waveform keeps its shape. Silence comes back as it is, with a loudness of
+    -inf.
     """
     before = loudness(samples, sample_rate)
     if before == -math.inf:
@@ -215,16 +236,24 @@ def normalize_loudness(
 
 @lru_cache(maxsize=16)
 def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Numerator and denominator of the K-weighting as one filter, each [5]: a single pass takes a third of the time of two.
+    """Numerator and denominator of the K-weighting as one filter, each [5]: a single pass takes a third of
+    the time of two.
 
     Its stages are a high shelf and a high pass, as the Audio EQ Cookbook of R. Bristow-Johnson has them.
     """
     (cosine, width), gain = _angle(_SHELF_HZ, _SHELF_Q, sample_rate), 10 ** (_SHELF_DB / 40)
     more, less, edge = gain + 1, gain - 1, 2 * math.sqrt(gain) * width
-    shelf = gain * np.array([more + less * cosine + edge, -2 * (less + more * cosine), more + less * cosine - edge])
-    below_shelf = np.array([more - less * cosine + edge, 2 * (less - more * cosine), more - less * cosine - edge])
+    shelf = gain * np.array(
+        [more + less * cosine + edge, -2 * (less + more * cosine), more + less * cosine - edge]
+    )
+    below_shelf = np.array(
+        [more - less * cosine + edge, 2 * (less - more * cosine), more - less * cosine - edge]
+    )
     cosine, width = _angle(_PASS_HZ, _PASS_Q, sample_rate)
-    high_pass, below_pass = (1 + cosine) / 2 * np.array([1.0, -2.0, 1.0]), np.array([1 + width, -2 * cosine, 1 - width])
+    high_pass, below_pass = (
+        (1 + cosine) / 2 * np.array([1.0, -2.0, 1.0]),
+        np.array([1 + width, -2 * cosine, 1 - width]),
+    )
     numerator, denominator = np.convolve(shelf, high_pass), np.convolve(below_shelf, below_pass)
     return numerator / denominator[0], denominator / denominator[0]
 
@@ -235,11 +264,13 @@ def _angle(hz: float, quality: float, sample_rate: int) -> tuple[float, float]:
     return math.cos(angle), math.sin(angle) / (2 * quality)
 
 
-def _filtered(numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: NDArray[np.float32]) -> NDArray[np.floating[Any]]:
+def _filtered(
+    numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: NDArray[np.float32]
+) -> NDArray[np.floating[Any]]:
     """`samples` [samples] through a recursive filter at rest, whose denominator begins with 1.
 
-    Outputs solve a triangular system with a band as wide as the denominator, a block at a time. `scipy.signal` has a function for it,
-    but takes half a second to import.
+    Outputs solve a triangular system with a band as wide as the denominator, a block at a time.
+    `scipy.signal` has a function for it, but takes half a second to import.
     """
     from scipy.linalg.blas import get_blas_funcs
 
@@ -266,14 +297,19 @@ def _finite(samples: NDArray[np.float32]) -> bool:
 
 def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
     if len(pcm) > _MAX_WAV_SAMPLES:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
+        )
     size = 2 * len(pcm)
-    header = _WAV_HEADER.pack(b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size)
+    header = _WAV_HEADER.pack(
+        b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size
+    )
     return header + pcm.tobytes()
 
 
 def ogg_pages(data: bytes) -> list[tuple[int, int]]:
-    """Where the pages of an Ogg file begin and end, as their headers say: the last one of a file that was cut ends behind it."""
+    """Where the pages of an Ogg file begin and end, as their headers say: the last one of a file that was
+    cut ends behind it."""
     pages: list[tuple[int, int]] = []
     end = 0
     while end < len(data):
@@ -285,9 +321,11 @@ def ogg_pages(data: bytes) -> list[tuple[int, int]]:
 
 
 def _with_steady_serial(data: bytes) -> bytes:
-    """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two files would be equal.
+    """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two
+    files would be equal.
 
-    The number has to differ between files, because files that are joined into one keep theirs (RFC 3533, section 4).
+    The number has to differ between files, because files that are joined into one keep theirs (RFC 3533,
+    section 4).
     """
     file = bytearray(data)
     pages = ogg_pages(data)
@@ -303,7 +341,8 @@ def _with_steady_serial(data: bytes) -> bytes:
 
 
 def _ogg_checksum(page: bytes) -> int:
-    """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from 0 and without inversion."""
+    """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from
+    0 and without inversion."""
     register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2)
 
@@ -318,4 +357,6 @@ def _unreadable(message: str) -> InputError:
 
 def _too_long(max_seconds: float) -> InputError:
     message = f"The audio is longer than {max_seconds:g} seconds, or has more than {MAX_SAMPLES:,} samples in all its channels."
-    return InputError(ErrorCode.INPUT_TOO_LONG, message, "Cut it, or give it with one channel and a lower rate.")
+    return InputError(
+        ErrorCode.INPUT_TOO_LONG, message, "Cut it, or give it with one channel and a lower rate."
+    )

@@ -1,4 +1,5 @@
-"""Formats of encoded audio: their names, the sample rates that they hold, and their media types. Imports no audio library."""
+"""Formats of encoded audio: their names, the sample rates that they hold, and their media types. Imports
+no audio library."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from pipelines.errors import ConfigError, ErrorCode
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
 #: Each is also the extension of its files.
 AUDIO_FORMATS: tuple[AudioFormat, ...] = get_args(AudioFormat)
-CONTENT_TYPES: dict[AudioFormat, str] = {"wav": "audio/wav", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg"}
+CONTENT_TYPES: dict[AudioFormat, str] = {
+    "wav": "audio/wav",
+    "flac": "audio/flac",
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+}
 #: The only sample rates of MPEG layer III and of Opus, in Hz. The other formats hold every rate.
 RATES_OF: dict[str, tuple[int, ...]] = {
     "mp3": (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000),
@@ -29,4 +35,8 @@ def check_rate(audio_format: str, sample_rate: int) -> None:
     if not holds_rate(audio_format, sample_rate):
         *first, last = map(str, RATES_OF[audio_format])
         message = f"The format {audio_format} has no sample rate of {sample_rate} Hz."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            message,
+            f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac.",
+        )

@@ -1,4 +1,5 @@
-"""Threads that end with their process, whatever they do: those of `concurrent.futures` are waited for at its end, for ever if need be."""
+"""Threads that end with their process, whatever they do: those of `concurrent.futures` are waited for at
+its end, for ever if need be."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ class DaemonThreads(Executor):
             if self._idle:
                 self._idle -= 1
             elif len(self._threads) < self._count:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads) + 1}", daemon=True)
+                thread = threading.Thread(
+                    target=self._run, name=f"{self._name}-{len(self._threads) + 1}", daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Takes nothing more and lets the threads end after what was submitted, or cancels it. `wait` returns once they ended."""
+        """Takes nothing more and lets the threads end after what was submitted, or cancels it. `wait`
+        returns once they ended."""
         with self._lock:
             self._closed = True
             waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []

@@ -1,4 +1,5 @@
-"""How long speech should be: from a text's length in units to seconds, with bounds that were learned. Imports no library."""
+"""How long speech should be: from a text's length in units to seconds, with bounds that were learned.
+Imports no library."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pipelines.languages import language_code
 
 #: Seconds that a length may always be off: breath, a pause, a codec's last frame.
 SLACK_SECONDS = 0.5
-#: Numbers are read in many words or few, markup is spelled out or skipped: such a text tells little of its length.
+#: Numbers are read in many words or few, markup is spelled out or skipped: such a text tells little of its
+#: length.
 WIDE_LOW, WIDE_HIGH = 0.1, 4.0
 
 
@@ -20,7 +22,8 @@ _DIGITS, _MARKS = "0123456789", ".!?;:,"
 
 @lru_cache(maxsize=1)
 def _foreign_signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
-    """(units beyond the one that every character counts, what counts so). Compiled at first use: `nightjar status` needs none."""
+    """(units beyond the one that every character counts, what counts so). Compiled at first use:
+    `nightjar status` needs none."""
     marks = "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]"
     ideographs = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
     signs = ((2.0, marks), (2.5, ideographs), (1.5, "[\uac00-\ud7af]"), (1.0, "[\u3040-\u30ff]"))
@@ -30,8 +33,8 @@ def _foreign_signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
 def text_units(text: str) -> float:
     """Length of a text as it is spoken, in letters of a spaced script.
 
-    A digit is read as a word and counts five, a mark is a pause and counts three; a Chinese character is a syllable and counts
-    three and a half, a Hangul block two and a half, a kana two.
+    A digit is read as a word and counts five, a mark is a pause and counts three; a Chinese character is a
+    syllable and counts three and a half, a Hangul block two and a half, a kana two.
     """
     # Counting is ten times as fast as a pattern, and every item's text is counted.
     units = len(text) + 4.0 * sum(map(text.count, _DIGITS)) + 2.0 * sum(map(text.count, _MARKS))
@@ -42,12 +45,14 @@ def text_units(text: str) -> float:
 
 @lru_cache(maxsize=1)
 def _unlike_prose() -> re.Pattern[str]:
-    """Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out, skip or shorten."""
+    """Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out,
+    skip or shorten."""
     return re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e<>/@#&=*_{}\[\]|~^%$+\\\n]|[A-Z]{2}|([^\w\s])\1|\s\s")
 
 
 def is_prose(text: str) -> bool:
-    """Whether the letters of a text tell how long its speech is: plain sentences of five words to two marks or more."""
+    """Whether the letters of a text tell how long its speech is: plain sentences of five words to two
+    marks or more."""
     marks = sum(map(text.count, _MARKS))
     spaced = not _foreign_signs()[1][1].search(text)
     return not (spaced and 2 * len(text.split()) < 5 * max(1, marks)) and not _unlike_prose().search(text)
@@ -56,8 +61,8 @@ def is_prose(text: str) -> bool:
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast a voice speaks: seconds = `base_seconds` + `seconds_per_unit` x `text_units(text)`.
 
-    Speech whose length is `low` to `high` times that, or off by no more than `slack_seconds`, is as long as it should be; that of
-    a text that is no prose, `WIDE_LOW` to `WIDE_HIGH` times.
+    Speech whose length is `low` to `high` times that, or off by no more than `slack_seconds`, is as long
+    as it should be; that of a text that is no prose, `WIDE_LOW` to `WIDE_HIGH` times.
     """
 
     base_seconds: float
@@ -74,14 +79,23 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def fits(self, seconds: float, expected_seconds: float, text: str) -> bool:
         """Whether speech of this length is as long as it should be."""
-        low, high = (self.low, self.high) if is_prose(text) else (min(self.low, WIDE_LOW), max(self.high, WIDE_HIGH))
-        return low * expected_seconds - self.slack_seconds <= seconds <= high * expected_seconds + self.slack_seconds
+        low, high = (
+            (self.low, self.high) if is_prose(text) else (min(self.low, WIDE_LOW), max(self.high, WIDE_HIGH))
+        )
+        return (
+            low * expected_seconds - self.slack_seconds
+            <= seconds
+            <= high * expected_seconds + self.slack_seconds
+        )
 
 
 def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:
     """The first pace that is for this voice and language, or None."""
     code = language_code(language or "")
     for pace in paces:
-        if pace.voice.casefold() in ("", (voice or "").casefold()) and language_code(pace.language) in ("", code):
+        if pace.voice.casefold() in ("", (voice or "").casefold()) and language_code(pace.language) in (
+            "",
+            code,
+        ):
             return pace
     return None

@@ -29,9 +29,11 @@ FRAMES_ADVICE = "Set SPEECH_ENGINE__KIND to native, or unset it."
 
 
 def check_frames_on_vllm() -> None:
-    """Raises `ConfigError` (`config.invalid`) where vLLM cannot draw frames of several codes: it does so with Triton, on a CPU too.
+    """Raises `ConfigError` (`config.invalid`) where vLLM cannot draw frames of several codes: it does so
+    with Triton, on a CPU too.
 
-    It imports neither. Says nothing where vLLM is not installed, or is told which of its model runners to take.
+    It imports neither. Says nothing where vLLM is not installed, or is told which of its model runners to
+    take.
     """
     told = "VLLM_USE_V2_MODEL_RUNNER" in os.environ
     if told or find_spec("vllm") is None or has_gpu() or entry_points(group="triton.backends", name="cpu"):

@@ -13,7 +13,8 @@ _LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
 
 
 class EngineMetrics(Collector):
-    """What the open pipelines of this process say of their engines, read at each scrape. Sizes of several add up."""
+    """What the open pipelines of this process say of their engines, read at each scrape. Sizes of several
+    add up."""
 
     def __init__(self, pipelines: Callable[[], Sequence[Pipeline]]) -> None:
         self._pipelines = pipelines
@@ -24,14 +25,36 @@ class EngineMetrics(Collector):
         opened = InfoMetricFamily("speech_engine", "How the engine of a model was opened.", labels=_LABELS)
         for pipeline, info in zip(pipelines, infos):
             reproducible = "yes" if info.reproducible else "no"
-            opened.add_metric((pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {})
+            opened.add_metric(
+                (pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {}
+            )
         yield opened
-        yield _gauge("speech_engine_slots", "Utterances that can run at the same time.", sum(info.slots for info in infos))
-        yield _gauge("speech_engine_waiting_room", "Requests that can wait for a slot.", sum(info.waiting_room for info in infos))
-        yield _gauge("speech_engine_batch_size", "Requests in the engine's running batch.", sum(one.running for one in stats))
-        yield _gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", sum(one.waiting for one in stats))
+        yield _gauge(
+            "speech_engine_slots",
+            "Utterances that can run at the same time.",
+            sum(info.slots for info in infos),
+        )
+        yield _gauge(
+            "speech_engine_waiting_room",
+            "Requests that can wait for a slot.",
+            sum(info.waiting_room for info in infos),
+        )
+        yield _gauge(
+            "speech_engine_batch_size",
+            "Requests in the engine's running batch.",
+            sum(one.running for one in stats),
+        )
+        yield _gauge(
+            "speech_engine_waiting",
+            "Requests that wait for a slot of the engine.",
+            sum(one.waiting for one in stats),
+        )
         yield _gauge("speech_engine_kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos))
-        yield _gauge("speech_engine_kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0.0))
+        yield _gauge(
+            "speech_engine_kv_use",
+            "Share of KV cache in use.",
+            max((one.kv_use for one in stats), default=0.0),
+        )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

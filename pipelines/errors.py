@@ -8,7 +8,8 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Every code that a line, an item, a shard or a command can end with. The set is closed: ledgers and scripts rely on it."""
+    """Every code that a line, an item, a shard or a command can end with. The set is closed: ledgers and
+    scripts rely on it."""
 
     # The line or the request is at fault: never retried.
     INPUT_BAD_JSON = "input.bad_json"
@@ -113,13 +114,15 @@ _RETRYABLE = frozenset(
 
 
 def nearest(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """`Did you mean 'heart'? ` with the nearest of the names that there are, and a space; empty where none is near."""
+    """`Did you mean 'heart'? ` with the nearest of the names that there are, and a space; empty where none
+    is near."""
     close = get_close_matches(name[:100].casefold(), list(known), n=1)
     return f"Did you mean {shown(close[0])}? " if close else ""
 
 
 class NightjarError(Exception):
-    """A failure with a closed `code`, one sentence that says what happened, and one that says what to do (`advice`)."""
+    """A failure with a closed `code`, one sentence that says what happened, and one that says what to do
+    (`advice`)."""
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
         super().__init__(message)
@@ -143,9 +146,16 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text, `meta` what a `Speech` would say of it."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text, `meta` what a
+    `Speech` would say of it."""
 
-    def __init__(self, message: str, advice: str, text_out: str, meta: Mapping[str, str | int | float | bool] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        advice: str,
+        text_out: str,
+        meta: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
@@ -155,7 +165,8 @@ class NoAudioError(SynthesisError):
 
 
 class EngineCrashError(NightjarError):
-    """The process that held the engine ended with requests in it, or its GPU is gone (`worker.crash`); says nothing about any request."""
+    """The process that held the engine ended with requests in it, or its GPU is gone (`worker.crash`);
+    says nothing about any request."""
 
 
 class StoreError(NightjarError):
@@ -171,7 +182,8 @@ class NotFoundError(NightjarError):
 
 
 class ModelError(NightjarError):
-    """A model that is unknown, broken or lacks an extra (`model.*`), or a meter without its library (`config.missing_library`)."""
+    """A model that is unknown, broken or lacks an extra (`model.*`), or a meter without its library
+    (`config.missing_library`)."""
 
 
 class ConfigError(NightjarError):

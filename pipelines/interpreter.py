@@ -1,4 +1,5 @@
-"""How a process that serves requests runs Python: few collections of garbage, and threads that give way soon."""
+"""How a process that serves requests runs Python: few collections of garbage, and threads that give way
+soon."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SWITCH_SECONDS = 0.0005
 def collect_seldom() -> None:
     """Leaves what was loaded so far out of the collections of garbage, and collects after more objects.
 
-    Requests and items make few cycles, and looking through a loaded model's library stops all threads for tenths of a second.
+    Requests and items make few cycles, and looking through a loaded model's library stops all threads for
+    tenths of a second.
     """
     gc.collect()
     gc.freeze()
@@ -22,6 +24,7 @@ def collect_seldom() -> None:
 
 
 def serve_threads() -> None:
-    """`collect_seldom`, and no thread waits for long while another computes: a first chunk crosses several of them."""
+    """`collect_seldom`, and no thread waits for long while another computes: a first chunk crosses several
+    of them."""
     collect_seldom()
     sys.setswitchinterval(SWITCH_SECONDS)

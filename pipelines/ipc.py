@@ -1,8 +1,9 @@
 """Messages between a process and its child: a channel over a socket pair, and memory that both can read.
 
-A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through the socket: the writer puts
-them into a file of the memory that has no name, and sends its descriptor with the message. Such memory is free as soon as the last
-process that holds its descriptor has closed it or died, so a killed process leaves nothing behind.
+A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through
+the socket: the writer puts them into a file of the memory that has no name, and sends its descriptor with
+the message. Such memory is free as soon as the last process that holds its descriptor has closed it or
+died, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ class Received(NamedTuple, Generic[T]):
 class Channel(Generic[T]):
     """One end of a socket pair. `send` may be called from any thread, `receive` from one.
 
-    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones. Messages go out in the order in
-    which they were sent, and nobody waits for that: at once where the socket has room, else on a thread.
+    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones.
+    Messages go out in the order in which they were sent, and nobody waits for that: at once where the
+    socket has room, else on a thread.
     """
 
-    def __init__(self, connection: socket.socket, incoming: type[T] | Any, maximum_bytes: int = MAXIMUM_BYTES) -> None:
+    def __init__(
+        self, connection: socket.socket, incoming: type[T] | Any, maximum_bytes: int = MAXIMUM_BYTES
+    ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._decode = msgspec.msgpack.Decoder(incoming).decode
@@ -85,7 +89,8 @@ class Channel(Generic[T]):
         self.post(self.pack(message, len(descriptors)), descriptors)
 
     def pack(self, message: object, descriptors: int = 0) -> bytes:
-        """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is too long."""
+        """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is
+        too long."""
         data = msgspec.msgpack.encode(message)
         if len(data) > self._maximum_bytes or descriptors > MAXIMUM_DESCRIPTORS:
             raise ValueError(f"a message of {len(data)} bytes and {descriptors} descriptors is too long")
@@ -114,8 +119,8 @@ class Channel(Generic[T]):
                 raise self._error
 
     def receive(self, seconds: float | None = None) -> Received[T]:
-        """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the other end is closed, and
-        `OSError` or `msgspec.MsgspecError` where the channel is of no more use."""
+        """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the
+        other end is closed, and `OSError` or `msgspec.MsgspecError` where the channel is of no more use."""
         deadline = None if seconds is None else time.monotonic() + seconds
         self._fill(_HEAD.size, deadline)
         size, count = _HEAD.unpack_from(self._buffer)
@@ -135,12 +140,14 @@ class Channel(Generic[T]):
             raise
 
     def shut_down(self) -> None:
-        """Ends both directions: whoever waits in `flush` or `receive`, at either end, stops waiting. Safe from any thread."""
+        """Ends both directions: whoever waits in `flush` or `receive`, at either end, stops waiting. Safe
+        from any thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket, once no thread uses it; what is not sent is dropped. May be called more than once."""
+        """Frees the socket, once no thread uses it; what is not sent is dropped. May be called more than
+        once."""
         self.shut_down()
         with self._changed:
             self._closed = True
@@ -158,10 +165,14 @@ class Channel(Generic[T]):
         while len(self._buffer) < size:
             try:
                 data, ancillary, flags, _ = self._connection.recvmsg(
-                    max(_READ_BYTES, min(size - len(self._buffer), 1 << 20)), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                    max(_READ_BYTES, min(size - len(self._buffer), 1 << 20)),
+                    _ANCILLARY_BYTES,
+                    socket.MSG_CMSG_CLOEXEC,
                 )
             except BlockingIOError:
-                if not self._poll(select.POLLIN, None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
+                if not self._poll(
+                    select.POLLIN, None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                ):
                     raise TimeoutError("the other end did not answer in time") from None
                 continue
             for level, kind, content in ancillary:
@@ -201,10 +212,15 @@ class Channel(Generic[T]):
                 self._changed.notify_all()
 
     def _sent(self, view: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        """Sends as much as the socket takes; what is left. Descriptors go with the first byte. Called inside the lock."""
+        """Sends as much as the socket takes; what is left. Descriptors go with the first byte. Called
+        inside the lock."""
         try:
             while view:
-                attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                attached = (
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+                    if descriptors
+                    else []
+                )
                 view = view[self._connection.sendmsg([view], attached) :]
                 descriptors = ()
         except BlockingIOError:
@@ -217,12 +233,15 @@ class Channel(Generic[T]):
 
 
 class Child(Generic[T]):
-    """A child process that runs a program of ours, and the channel to it, which is the child's standard input.
+    """A child process that runs a program of ours, and the channel to it, which is the child's standard
+    input.
 
     What libraries print goes to standard error. A session of its own keeps the terminal's signals away.
     """
 
-    def __init__(self, program: Sequence[str], incoming: type[T] | Any, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, program: Sequence[str], incoming: type[T] | Any, environment: Mapping[str, str] | None = None
+    ) -> None:
         """`program`: what follows the interpreter; `environment`: variables over those of this process."""
         flags = ["-P"] if sys.flags.safe_path else []
         ours, theirs = socket.socketpair()
@@ -257,14 +276,18 @@ class Child(Generic[T]):
 
 def beside_the_engine() -> dict[str, str]:
     """Variables of a child that leaves GPU and cores to the engine."""
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
 
 
 def parent_channel(incoming: type[T] | Any, *, die_with_parent: bool) -> Channel[T]:
     """The channel to the process that started this one by `Child`; standard input is empty from here on.
 
-    `die_with_parent` has the kernel kill this process when the thread that started it ends. A thread of this process would not do: a
-    library may hold the interpreter for minutes.
+    `die_with_parent` has the kernel kill this process when the thread that started it ends. A thread of
+    this process would not do: a library may hold the interpreter for minutes.
     """
     parent = int(os.environ.pop(_PARENT_PID))
     if die_with_parent and sys.platform == "linux":
@@ -300,7 +323,14 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, error: NightjarError) -> ErrorRecord:
         if isinstance(error, NoAudioError):
-            return cls(NoAudioError.__name__, error.code, error.message, error.advice, error.text_out, plain(error.meta))
+            return cls(
+                NoAudioError.__name__,
+                error.code,
+                error.message,
+                error.advice,
+                error.text_out,
+                plain(error.meta),
+            )
         kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
         return cls(kind, error.code, error.message, error.advice)
 
@@ -312,14 +342,18 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 def plain(meta: Meta) -> Meta:
-    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number becomes text."""
+    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number
+    becomes text."""
     values: dict[str, Any] = meta
     own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()}
+    return {
+        name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()
+    }
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:
-    """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes once it is sent.
+    """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes
+    once it is sent.
 
     Raises `OSError` where there is no memory or no descriptor left.
     """
@@ -337,7 +371,8 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
 def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """What was shared, as an array [values] of its own, and closes the descriptor.
 
-    It is copied: the mapping of Python 3.11 keeps a descriptor for as long as it lives, and costs as much time. Raises `OSError`.
+    It is copied: the mapping of Python 3.11 keeps a descriptor for as long as it lives, and costs as much
+    time. Raises `OSError`.
     """
     try:
         kind = np.dtype(dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-#: ISO 639-1 (of Cantonese, which has no such code, ISO 639-3) -> the name, as far as a model or a meter of ours knows the language.
+#: ISO 639-1 (of Cantonese, which has no such code, ISO 639-3) -> the name, as far as a model or a meter of
+#: ours knows the language.
 _NAMES = {
     "ar": "arabic",
     "de": "german",
@@ -25,7 +26,8 @@ _CODES = {name: code for code, name in _NAMES.items()}
 
 
 def language_code(asked: str) -> str:
-    """The code of a language that is given by its name or its tag (`English`, `en`, `en-US`, `en_US`); another name as it is."""
+    """The code of a language that is given by its name or its tag (`English`, `en`, `en-US`, `en_US`);
+    another name as it is."""
     name = asked.strip().casefold().replace("_", "-").partition("-")[0]
     return _CODES.get(name, name)
 
@@ -34,4 +36,6 @@ def language_of(asked: str, languages: tuple[str, ...]) -> str | None:
     """The language of a model that is asked for by its name or code; None: the model does not have it."""
     name = asked.strip().casefold()
     by_name = next((language for language in languages if language.casefold() == name), None)
-    return by_name or next((language for language in languages if language_code(language) == language_code(asked)), None)
+    return by_name or next(
+        (language for language in languages if language_code(language) == language_code(asked)), None
+    )

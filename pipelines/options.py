@@ -21,9 +21,11 @@ _converting = threading.Lock()
 
 
 def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
-    """The dataclass `kind` of options by name. `others`: options that a person may give too, and that are not read here.
+    """The dataclass `kind` of options by name. `others`: options that a person may give too, and that are
+    not read here.
 
-    Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one cannot have.
+    Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one
+    cannot have.
     """
     known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(given) - known):
@@ -34,4 +36,6 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
         with _converting:
             return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out."
+        ) from error

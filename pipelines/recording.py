@@ -1,4 +1,5 @@
-"""Recordings of voices to clone: what they must be, how they are read, and a cache of what a model made of them.
+"""Recordings of voices to clone: what they must be, how they are read, and a cache of what a model made of
+them.
 
 Imports no model library: submit looks at every recording as the models do.
 """
@@ -30,23 +31,34 @@ _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
 def check_encoded(recording: bytes) -> None:
-    """Raises `InputError` for an encoded audio file that no model can clone a voice from, as `decode_recording` and
-    `check_recording` do."""
+    """Raises `InputError` for an encoded audio file that no model can clone a voice from, as
+    `decode_recording` and `check_recording` do."""
     check_recording(*decode_recording(recording))
 
 
 def decode_recording(
-    recording: bytes, sample_rate: int | None = None, *, channel: int | None = None, quality: Literal["HQ", "VHQ"] = "HQ"
+    recording: bytes,
+    sample_rate: int | None = None,
+    *,
+    channel: int | None = None,
+    quality: Literal["HQ", "VHQ"] = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
-    """As `pipelines.audio.decode`, with no more decoded than a recording may have: what is longer is `input.reference_length`."""
+    """As `pipelines.audio.decode`, with no more decoded than a recording may have: what is longer is
+    `input.reference_length`."""
     from pipelines.audio import decode  # only where there is audio to read
 
     try:
-        return decode(recording, sample_rate, max_seconds=MAX_REFERENCE_SECONDS, channel=channel, quality=quality)
+        return decode(
+            recording, sample_rate, max_seconds=MAX_REFERENCE_SECONDS, channel=channel, quality=quality
+        )
     except InputError as error:
         if error.code is not ErrorCode.INPUT_TOO_LONG:
             raise
-        raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, error.message.replace("audio", "reference audio", 1), _BEST_LENGTH) from error
+        raise InputError(
+            ErrorCode.INPUT_REFERENCE_LENGTH,
+            error.message.replace("audio", "reference audio", 1),
+            _BEST_LENGTH,
+        ) from error
 
 
 def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
@@ -61,13 +73,18 @@ def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
             _BEST_LENGTH,
         )
     if float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) < SILENCE:
-        raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")
+        raise InputError(
+            ErrorCode.INPUT_REFERENCE_SILENT,
+            "The reference audio is silent.",
+            "Give a recording with a clear voice.",
+        )
 
 
 def read_recording(
     recording: bytes, sample_rate: int, *, channel: int | None = None, quality: Literal["HQ", "VHQ"] = "HQ"
 ) -> NDArray[np.float32]:
-    """Samples [n] of an encoded audio file at `sample_rate`; `channel` and `quality` are those of `pipelines.audio.decode`.
+    """Samples [n] of an encoded audio file at `sample_rate`; `channel` and `quality` are those of
+    `pipelines.audio.decode`.
 
     Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`.
     """
@@ -79,7 +96,8 @@ def read_recording(
 class RecordingCache(Generic[T]):
     """What was made of the last `capacity` recordings, by their content.
 
-    A recording that is asked for again while it is worked on is waited for; others are worked on meanwhile, a few at once.
+    A recording that is asked for again while it is worked on is waited for; others are worked on
+    meanwhile, a few at once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -92,7 +110,8 @@ class RecordingCache(Generic[T]):
     def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
         """What `make` made of this recording when first asked for in this variant.
 
-        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises; then nothing is kept.
+        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises;
+        then nothing is kept.
         """
         key = hashlib.sha256(recording).hexdigest(), variant
         with self._lock:
@@ -126,9 +145,13 @@ def _with_memory(make: Callable[[], T]) -> T:
     try:
         return make()
     except RuntimeError as error:
-        from kernels.cuda_graphs import lacks_memory  # whoever makes something of a recording has imported torch
+        from kernels.cuda_graphs import (
+            lacks_memory,
+        )  # whoever makes something of a recording has imported torch
 
         if not lacks_memory(error):
             raise
         message = f"The device ran out of memory over the reference audio: {error}."
-        raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error
+        raise SynthesisError(
+            ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine."
+        ) from error

@@ -34,15 +34,17 @@ _WRITES_PER_LOOK = 64
 
 
 class RecordingFiles:
-    """A folder of files of up to `maximum_bytes` together, those used last; the owner alone can read and write them.
+    """A folder of files of up to `maximum_bytes` together, those used last; the owner alone can read and
+    write them.
 
-    A file is the SHA-256 of what follows, and arrays in the format safetensors. Its name is made of the recording's content, the
-    model's identity and the variant. Files that are damaged, or that others could have written, are not read. Where the folder cannot
-    be used, one warning says so and nothing is kept.
+    A file is the SHA-256 of what follows, and arrays in the format safetensors. Its name is made of the
+    recording's content, the model's identity and the variant. Files that are damaged, or that others could
+    have written, are not read. Where the folder cannot be used, one warning says so and nothing is kept.
     """
 
     def __init__(self, folder: Path, maximum_bytes: int, identity: Callable[[], str]) -> None:
-        """`identity` names what the arrays depend on besides the recording; a thread begins to work it out now, since it may take long."""
+        """`identity` names what the arrays depend on besides the recording; a thread begins to work it out
+        now, since it may take long."""
         self._folder = folder
         self._maximum_bytes = maximum_bytes
         self._identity: Future[str] = Future()
@@ -51,8 +53,11 @@ class RecordingFiles:
         self._warned = False
         threading.Thread(target=self._identify, args=(identity,), name="fingerprint", daemon=True).start()
 
-    def get(self, recording: bytes, variant: str, make: Callable[[], Arrays], fits: Callable[[Arrays], bool]) -> Arrays:
-        """The arrays that were made of this recording in this variant, or else what `make` makes of it now, which is kept.
+    def get(
+        self, recording: bytes, variant: str, make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
+    ) -> Arrays:
+        """The arrays that were made of this recording in this variant, or else what `make` makes of it
+        now, which is kept.
 
         Arrays that do not pass `fits` count as damaged. Raises what `make` raises; then nothing is kept.
         """
@@ -145,4 +150,6 @@ class RecordingFiles:
         with self._lock:
             first, self._warned = not self._warned, True
         if first:
-            log.warning("prepared voices cannot be kept in %s (%s); set SPEECH_ENGINE__VOICE_CACHE", self._folder, why)
+            log.warning(
+                "prepared voices cannot be kept in %s (%s); set SPEECH_ENGINE__VOICE_CACHE", self._folder, why
+            )

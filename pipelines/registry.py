@@ -1,4 +1,5 @@
-"""Which models there are, and how a name or a folder becomes a pipeline. Loads no model library until one is opened."""
+"""Which models there are, and how a name or a folder becomes a pipeline. Loads no model library until one
+is opened."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class ModelCard:
     #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
     name: str
     family: str
-    #: What decodes its requests: `native` is ours. Where there is a choice, what is taken here if nobody chooses.
+    #: What decodes its requests: `native` is ours. Where there is a choice, what is taken here if nobody
+    #: chooses.
     engine: Literal["cpu", "native", "vllm"]
     #: Hz of the speech it makes.
     sample_rate: int
@@ -39,26 +41,30 @@ class ModelCard:
     revision: str = ""
     #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
     seconds_per_character: float = 0.07
-    #: How the engine can run a frame, by the names that its option `executor` takes; empty where there is no choice.
+    #: How the engine can run a frame, by the names that its option `executor` takes; empty where there is no
+    #: choice.
     executors: tuple[str, ...] = ()
-    #: The engines that can run it, by the names that its option `engine` takes; empty where there is no choice.
+    #: The engines that can run it, by the names that its option `engine` takes; empty where there is no
+    #: choice.
     engines: tuple[Literal["native", "vllm"], ...] = ()
     #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
     rtf: float | None = None
     #: How long its speech is, learned from much of it (`python -m benchmarks.paces`); None: unknown.
     pace: Pace | None = None
-    #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is cheap, loads no model and
-    #: raises `InputError` for what the model would refuse; None: nothing is known before the model looks at it.
+    #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is
+    #: cheap, loads no model and raises `InputError` for what the model would refuse; None: nothing is known
+    #: before the model looks at it.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
-    #: What a run on this machine asks of an engine before it starts: cheap, and raises `ConfigError` where the engine cannot run the model
-    #: here; None: nothing is known before it is opened.
+    #: What a run on this machine asks of an engine before it starts: cheap, and raises `ConfigError` where
+    #: the engine cannot run the model here; None: nothing is known before it is opened.
     check_engine: Callable[[str], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an object with both."""
+    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an
+    object with both."""
 
     describe: Callable[[], ModelCard]
     load: Callable[..., Pipeline]
@@ -66,7 +72,8 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint on the model hub. Its card says what was published; `describe` reads the checkpoint itself."""
+    """A checkpoint on the model hub. Its card says what was published; `describe` reads the checkpoint
+    itself."""
 
     hub_id: str
     card: ModelCard
@@ -76,9 +83,9 @@ class Published:
 class Family:
     """How the folder of a checkpoint family is recognised, and the package that reads it.
 
-    The package has a module `config` with `describe(folder) -> ModelCard`, which reads configs and imports no torch, and a module
-    `pipeline` with `open_pipeline(folder, **options) -> Pipeline`. Both raise `ModelError` (`model.bad_checkpoint`) for a faulty folder.
-    Each is imported when it is needed.
+    The package has a module `config` with `describe(folder) -> ModelCard`, which reads configs and imports
+    no torch, and a module `pipeline` with `open_pipeline(folder, **options) -> Pipeline`. Both raise
+    `ModelError` (`model.bad_checkpoint`) for a faulty folder. Each is imported when it is needed.
     """
 
     name: str
@@ -92,13 +99,13 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch; its pipeline takes what that
-    #: prepared.
+    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch;
+    #: its pipeline takes what that prepared.
     frontend: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
     vllm_model: str = ""
-    #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is prepared for), `text_first`,
-    #: `voice_cache`.
+    #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is
+    #: prepared for), `text_first`, `voice_cache`.
     options: frozenset[str] = frozenset()
 
     def describe(self, folder: Path) -> ModelCard:
@@ -110,7 +117,8 @@ class Family:
         return self._module("pipeline").open_pipeline(folder, **options)
 
     def open_frontend(self, folder: Path) -> Frontend | None:
-        """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing does."""
+        """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing
+        does."""
         return self._module("frontend").open_frontend(folder) if self.frontend else None
 
     def _module(self, name: str) -> Any:
@@ -118,12 +126,32 @@ class Family:
 
 
 def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
-    card = ModelCard(f"qwen3-tts-{kind}", "qwen3_tts", "native", 24_000, capabilities, executors=("eager", "graph", "megakernel"))
+    card = ModelCard(
+        f"qwen3-tts-{kind}",
+        "qwen3_tts",
+        "native",
+        24_000,
+        capabilities,
+        executors=("eager", "graph", "megakernel"),
+    )
     return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
 
 
-# Published values of codec_language_id and spk_id in config.json; dialects are spoken by their voices and cannot be asked for.
-_LANGUAGES = ("auto", "chinese", "english", "german", "italian", "portuguese", "spanish", "japanese", "korean", "french", "russian")
+# Published values of codec_language_id and spk_id in config.json; dialects are spoken by their voices and
+# cannot be asked for.
+_LANGUAGES = (
+    "auto",
+    "chinese",
+    "english",
+    "german",
+    "italian",
+    "portuguese",
+    "spanish",
+    "japanese",
+    "korean",
+    "french",
+    "russian",
+)
 _VOICES = ("serena", "vivian", "uncle_fu", "ryan", "aiden", "ono_anna", "sohee", "eric", "dylan")
 _BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True)
 _CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
@@ -158,19 +186,23 @@ FAMILIES: tuple[Family, ...] = (
         options=frozenset({"streams"}),
     ),
 )
-PUBLISHED: dict[str, tuple[Family, Published]] = {one.card.name: (family, one) for family in FAMILIES for one in family.published}
+PUBLISHED: dict[str, tuple[Family, Published]] = {
+    one.card.name: (family, one) for family in FAMILIES for one in family.published
+}
 
 
 _registered: dict[str, Provider] = {}
 
 
 def has_option(card: ModelCard, option: str) -> bool:
-    """Whether a model on our own engine is opened with this option, one of those that `Family.options` lists."""
+    """Whether a model on our own engine is opened with this option, one of those that `Family.options`
+    lists."""
     return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
 def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:
-    """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that removes it.
+    """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that
+    removes it.
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
     """
@@ -190,8 +222,8 @@ def is_registered(model: str) -> bool:
 def describe(model: str) -> ModelCard:
     """The card of a registry name or a checkpoint folder, without loading weights.
 
-    For a published checkpoint it fetches the config files, unless the hub's cache has them.
-    Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
+    For a published checkpoint it fetches the config files, unless the hub's cache has them. Raises
+    `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
     """
     provider = _provider(model)
     if provider is not None:
@@ -205,8 +237,9 @@ def describe(model: str) -> ModelCard:
 def open_pipeline(model: str, **options: Any) -> Pipeline:
     """Loads a model by registry name or checkpoint folder; `options` are those of its family.
 
-    For a published checkpoint it downloads the weights (safetensors only), unless the hub's cache has them.
-    Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
+    For a published checkpoint it downloads the weights (safetensors only), unless the hub's cache has
+    them. Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or
+    `model.unreachable`.
     """
     provider = _provider(model)
     if provider is not None:
@@ -217,7 +250,8 @@ def open_pipeline(model: str, **options: Any) -> Pipeline:
 
 
 def open_frontend(model: str) -> Frontend | None:
-    """What prepares requests for a model, outside of the process that `open_pipeline` opened it in; None where its family has none.
+    """What prepares requests for a model, outside of the process that `open_pipeline` opened it in; None
+    where its family has none.
 
     Raises as `open_pipeline`.
     """
@@ -234,7 +268,8 @@ def model_names() -> list[str]:
 
 
 def list_models() -> list[ModelCard]:
-    """The cards of all registry names, by name. Touches no network: published checkpoints show what was published."""
+    """The cards of all registry names, by name. Touches no network: published checkpoints show what was
+    published."""
     cards = {name: published.card for name, (_, published) in PUBLISHED.items()}
     for name in (*_entry_point_names(), *BUILT_IN, *_registered):
         provider = _provider(name)
@@ -256,7 +291,9 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted(name for family in families for name in family.model_types))
-    raise _bad_checkpoint(folder, f"has the unknown model_type {model_type[:80]!r}", f"Supported are: {known}.")
+    raise _bad_checkpoint(
+        folder, f"has the unknown model_type {model_type[:80]!r}", f"Supported are: {known}."
+    )
 
 
 class _Config(msgspec.Struct):
@@ -271,14 +308,18 @@ def _model_type(path: Path) -> str:
     try:
         # A FIFO or a device would block or never end, so only a plain file is opened.
         if not path.is_file():
-            raise _bad_checkpoint(folder, "has no config.json", "Give the folder that was published, with all its files.")
+            raise _bad_checkpoint(
+                folder, "has no config.json", "Give the folder that was published, with all its files."
+            )
         with path.open("rb") as file:
             data = file.read(_CONFIG_BYTES + 1)
         if len(data) > _CONFIG_BYTES:
             raise _bad_checkpoint(folder, f"has a config.json over {_CONFIG_BYTES >> 20} MiB")
         return _decode_config(data).model_type
     except OSError as error:
-        raise _bad_checkpoint(folder, f"has a config.json that cannot be read ({error.strerror})", "Check its permissions.") from error
+        raise _bad_checkpoint(
+            folder, f"has a config.json that cannot be read ({error.strerror})", "Check its permissions."
+        ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _bad_checkpoint(folder, f"has a config.json that is not a model's ({error})") from error
 
@@ -319,7 +360,11 @@ def _folder(model: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         reason = "does not exist or cannot be read"
     if looks_like_path:
-        raise ModelError(ErrorCode.MODEL_UNKNOWN, f"{_short(model)} {reason}.", "Give the folder that holds the checkpoint's config.json.")
+        raise ModelError(
+            ErrorCode.MODEL_UNKNOWN,
+            f"{_short(model)} {reason}.",
+            "Give the folder that holds the checkpoint's config.json.",
+        )
     names = model_names()
     hint = nearest(model, names).rstrip() or "Give a checkpoint folder or one of: " + ", ".join(names) + "."
     raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)

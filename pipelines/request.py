@@ -1,4 +1,5 @@
-"""What goes into a pipeline and what comes out, in the model-neutral words of a dialogue. Imports no model library."""
+"""What goes into a pipeline and what comes out, in the model-neutral words of a dialogue. Imports no model
+library."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ EngineState = Literal["ready", "starting", "broken"]
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The optional `generation` object of a dialogue line, and the job's defaults for it. None means: the model's own default."""
+    """The optional `generation` object of a dialogue line, and the job's defaults for it. None means: the
+    model's own default."""
 
     voice: str | None = None
     language: str | None = None
@@ -54,7 +56,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     roles: dict[SpokenRole, Generation] | None = None
 
     def of(self, role: SpokenRole) -> Generation:
-        """The settings of one role's turns. `reference_text` outside of `roles` belongs to the user's recording."""
+        """The settings of one role's turns. `reference_text` outside of `roles` belongs to the user's
+        recording."""
         said = self.reference_text if role == "user" else None
         whole = msgspec.structs.replace(self, roles=None, reference_text=said)
         own = None if self.roles is None else self.roles.get(role)
@@ -69,8 +72,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """One `[role, modality, content]` of a dialogue.
 
-    `content` is the text, or for audio the path or key as the line gives it; in a `SynthesisRequest` audio that was
-    loaded is the bytes of the encoded file (WAV, FLAC, OGG or MP3).
+    `content` is the text, or for audio the path or key as the line gives it; in a `SynthesisRequest` audio
+    that was loaded is the bytes of the encoded file (WAV, FLAC, OGG or MP3).
     """
 
     role: Role
@@ -80,15 +83,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class SynthesisRequest:
-    """One item to synthesize. Equal requests get equal noise, whatever else is in the running batch, and equal bits where
-    `EngineInfo.reproducible` says so."""
+    """One item to synthesize. Equal requests get equal noise, whatever else is in the running batch, and
+    equal bits where `EngineInfo.reproducible` says so."""
 
     request_id: str
     messages: tuple[Message, ...]
     generation: Generation = field(default_factory=Generation)
     #: Seed of all noise of this request, 0 <= seed < 2**63.
     seed: int = 0
-    #: Whether the text goes on after its beginning here: the rest comes by `Handle.append`. For models with `capabilities.text_in`.
+    #: Whether the text goes on after its beginning here: the rest comes by `Handle.append`. For models with
+    #: `capabilities.text_in`.
     text_open: bool = False
 
 
@@ -103,16 +107,18 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     recording: bytes | None = None
 
 
-#: Turns the next piece of a text, and whether it is the last one, into the ids of its tokens that are certain and were not given before.
-#: Raises `InputError` for what the model does not take; the text may go on.
+#: Turns the next piece of a text, and whether it is the last one, into the ids of its tokens that are certain
+#: and were not given before. Raises `InputError` for what the model does not take; the text may go on.
 TextPieces = Callable[[str, bool], list[int]]
 
 
 class Frontend(Protocol):
-    """The part of a pipeline that needs neither weights nor a device. It runs where the engine does not; `pipelines.registry.Family`."""
+    """The part of a pipeline that needs neither weights nor a device. It runs where the engine does not;
+    `pipelines.registry.Family`."""
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The request, and what takes the rest of a text that is open. Raises `InputError` for a request that the model cannot serve."""
+        """The request, and what takes the rest of a text that is open. Raises `InputError` for a request
+        that the model cannot serve."""
         ...
 
 
@@ -213,8 +219,8 @@ class EngineInfo:
     waiting_room: int = 0
     device: str = ""
     dtype: str = ""
-    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`), then what else was chosen that
-    #: changes bits (such as `packed prefill`); empty where there is no choice.
+    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`), then
+    #: what else was chosen that changes bits (such as `packed prefill`); empty where there is no choice.
     executor: str = ""
     kernels: str = ""
     #: Pages of the KV cache, and positions of a page; 0 where an engine has none.
@@ -252,7 +258,8 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
     kv_use: float = 0.0
-    #: `starting`: requests wait until the engine is there (again); `broken`: it is given up, and the pipeline must be opened anew.
+    #: `starting`: requests wait until the engine is there (again); `broken`: it is given up, and the pipeline
+    #: must be opened anew.
     state: EngineState = "ready"
 
 
@@ -260,15 +267,17 @@ class Handle(Protocol):
     """A request that was started. Its methods may be called from any thread, and wait for nothing."""
 
     def append(self, text: str | list[int], final: bool) -> None:
-        """More of a text that is open; `final` ends it. What comes after that, or after the request's end, is ignored.
+        """More of a text that is open; `final` ends it. What comes after that, or after the request's end,
+        is ignored.
 
-        Of a `PreparedRequest` it is the ids of the frontend's `TextPieces`. Raises `InputError` for what the model does not take; the
-        request goes on.
+        Of a `PreparedRequest` it is the ids of the frontend's `TextPieces`. Raises `InputError` for what
+        the model does not take; the request goes on.
         """
         ...
 
     def cancel(self) -> None:
-        """Ends the request: nothing is heard of it any more but a chunk that is on its way. Does nothing after the end."""
+        """Ends the request: nothing is heard of it any more but a chunk that is on its way. Does nothing
+        after the end."""
         ...
 
 
@@ -284,12 +293,16 @@ class Pipeline(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """Starts a request, whose speech comes whole or as a `stream` of chunks; `submit` and `stream` are for those who wait for it.
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
+        """Starts a request, whose speech comes whole or as a `stream` of chunks; `submit` and `stream` are
+        for those who wait for it.
 
-        Blocks while the waiting room is full, but not for a stream: whoever asks for streams bounds them. `PreparedRequest` comes only to
-        families with a `Frontend`. Raises `NightjarError` for a request that is refused: `InputError` for one that the model cannot serve,
-        before any engine work, and `SynthesisError` (`synth.aborted`) once the pipeline is closed.
+        Blocks while the waiting room is full, but not for a stream: whoever asks for streams bounds them.
+        `PreparedRequest` comes only to families with a `Frontend`. Raises `NightjarError` for a request
+        that is refused: `InputError` for one that the model cannot serve, before any engine work, and
+        `SynthesisError` (`synth.aborted`) once the pipeline is closed.
         """
         ...
 
@@ -301,7 +314,8 @@ class Pipeline(Protocol):
 
 
 def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
-    """Starts a request; the future of its speech, whose exception is a `NightjarError`. Blocks and raises as `Pipeline.start`."""
+    """Starts a request; the future of its speech, whose exception is a `NightjarError`. Blocks and raises
+    as `Pipeline.start`."""
     future: Future[Speech] = Future()
     future.set_running_or_notify_cancel()
 
@@ -316,7 +330,8 @@ def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
 
 
 def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk]:
-    """The chunks of a stream that the first `next` starts; closing the iterator ends it. Raises as `Pipeline.start`, and its failure."""
+    """The chunks of a stream that the first `next` starts; closing the iterator ends it. Raises as
+    `Pipeline.start`, and its failure."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     handle = pipeline.start(request, events.put, stream=True)
     try:
@@ -329,18 +344,31 @@ def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk
 
 
 def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
-    """Raises `InputError` (`input.unsupported`) for a stream, or a text in pieces, that the model cannot do."""
+    """Raises `InputError` (`input.unsupported`) for a stream, or a text in pieces, that the model cannot
+    do."""
     if stream and not pipeline.capabilities.streaming:
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} cannot stream.", "Ask for whole speech.")
-    if isinstance(request, SynthesisRequest) and request.text_open and not (stream and pipeline.capabilities.text_in):
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} takes no text in pieces.", "Give it whole sentences.")
+        raise InputError(
+            ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} cannot stream.", "Ask for whole speech."
+        )
+    if (
+        isinstance(request, SynthesisRequest)
+        and request.text_open
+        and not (stream and pipeline.capabilities.text_in)
+    ):
+        raise InputError(
+            ErrorCode.INPUT_UNSUPPORTED,
+            f"The model {pipeline.name} takes no text in pieces.",
+            "Give it whole sentences.",
+        )
 
 
 class Listener:
-    """Hands on what comes of one request until its end, in order, whichever threads it comes from. A `Handle` of a text that is whole."""
+    """Hands on what comes of one request until its end, in order, whichever threads it comes from. A
+    `Handle` of a text that is whole."""
 
     def __init__(self, on_event: OnEvent, over: Callable[[bool], None]) -> None:
-        """`over` is called once, after the end, with whether the request is done: not so after an error or `cancel`."""
+        """`over` is called once, after the end, with whether the request is done: not so after an error or
+        `cancel`."""
         self._on_event = on_event
         self._over = over
         self._order = threading.RLock()

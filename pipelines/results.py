@@ -39,18 +39,26 @@ class RequestInfo:
     text: str
     sample_rate: int
     meta: Meta
-    #: Whether speech that reached its limit without an end is handed over instead of failing with `synth.no_eos`.
+    #: Whether speech that reached its limit without an end is handed over instead of failing with
+    #: `synth.no_eos`.
     keep_unfinished: bool
 
     def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
-        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted without an end."""
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted
+        without an end."""
         if finish == "length" and not self.keep_unfinished:
             advice = "Try another seed, a shorter text or a larger max_seconds."
-            raise SynthesisError(ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice)
+            raise SynthesisError(
+                ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice
+            )
 
-    def speech(self, samples: NDArray[np.float32], frames: int, finish: str, text_out: str | None = None) -> Speech:
+    def speech(
+        self, samples: NDArray[np.float32], frames: int, finish: str, text_out: str | None = None
+    ) -> Speech:
         """The result, of so many frames, with how it ended in the engine's word."""
-        return Speech(samples, self.sample_rate, self.text, text_out, {**self.meta, "frames": frames, "finish": finish})
+        return Speech(
+            samples, self.sample_rate, self.text, text_out, {**self.meta, "frames": frames, "finish": finish}
+        )
 
 
 def no_audio(message: str) -> SynthesisError:
@@ -88,7 +96,8 @@ class Receiver(Generic[S]):
         """Nobody listens any longer. A family that asks its engine for more than one thing ends that here."""
 
     def end_state(self) -> None:
-        """The request is over: what the codec keeps for it goes back at once, and not when the garbage collector finds it."""
+        """The request is over: what the codec keeps for it goes back at once, and not when the garbage
+        collector finds it."""
 
 
 class Utterance(Receiver[S]):
@@ -112,14 +121,17 @@ class Utterance(Receiver[S]):
 class Streamer(Receiver[S]):
     """Has one utterance decoded chunk by chunk while it grows.
 
-    The end is told behind the last chunk: that of speech is known only after the audio before it is on its way.
+    The end is told behind the last chunk: that of speech is known only after the audio before it is on its
+    way.
     """
 
-    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls. None: frames are
-    #: decoded as they come.
+    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
+    #: fewer calls. None: frames are decoded as they come.
     chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
 
-    def __init__(self, info: RequestInfo, stage: CodecStage[S], listener: Listener, state: S | None = None) -> None:
+    def __init__(
+        self, info: RequestInfo, stage: CodecStage[S], listener: Listener, state: S | None = None
+    ) -> None:
         super().__init__(info, stage, listener)
         #: Where the codec is; frames are kept while it is not known.
         self._state = state
@@ -206,7 +218,8 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class SpeechPipeline(Generic[R, O]):
-    """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own `_prepare`.
+    """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own
+    `_prepare`.
 
     `utterance` and `streamer` make the engine's receivers of one request, whole and streamed.
     """
@@ -230,8 +243,11 @@ class SpeechPipeline(Generic[R, O]):
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """Gives a request to the engine; see `Pipeline.start`. Chunks and speech are told on the codec's threads."""
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
+        """Gives a request to the engine; see `Pipeline.start`. Chunks and speech are told on the codec's
+        threads."""
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "a family with a frontend has its own `start`"
         return self._begin(*self._prepare(request), on_event, stream)
@@ -250,7 +266,8 @@ class SpeechPipeline(Generic[R, O]):
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
-        """The engine's request and what its receivers must know. Raises `InputError` for what this model cannot do."""
+        """The engine's request and what its receivers must know. Raises `InputError` for what this model
+        cannot do."""
         raise NotImplementedError
 
     def _streamed(self, wanted: R) -> R:

@@ -1,4 +1,5 @@
-"""Voices that people keep: a recording and its text under a name, one file for each in a folder of its owner."""
+"""Voices that people keep: a recording and its text under a name, one file for each in a folder of its
+owner."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class VoiceExistsError(Exception):
 class VoiceFolder:
     """The voices of a folder. Several processes may use it at once; each file is whole or not there."""
 
-    def __init__(self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES) -> None:
+    def __init__(
+        self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES
+    ) -> None:
         """A maximum of `max_voices` voices, with recordings of up to `max_bytes`."""
         self._folder = folder
         self._max_voices = max_voices
@@ -73,7 +76,8 @@ class VoiceFolder:
         return NAME.fullmatch(name) is not None and self._path(name).is_file()
 
     def get(self, name: str) -> StoredVoice | None:
-        """The voice of this name; None: there is none. Raises `input.audio_unreadable` for one that cannot be read."""
+        """The voice of this name; None: there is none. Raises `input.audio_unreadable` for one that cannot
+        be read."""
         if not NAME.fullmatch(name):
             return None
         try:
@@ -83,14 +87,16 @@ class VoiceFolder:
         except (OSError, msgspec.MsgspecError) as error:
             reason = getattr(error, "strerror", None) or "its file is damaged"
             message = f"The stored voice {name!r} cannot be read: {reason}."
-            raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Delete it, and add it again.") from error
+            raise InputError(
+                ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Delete it, and add it again."
+            ) from error
 
     def add(self, name: str, recording: bytes, text: str, *, replace: bool = True) -> StoredVoice:
         """Keeps a voice, in the place of one with this name if `replace`.
 
-        Raises `VoiceExistsError` where it is not, `InputError` for a name with other signs or one of `RESERVED`, a recording that no voice
-        can be cloned from or that is too large, a text that is too long, and where the folder is full; `ConfigError` (`config.invalid`)
-        where it cannot be written.
+        Raises `VoiceExistsError` where it is not, `InputError` for a name with other signs or one of
+        `RESERVED`, a recording that no voice can be cloned from or that is too large, a text that is too
+        long, and where the folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
         """
         _check_name(name)
         text = text.strip()
@@ -109,7 +115,8 @@ class VoiceFolder:
         return voice
 
     def delete(self, name: str) -> bool:
-        """Removes a voice; False: there is none. Raises `ConfigError` (`config.invalid`) where the folder cannot be written."""
+        """Removes a voice; False: there is none. Raises `ConfigError` (`config.invalid`) where the folder
+        cannot be written."""
         try:
             if NAME.fullmatch(name):
                 self._path(name).unlink()
@@ -130,7 +137,11 @@ class VoiceFolder:
             if name in names and not replace:
                 raise VoiceExistsError(name)
             if name not in names and len(names) >= self._max_voices:
-                raise InputError(ErrorCode.INPUT_TOO_LONG, f"There are {len(names)} voices; that is the maximum.", "Delete one first.")
+                raise InputError(
+                    ErrorCode.INPUT_TOO_LONG,
+                    f"There are {len(names)} voices; that is the maximum.",
+                    "Delete one first.",
+                )
             descriptor, draft = tempfile.mkstemp(prefix=_DRAFT, dir=self._folder)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -157,8 +168,11 @@ class VoiceFolder:
             os.close(folder)
 
 
-def in_voice_of(messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str) -> tuple[list[Message], Generation]:
-    """The messages, whose last one is the text to speak, and the settings of a request in the voice of a recording.
+def in_voice_of(
+    messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str
+) -> tuple[list[Message], Generation]:
+    """The messages, whose last one is the text to speak, and the settings of a request in the voice of a
+    recording.
 
     `text` is what is said in it. A `reference_text` of the settings goes before it.
     """
@@ -175,8 +189,14 @@ def _check_name(name: str) -> None:
             "Choose another name.",
         )
     if name in RESERVED:
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The name {name!r} is taken: clients of OpenAI send it.", "Choose another name.")
+        raise InputError(
+            ErrorCode.INPUT_BAD_GENERATION,
+            f"The name {name!r} is taken: clients of OpenAI send it.",
+            "Choose another name.",
+        )
 
 
 def _not_writable(error: OSError, advice: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"The folder of voices cannot be written: {error.strerror}.", advice)
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID, f"The folder of voices cannot be written: {error.strerror}.", advice
+    )

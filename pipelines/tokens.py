@@ -1,4 +1,5 @@
-"""Sequences of tokens: what an engine is asked for, how it is drawn, and its tokens as codes for the codec's stage."""
+"""Sequences of tokens: what an engine is asked for, how it is drawn, and its tokens as codes for the
+codec's stage."""
 
 from __future__ import annotations
 
@@ -46,17 +47,21 @@ class TokenRequest:
     sampling: TokenSampling
     #: `extra_args` of vLLM: what samplers and schedulers of ours read.
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models that feed whole frames back.
+    #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
+    #: that feed whole frames back.
     prompt_codes: NDArray[np.int64] | None = None
-    #: How many positions at its start other prompts begin with too, such as those of one voice, or of the dialogue so far: growing numbers.
+    #: How many positions at its start other prompts begin with too, such as those of one voice, or of the
+    #: dialogue so far: growing numbers.
     shared_positions: Sequence[int] = ()
     #: Whether the codes of its steps are wanted, where a step has more than one.
     codes: bool = True
-    #: Tokens at its start that nobody hears, where it is streamed: those before the speech, and those that the codec holds back.
+    #: Tokens at its start that nobody hears, where it is streamed: those before the speech, and those that
+    #: the codec holds back.
     unheard: int = 0
     #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
     cache_salt: str | None = None
-    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are dropped.
+    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are
+    #: dropped.
     shadow: TokenRequest | None = None
 
 
@@ -89,7 +94,8 @@ class TokenReceiver(Protocol):
 
 
 class TokenHost(SpeechEngine[TokenRequest], Protocol):
-    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by this contract."""
+    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by
+    this contract."""
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         """Queues a sequence; blocks while the waiting room is full, but never on the engine's own thread.
@@ -114,7 +120,8 @@ class TokenRequestInfo(RequestInfo, Generic[S]):
     def read(self, tokens: Tokens) -> FinishedCodes[S]:
         """The utterance that a finished sequence holds.
 
-        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio` (`no_audio`) when it holds no speech.
+        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
+        (`no_audio`) when it holds no speech.
         """
         raise NotImplementedError
 
@@ -157,7 +164,8 @@ class TokenStreamer(Streamer[S]):
         return codes
 
     def first_state(self) -> S | None:
-        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked once there is a frame."""
+        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked
+        once there is a frame."""
         return self._stage.new_state()
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
@@ -191,10 +199,13 @@ class Drawing(Protocol):
     def repetition_penalty(self) -> float: ...
 
 
-def token_sampling(defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]) -> TokenSampling:
+def token_sampling(
+    defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
+) -> TokenSampling:
     """How a request is drawn: its own settings over the model's; at most `max_tokens` tokens.
 
-    Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM would refuse.
+    Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM
+    would refuse.
     """
     check_seed(seed)
     temperature = either(generation.temperature, defaults.temperature)

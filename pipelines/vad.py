@@ -1,4 +1,5 @@
-"""Where a recording holds speech: an energy detector that costs microseconds, and the cut of silence off both ends."""
+"""Where a recording holds speech: an energy detector that costs microseconds, and the cut of silence off
+both ends."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
 
 
 def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
-    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] where there is not even one."""
+    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] where there is not even
+    one."""
     length = max(1, int(FRAME_SECONDS * sample_rate))
     count = len(samples) // length
     framed = samples[: count * length].reshape(count, length) if count else samples.reshape(1, -1)
@@ -28,9 +30,11 @@ def active_frames(powers: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
-    """(frames with sound, most frames in a row without between two with, mean power of those with) of `frame_powers`: [frames].
+    """(frames with sound, most frames in a row without between two with, mean power of those with) of
+    `frame_powers`: [frames].
 
-    The same as by `active_frames`; a loop over the few frames of an utterance is quicker than the calls of numpy.
+    The same as by `active_frames`; a loop over the few frames of an utterance is quicker than the calls of
+    numpy.
     """
     levels: list[float] = powers.tolist()
     floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
@@ -46,7 +50,8 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
 
 
 def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -> NDArray[np.float32]:
-    """The samples [samples] without silence at both ends beyond `keep_ms`; as they are where there is nothing but silence."""
+    """The samples [samples] without silence at both ends beyond `keep_ms`; as they are where there is
+    nothing but silence."""
     if len(samples) == 0:
         return samples
     active = np.flatnonzero(active_frames(frame_powers(samples, sample_rate)))

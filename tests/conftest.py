@@ -1,4 +1,5 @@
-"""Fixtures: real services on free ports, and an environment without the settings of whoever runs the tests. A test's folder is its tier."""
+"""Fixtures: real services on free ports, and an environment without the settings of whoever runs the
+tests. A test's folder is its tier."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from tests.support.worker_rig import Rig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# An engine core computes in its own process, as on one CUDA device; vLLM for CPUs would start another one for that, in as much time again.
+# An engine core computes in its own process, as on one CUDA device; vLLM for CPUs would start another one for
+# that, in as much time again.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
     del os.environ[name]
@@ -32,7 +34,8 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 interrupts.heed()
 
-# What tests import makes many objects that stay: looking through them for garbage is a tenth of the time of a process.
+# What tests import makes many objects that stay: looking through them for garbage is a tenth of the time of a
+# process.
 gc.set_threshold(50_000, 20, 100)
 
 # The same examples in every run; NIGHTJAR_RANDOM_EXAMPLES=1 tries others.
@@ -44,8 +47,8 @@ pytest_sessionfinish = skips.pytest_sessionfinish
 
 #: The folders here, each a tier and its marker.
 TIERS = ("vllm", "parity", "faults", "services", "gpu", "unit")
-#: Files that take longest, half a minute of a core or of waiting, as patterns. They begin first, the longest before all others, so that no
-#: process is left with one of them; benchmarks begin with them.
+#: Files that take longest, half a minute of a core or of waiting, as patterns. They begin first, the longest
+#: before all others, so that no process is left with one of them; benchmarks begin with them.
 LONGEST = (
     "services/jobs/test_run_*.py",
     "services/test_docs_commands.py",

@@ -1,4 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`, which `nightjar worker`, `nightjar nightly` ... start: the consumer side."""
+"""`python -m worker run|nightly|flower|sweep`, which `nightjar worker`, `nightjar nightly` ... start: the
+consumer side."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _HELP = ["-h", "--help"]
 
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and look after the jobs. `nightjar worker`, `flower`, `nightly` and `sweep` start them.
+    """Processes that run shards and look after the jobs. `nightjar worker`, `flower`, `nightly` and
+    `sweep` start them.
 
     \b
     Examples:
@@ -51,15 +53,33 @@ def _settings() -> Settings:
     "restarts a process that dies.",
 )
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
-@click.option("--preload", metavar="MODEL", help="Open this model at once, before a job asks for it. [default: that of --model]")
-@click.option("--supervise", is_flag=True, help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).")
-@click.option("--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone.")
+@click.option(
+    "--preload",
+    metavar="MODEL",
+    help="Open this model at once, before a job asks for it. [default: that of --model]",
+)
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).",
+)
+@click.option(
+    "--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone."
+)
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
-def run(gpus: str | None, model: str | None, preload: str | None, supervise: bool, parent_pid: int | None, private: bool) -> None:
+def run(
+    gpus: str | None,
+    model: str | None,
+    preload: str | None,
+    supervise: bool,
+    parent_pid: int | None,
+    private: bool,
+) -> None:
     """Run a worker: it takes shards and synthesizes them until SIGTERM.
 
-    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once. With --gpu or --supervise, a
-    worker that fails again and again is quarantined: the others go on, and the exit code at the end is 1.
+    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once.
+    With --gpu or --supervise, a worker that fails again and again is quarantined: the others go on, and
+    the exit code at the end is 1.
 
     \b
     Examples:
@@ -90,7 +110,8 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
 
 
 def _gpus_beside(settings: Settings, model: str | None, private: bool) -> int:
-    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several, or another process says it."""
+    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several, or another
+    process says it."""
     count = count_gpus(os.environ.get(VISIBLE))
     if count < 2 or private or is_watched():
         return 0
@@ -108,17 +129,37 @@ def _given(*options: tuple[str, str | None]) -> list[str]:
 
 @cli.command()
 @click.option("--night", metavar="YYYY-MM-DD", help="Night to run. [default: the last night]")
-@click.option("--catch-up", metavar="N", type=click.IntRange(0, 366), default=0, help="Also run up to N earlier nights that did not run.")
-@click.option("--schedule", "names", metavar="NAME", multiple=True, help="Run only this schedule. Can be given more than once.")
 @click.option(
-    "--wait", "wait_hours", type=FiniteRange(min=0), default=0.0, metavar="HOURS", help="Maximum hours to wait until the jobs end."
+    "--catch-up",
+    metavar="N",
+    type=click.IntRange(0, 366),
+    default=0,
+    help="Also run up to N earlier nights that did not run.",
+)
+@click.option(
+    "--schedule",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="Run only this schedule. Can be given more than once.",
+)
+@click.option(
+    "--wait",
+    "wait_hours",
+    type=FiniteRange(min=0),
+    default=0.0,
+    metavar="HOURS",
+    help="Maximum hours to wait until the jobs end.",
 )
 @click.option("--again", is_flag=True, help="Submit a night's file again if its job failed or was cancelled.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
-def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool) -> None:
+def nightly(
+    night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool
+) -> None:
     """Submit the night's file of every schedule, and write the exports of nights whose job has ended.
 
-    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait, a job has not ended in time.
+    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait, a
+    job has not ended in time.
 
     \b
     Examples:
@@ -164,8 +205,8 @@ def flower() -> None:
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     """Find orphans in the store: objects of ended jobs that no artifact in the ledger names.
 
-    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the store of a job did not
-    answer correctly.
+    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the
+    store of a job did not answer correctly.
 
     \b
     Examples:
@@ -176,7 +217,12 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
 
     report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
     if as_json:
-        view = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete, "failed_jobs": report.failed_jobs}
+        view = {
+            "orphans": report.orphans,
+            "bytes": report.bytes,
+            "deleted": delete,
+            "failed_jobs": report.failed_jobs,
+        }
         Output(as_json=True).data({"schema": "nightjar.sweep/1", **view})
     else:
         failed = f"; {report.failed_jobs} jobs could not be looked at" if report.failed_jobs else ""
@@ -192,7 +238,9 @@ def main() -> None:
             cli(prog_name="python -m worker", standalone_mode=False)
         else:
             # The usage line shows the command that a person typed.
-            cli.commands[sys.argv[1]].main(sys.argv[2:], prog_name=program, standalone_mode=False, help_option_names=_HELP)
+            cli.commands[sys.argv[1]].main(
+                sys.argv[2:], prog_name=program, standalone_mode=False, help_option_names=_HELP
+            )
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

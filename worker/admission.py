@@ -1,4 +1,5 @@
-"""Which shards a worker takes, how many of them are fed to its engine at a time, and which has to run alone."""
+"""Which shards a worker takes, how many of them are fed to its engine at a time, and which has to run
+alone."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from worker.leases import Clock, SystemClock
 MAX_SHARDS = 64
 #: Shards in flight before an engine is open, as its slots are not known then.
 SHARDS_AT_START = 2
-#: Maximum messages at once whose shards are not claimed yet. A claim takes some milliseconds, and only then is the shard's size known.
+#: Maximum messages at once whose shards are not claimed yet. A claim takes some milliseconds, and only then
+#: is the shard's size known.
 MAX_UNCLAIMED = 4
-#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine; so many items are enough for any.
+#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine; so many
+#: items are enough for any.
 RESERVE_SECONDS = 2.0
 RESERVE_ITEMS = 1024
 #: Maximum items that wait for meters or for their store before more shards are taken.
@@ -51,8 +54,8 @@ class ItemCounts(NamedTuple):
 class Demand:
     """Whether the worker takes another message, and how many shards it can use. Thread-safe.
 
-    The worker takes shards until their open items cover the engine's slots and a reserve: as many again, or `RESERVE_SECONDS` of items
-    if these are more. A `fixed` number of shards is the user's.
+    The worker takes shards until their open items cover the engine's slots and a reserve: as many again,
+    or `RESERVE_SECONDS` of items if these are more. A `fixed` number of shards is the user's.
     """
 
     fixed: int | None = None
@@ -69,7 +72,8 @@ class Demand:
         #: Of the shards that were claimed.
         self._held: list[Callable[[], ItemCounts]] = []
         self._recent: deque[int] = deque(maxlen=_RECENT_SHARDS)
-        #: Items that the engine has answered: of shards that are held no more, and when its speed was measured.
+        #: Items that the engine has answered: of shards that are held no more, and when its speed was
+        #: measured.
         self._answered_before = 0
         self._answered_then = 0
         self._items_per_second = 0.0
@@ -152,7 +156,9 @@ class Demand:
         with self._lock:
             seconds = now - self._measured_at
             if seconds >= MEASURE_SECONDS:
-                self._items_per_second = max((answered - self._answered_then) / seconds, self._items_per_second * _DECAY)
+                self._items_per_second = max(
+                    (answered - self._answered_then) / seconds, self._items_per_second * _DECAY
+                )
                 self._answered_then, self._measured_at = answered, now
             return self._items_per_second
 
@@ -162,7 +168,8 @@ Rank = tuple[int, int]
 
 
 class FeedingOrder:
-    """A few shards at a time have their turn: those of a higher priority, then the older ones. Thread-safe."""
+    """A few shards at a time have their turn: those of a higher priority, then the older ones.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -184,7 +191,9 @@ class FeedingOrder:
         A shard that has its turn keeps it, unless it is the last one of them and a higher one waits.
         """
         with self._changed:
-            if rank in self._feeding and not (self._waiting and min(self._waiting) < rank == max(self._feeding)):
+            if rank in self._feeding and not (
+                self._waiting and min(self._waiting) < rank == max(self._feeding)
+            ):
                 return True
             self._feeding.discard(rank)
             self._waiting.add(rank)
@@ -208,7 +217,8 @@ class FeedingOrder:
 
 
 class ExclusiveLock:
-    """Many may hold it together, or one alone. Who waits to be alone goes before those who come later. Thread-safe.
+    """Many may hold it together, or one alone. Who waits to be alone goes before those who come later.
+    Thread-safe.
 
     A shard whose next crash would fail its items runs with no other beside it.
     """
@@ -226,7 +236,8 @@ class ExclusiveLock:
 
     @contextmanager
     def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
-        """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up` returns True."""
+        """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up`
+        returns True."""
         placed = self._enter(alone, give_up)
         try:
             yield placed

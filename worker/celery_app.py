@@ -1,4 +1,5 @@
-"""Celery in a worker: the app with its task, the pool that owns the engine, the consumer that listens to the broker, and Flower."""
+"""Celery in a worker: the app with its task, the pool that owns the engine, the consumer that listens to
+the broker, and Flower."""
 
 from __future__ import annotations
 
@@ -81,8 +82,12 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
 def run_flower(settings: Settings) -> None:
     """Becomes Flower. Raises `config.invalid` without credentials, for the dashboard shows every job."""
     auth = "" if settings.flower.basic_auth is None else settings.flower.basic_auth.get_secret_value()
-    # Flower takes several, with commas between them, and would let in whoever leaves both fields of a lone colon empty.
-    if not all(user.strip() and password.strip() for user, _, password in (one.partition(":") for one in auth.split(","))):
+    # Flower takes several, with commas between them, and would let in whoever leaves both fields of a lone
+    # colon empty.
+    if not all(
+        user.strip() and password.strip()
+        for user, _, password in (one.partition(":") for one in auth.split(","))
+    ):
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
             "Flower does not start without a user and a password.",
@@ -92,12 +97,19 @@ def run_flower(settings: Settings) -> None:
     os.environ["FLOWER_BASIC_AUTH"] = auth
     sys.argv[0] = "celery"
     create_app(settings).start(
-        ["flower", f"--address={settings.flower.address}", f"--port={settings.flower.port}", "--read_only=True", "--max_tasks=100000"]
+        [
+            "flower",
+            f"--address={settings.flower.address}",
+            f"--port={settings.flower.port}",
+            "--read_only=True",
+            "--max_tasks=100000",
+        ]
     )
 
 
 def create_app(settings: Settings) -> Celery:
-    """The app with its task. Its logs are the ones of this process: who listens to this signal keeps Celery from setting up its own."""
+    """The app with its task. Its logs are the ones of this process: who listens to this signal keeps
+    Celery from setting up its own."""
     signals.setup_logging.connect(_keep_logging)
     app = make_celery(settings)
     app.conf.worker_consumer = SteadyConsumer
@@ -127,8 +139,8 @@ def _is_hungry() -> bool:
 class EnginePool(TaskPool):
     """Threads around the `Runtime`, one for each shard in flight. A thread begins when it is first needed.
 
-    A bootstep would be stopped while tasks still run, since Celery stops steps before the pool drains; so the pool itself
-    holds the engine. CUDA is never forked over, because threads share the process.
+    A bootstep would be stopped while tasks still run, since Celery stops steps before the pool drains; so
+    the pool itself holds the engine. CUDA is never forked over, because threads share the process.
     """
 
     def on_start(self) -> None:
@@ -136,9 +148,14 @@ class EnginePool(TaskPool):
         assert _runtime is not None
         self.runtime: Runtime = _runtime
         runtime = self.runtime
-        # SIGTERM and SIGINT drain, a second one hurries; SIGQUIT hurries. All end with status 0. Celery's handlers are replaced: its cold
-        # shutdown cancels tasks of pools that cannot, and waits out its whole time (celery#9505).
-        for number, end in ((signal.SIGTERM, runtime.drain), (signal.SIGINT, runtime.drain), (signal.SIGQUIT, runtime.hurry)):
+        # SIGTERM and SIGINT drain, a second one hurries; SIGQUIT hurries. All end with status 0. Celery's
+        # handlers are replaced: its cold shutdown cancels tasks of pools that cannot, and waits out its whole
+        # time (celery#9505).
+        for number, end in (
+            (signal.SIGTERM, runtime.drain),
+            (signal.SIGINT, runtime.drain),
+            (signal.SIGQUIT, runtime.hurry),
+        ):
             signal.signal(number, partial(_end, end))
         try:
             runtime.start()
@@ -171,7 +188,8 @@ class EnginePool(TaskPool):
         self.on_stop()
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Threads cannot be killed: every shard in flight is given back instead (celery#10490 is a traceback here)."""
+        """Threads cannot be killed: every shard in flight is given back instead (celery#10490 is a
+        traceback here)."""
         self.runtime.hurry()
 
 
@@ -181,7 +199,8 @@ def _end(end: Callable[[], None], *_: object) -> None:
 
 
 class _AckLog:
-    """Takes kombu's complaint about an acknowledgement that failed: one line, for the ledger knows that the shard ran."""
+    """Takes kombu's complaint about an acknowledgement that failed: one line, for the ledger knows that
+    the shard ran."""
 
     def critical(self, message: str, *arguments: object, exc_info: object = None) -> None:
         log.warning("message not acknowledged", reason=message % arguments)
@@ -190,9 +209,9 @@ class _AckLog:
 class ShardRequest(Request):
     """A request whose late acknowledgement may fail.
 
-    A connection that kombu closed after an error has no client any more, so that acknowledging over it is an
-    AttributeError; Celery takes that for a fault of its own and ends the worker. A message that is delivered again for
-    want of an acknowledgement is dropped at its claim.
+    A connection that kombu closed after an error has no client any more, so that acknowledging over it is
+    an AttributeError; Celery takes that for a fault of its own and ends the worker. A message that is
+    delivered again for want of an acknowledgement is dropped at its claim.
     """
 
     def acknowledge(self) -> None:
@@ -212,11 +231,12 @@ class ShardRequest(Request):
 
 
 class SteadyConsumer(Consumer):
-    """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after every error.
+    """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after
+    every error.
 
-    A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's cleaning up, too). A
-    message that cannot be read is dropped and counted, or it would break the next worker too. A shard that this worker has no use for
-    now goes back to the queue, for another one.
+    A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's
+    cleaning up, too). A message that cannot be read is dropped and counted, or it would break the next
+    worker too. A shard that this worker has no use for now goes back to the queue, for another one.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -287,7 +307,10 @@ class SteadyConsumer(Consumer):
 
     def _drop(self, error: Exception | None, message: Any = None) -> None:
         """Drops a message; None: the channel has dropped it."""
-        log.warning("message dropped: this worker cannot read it", reason="it names no task" if error is None else repr(error))
+        log.warning(
+            "message dropped: this worker cannot read it",
+            reason="it names no task" if error is None else repr(error),
+        )
         if _runtime is not None:
             _runtime.metrics.dropped_messages.inc()
         if message is not None and not message.acknowledged:
@@ -300,10 +323,13 @@ class SteadyConsumer(Consumer):
         self._rest()
 
     def _rest(self) -> None:
-        """Waits before the next connection, longer each time while none lasts; a worker that is to end does not wait."""
+        """Waits before the next connection, longer each time while none lasts; a worker that is to end
+        does not wait."""
         now = time.monotonic()
         healthy = now - self._started_at >= HEALTHY_SECONDS
-        self._pause_seconds = FIRST_PAUSE_SECONDS if healthy else min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = (
+            FIRST_PAUSE_SECONDS if healthy else min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        )
         while (left := now + self._pause_seconds - time.monotonic()) > 0:
             celery_state.maybe_shutdown()
             time.sleep(min(left, LOOK_SECONDS))
@@ -315,11 +341,12 @@ def _is_of_shard(message: Any) -> bool:
 
 
 def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
-    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks at it. It asks the broker
-    for a message only while the worker can use one.
+    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks
+    at it. It asks the broker for a message only while the worker can use one.
 
-    What cannot be acknowledged is delivered no more here: it would take a slot's place for ever, and a worker without a free
-    slot asks the broker for nothing, so it would never see that its connection is gone.
+    What cannot be acknowledged is delivered no more here: it would take a slot's place for ever, and a
+    worker without a free slot asks the broker for nothing, so it would never see that its connection is
+    gone.
     """
 
     class SteadyQoS(channel.QoS):

@@ -1,4 +1,5 @@
-"""Finds and deletes orphans: objects of ended jobs that no artifact names, and what is stored of jobs after they were deleted."""
+"""Finds and deletes orphans: objects of ended jobs that no artifact names, and what is stored of jobs
+after they were deleted."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class SweepReport:
     failed_jobs: int = 0
 
     def __add__(self, other: SweepReport) -> SweepReport:
-        return SweepReport(self.orphans + other.orphans, self.bytes + other.bytes, self.failed_jobs + other.failed_jobs)
+        return SweepReport(
+            self.orphans + other.orphans, self.bytes + other.bytes, self.failed_jobs + other.failed_jobs
+        )
 
 
 class Orphan(NamedTuple):
@@ -56,13 +59,21 @@ class Orphan(NamedTuple):
 _Found = Iterator[tuple[int, int]]
 
 
-def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds: float = GRACE_SECONDS, *, delete: bool) -> SweepReport:
-    """Looks through the objects of every job that ended more than `grace_seconds` ago; deletes orphans if told to.
+def sweep(
+    ledger: Ledger,
+    store_for: Callable[[str], ObjectStore],
+    grace_seconds: float = GRACE_SECONDS,
+    *,
+    delete: bool,
+) -> SweepReport:
+    """Looks through the objects of every job that ended more than `grace_seconds` ago; deletes orphans if
+    told to.
 
-    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that was killed. Not
-    touched are jobs that may still run, what `nightjar retry` needs, objects younger than the grace by their own time, and
-    keys that this ledger would not write. Before it deletes an object it locks the job and asks the ledger for that very
-    key again. Raises `ServiceError` where the ledger cannot be reached.
+    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that
+    was killed. Not touched are jobs that may still run, what `nightjar retry` needs, objects younger than
+    the grace by their own time, and keys that this ledger would not write. Before it deletes an object it
+    locks the job and asks the ledger for that very key again. Raises `ServiceError` where the ledger
+    cannot be reached.
     """
     report = SweepReport()
     before = ledger.now() - grace_seconds
@@ -88,18 +99,24 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:
-    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item, packs of none, inputs of no shard,
-    references of no line. Streams.
+    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item,
+    packs of none, inputs of no shard, references of no line. Streams.
 
     Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
     """
     for orphan in _unnamed(ledger, store, job):
         modified_at = orphan.info.modified_at
-        if modified_at is not None and modified_at <= before and ledger.is_orphan(job.id, orphan.info.key, before, orphan.read):
+        if (
+            modified_at is not None
+            and modified_at <= before
+            and ledger.is_orphan(job.id, orphan.info.key, before, orphan.read)
+        ):
             yield orphan
 
 
-def _counted(job: Job | DeletedJob, store_for: Callable[[str], ObjectStore], find: Callable[[ObjectStore], _Found]) -> SweepReport:
+def _counted(
+    job: Job | DeletedJob, store_for: Callable[[str], ObjectStore], find: Callable[[ObjectStore], _Found]
+) -> SweepReport:
     """What is found in the store of a job, up to the first error of that."""
     objects = size = failed = 0
     try:
@@ -119,12 +136,15 @@ def _counted(job: Job | DeletedJob, store_for: Callable[[str], ObjectStore], fin
 
 def _orphans_of(ledger: Ledger, job: Job, before: float, delete: bool, store: ObjectStore) -> _Found:
     for info, read in orphans(ledger, store, job, before):
-        if not delete or ledger.delete_orphan(job.id, info.key, before, partial(store.delete, info.key), read):
+        if not delete or ledger.delete_orphan(
+            job.id, info.key, before, partial(store.delete, info.key), read
+        ):
             yield 1, info.bytes
 
 
 def _left_of(ledger: Ledger, gone: DeletedJob, delete: bool, store: ObjectStore) -> _Found:
-    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any more."""
+    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any
+    more."""
     if not delete:
         yield from ((1, info.bytes) for info in objects_of(store, gone.id))
         return
@@ -147,7 +167,9 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
         yield from (Orphan(info) for info in listed(place) if info.key not in named)
     references = list(listed(f"{prefix}references/"))
     if references:
-        named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(job.spec, job.id)
+        named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(
+            job.spec, job.id
+        )
         yield from (Orphan(info, inputs) for info in references if info.key not in named)
 
 
@@ -166,7 +188,8 @@ def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[Obj
 
 
 def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[tuple[int, str]]) -> Iterator[ObjectInfo]:
-    """Objects whose key is no artifact's; keys and artifacts, (index, key), both come in the order of the index."""
+    """Objects whose key is no artifact's; keys and artifacts, (index, key), both come in the order of the
+    index."""
     rows = iter(artifacts)
     row = next(rows, None)
     for info in objects:

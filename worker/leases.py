@@ -1,4 +1,5 @@
-"""The leases of this process: held, renewed by heartbeats, given up when they are lost or when the worker drains."""
+"""The leases of this process: held, renewed by heartbeats, given up when they are lost or when the worker
+drains."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pipelines.errors import ErrorCode, NightjarError
 
 
 class Clock(Protocol):
-    """A monotonic clock, in seconds. It measures waits inside a worker; the deadlines of leases are on the ledger's clock."""
+    """A monotonic clock, in seconds. It measures waits inside a worker; the deadlines of leases are on the
+    ledger's clock."""
 
     def monotonic(self) -> float: ...
 
@@ -63,7 +65,8 @@ class LeaseGoneError(Exception):
 
 
 class HeldLease:
-    """One lease while its shard runs here. `gone` is set once and stays; then each callback of `on_gone` runs once."""
+    """One lease while its shard runs here. `gone` is set once and stays; then each callback of `on_gone`
+    runs once."""
 
     def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: RetryNote) -> None:
         self.lease = lease
@@ -108,11 +111,13 @@ class HeldLease:
             raise LeaseGoneError(reason)
 
     def retrying(self, call: Callable[[], T], doubts: int = 0) -> T:
-        """The result of `call`, retried with growing pauses after every retryable error for as long as the lease lives.
+        """The result of `call`, retried with growing pauses after every retryable error for as long as the
+        lease lives.
 
-        An object that is missing, or has other bytes than were put, is read again `doubts` times before that is believed. While the
-        worker drains, `call` is tried once, so that finished work is still saved. Raises the error when it is not retryable or needs a
-        person, and `LeaseGoneError` when the lease ends first.
+        An object that is missing, or has other bytes than were put, is read again `doubts` times before
+        that is believed. While the worker drains, `call` is tried once, so that finished work is still
+        saved. Raises the error when it is not retryable or needs a person, and `LeaseGoneError` when the
+        lease ends first.
         """
         if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
             raise LeaseGoneError(reason)

@@ -1,4 +1,5 @@
-"""What every worker process does beside its shards: heartbeats, dispatch, repair of the ledger's state, manifests of ended jobs."""
+"""What every worker process does beside its shards: heartbeats, dispatch, repair of the ledger's state,
+manifests of ended jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0
 
 
 class PeriodicTask:
-    """A task that runs in a thread of its own: every `seconds`, and soon after a nudge. An error is logged once while it lasts."""
+    """A task that runs in a thread of its own: every `seconds`, and soon after a nudge. An error is logged
+    once while it lasts."""
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
         self._name = name
@@ -114,7 +116,8 @@ class Maintenance:
         self._tasks = [self._dispatch, self._heartbeats, *([self._reports] if self.report_ends else [])]
 
     def start(self) -> None:
-        """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
+        """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this
+        worker."""
         self.ledger.register_worker(self.worker)
         self._registered = True
         for task in self._tasks:
@@ -198,21 +201,32 @@ class Maintenance:
 
 
 def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
-    """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook that fails holds up nothing."""
+    """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook
+    that fails holds up nothing."""
     for one in report_ends(ledger, settings):
         if not one.reason:
             log.info("end of the job reported", job=one.job_id)
         elif one.again_seconds is None:
-            log.error("end of the job not reported; it is not tried again", job=one.job_id, attempt=one.attempt, reason=one.reason)
+            log.error(
+                "end of the job not reported; it is not tried again",
+                job=one.job_id,
+                attempt=one.attempt,
+                reason=one.reason,
+            )
         else:
-            details = {"attempt": one.attempt, "reason": one.reason, "again_seconds": round(one.again_seconds, 1)}
+            details = {
+                "attempt": one.attempt,
+                "reason": one.reason,
+                "again_seconds": round(one.again_seconds, 1),
+            }
             log.warning("end of the job not reported yet", job=one.job_id, **details)
 
 
 @dataclass(eq=False)
 class Manifests:
-    """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be written is logged, and tried
-    again with each pass of the reconciler until it is there: after growing pauses where the failure is not of the store or the ledger.
+    """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be
+    written is logged, and tried again with each pass of the reconciler until it is there: after growing
+    pauses where the failure is not of the store or the ledger.
     """
 
     ledger: Ledger
@@ -233,7 +247,9 @@ class Manifests:
             if not error.code.retryable:
                 pause_seconds = min(pause_seconds * 2, LONGEST_PAUSE_SECONDS)
                 self.pauses[job_id] = self.clock.monotonic() + pause_seconds, pause_seconds
-            log.warning("manifest of the job not written", job=job_id, code=error.code.value, error=str(error))
+            log.warning(
+                "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
+            )
 
     def _put_if_over(self, job_id: str) -> None:
         from jobs.export.manifest import put_manifest

@@ -1,4 +1,5 @@
-"""Prometheus metrics of one worker process. Labels have few, fixed values: never a job, a shard or an item."""
+"""Prometheus metrics of one worker process. Labels have few, fixed values: never a job, a shard or an
+item."""
 
 from __future__ import annotations
 
@@ -27,17 +28,27 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self.items = counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"])
+        self.items = counter(
+            "speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"]
+        )
         self.audio_seconds = counter("speech_audio_seconds", "Seconds of committed speech.")
         self.bytes_stored = counter("speech_stored_bytes", "Bytes of committed audio.")
-        self.refused_draws = counter("speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"])
+        self.refused_draws = counter(
+            "speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"]
+        )
         self.shards = counter("speech_shards", "Shards that ended on this worker, by outcome.", ["outcome"])
         self.lease_lost = counter("speech_lease_lost", "Leases that another worker took or that expired.")
-        self.retries = counter("speech_service_retries", "Retried calls to the ledger or the store, by error code.", ["code"])
+        self.retries = counter(
+            "speech_service_retries", "Retried calls to the ledger or the store, by error code.", ["code"]
+        )
         self.reconciled = counter("speech_reconciled", "Repairs by the reconciler, by kind.", ["what"])
         self.dispatched = counter("speech_dispatched", "Shards sent to the broker.")
-        self.dropped_messages = counter("speech_dropped_messages", "Dropped messages of the broker that this worker cannot read.")
-        self.consumer_restarts = counter("speech_consumer_restarts", "Reconnections of this worker to the broker.")
+        self.dropped_messages = counter(
+            "speech_dropped_messages", "Dropped messages of the broker that this worker cannot read."
+        )
+        self.consumer_restarts = counter(
+            "speech_consumer_restarts", "Reconnections of this worker to the broker."
+        )
         self.leases_held = gauge("speech_leases_held", "Shards in flight on this worker.")
         self.queue_depth = gauge("speech_queue_depth", "Messages waiting in the broker.")
         self.commit_seconds = Histogram(
@@ -78,7 +89,8 @@ class Metrics:
         self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
-        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` when the port is taken."""
+        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` when the
+        port is taken."""
         try:
             server, thread = start_http_server(port, addr=address, registry=self.registry)
         except OSError as error:
@@ -99,8 +111,9 @@ class Metrics:
 class EngineTimer:
     """Shares out the time of an engine: while n requests are in it, each of them pays a n-th of the time.
 
-    The sum of all shares is the time in which the engine had work, whatever the batch was. This is the virtual time of fair queueing
-    (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a request's share is how far it ran while the request was there.
+    The sum of all shares is the time in which the engine had work, whatever the batch was. This is the
+    virtual time of fair queueing (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a
+    request's share is how far it ran while the request was there.
     """
 
     def __init__(self, clock: Clock) -> None:

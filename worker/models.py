@@ -1,4 +1,5 @@
-"""The loaded model of a worker: opened at its first use or ahead of it, shared by all shards, closed to make room for another."""
+"""The loaded model of a worker: opened at its first use or ahead of it, shared by all shards, closed to
+make room for another."""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ LOOK_SECONDS = 0.2
 
 
 def open_model(settings: Settings, model: str) -> Pipeline:
-    """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
-    return _engine_process(settings, model) or open_pipeline(model, **settings.engine_options(describe(model)))
+    """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and
+    `EngineCrashError`."""
+    return _engine_process(settings, model) or open_pipeline(
+        model, **settings.engine_options(describe(model))
+    )
 
 
 def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
-    """The process of a model that has one, when it is open; None for models that are opened in the worker's own."""
+    """The process of a model that has one, when it is open; None for models that are opened in the
+    worker's own."""
     card = describe(model)
     if settings.chosen_engine(card) != "native" or is_registered(model):
         return None
@@ -41,14 +46,18 @@ def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
 
 
 class Preload:
-    """A model that is opened on a thread of its own before a shard asks for it, where it has a process of its own."""
+    """A model that is opened on a thread of its own before a shard asks for it, where it has a process of
+    its own."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         self._model = model
-        self._opened: Future[EngineProcess | None] | None = DaemonThreads(1, "preload").submit(_engine_process, settings, model)
+        self._opened: Future[EngineProcess | None] | None = DaemonThreads(1, "preload").submit(
+            _engine_process, settings, model
+        )
 
     def take(self, model: str) -> Pipeline | None:
-        """The pipeline, once; None for a model without a process, or another one: then this one is closed to make room.
+        """The pipeline, once; None for a model without a process, or another one: then this one is closed
+        to make room.
 
         Raises as `open_model`.
         """
@@ -95,7 +104,8 @@ class PipelineCache:
     def use(self, model: str, check: Callable[[], None] = lambda: None) -> Iterator[Pipeline]:
         """The pipeline of `model` for as long as the block runs; waits while another model is in use.
 
-        `check` is called while waiting and may raise to stop waiting. Raises `ModelError` when the model cannot be opened.
+        `check` is called while waiting and may raise to stop waiting. Raises `ModelError` when the model
+        cannot be opened.
         """
         loaded = self._acquire(model, check)
         try:
@@ -106,7 +116,8 @@ class PipelineCache:
                 self._changed.notify_all()
 
     def discard(self, pipeline: Pipeline) -> None:
-        """Marks a pipeline as broken: it is closed at once, so that its requests end, and the next use opens a new one."""
+        """Marks a pipeline as broken: it is closed at once, so that its requests end, and the next use
+        opens a new one."""
         with self._changed:
             if self._loaded is not None and self._loaded.pipeline is pipeline:
                 self._loaded = None

@@ -103,7 +103,9 @@ class Night:
         tail = "".join(f" {part}" for part in (self.job_id, self.code or "", self.reason) if part)
         lines = [f"{clean(self.name, 100)} {self.night.isoformat()} {self.end}{tail}"]
         if self.failed_items or self.rejected_lines:
-            counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
+            counts = (
+                f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
+            )
             lines.append(f"  {counts}; see why with: nightjar errors {self.job_id}")
         for one in self.datasets:
             written = f"{one.to} ({counted(one.items, 'item')})"
@@ -114,7 +116,11 @@ class Night:
     def bad(self) -> bool:
         """Whether it is missing or failed, made nothing, or lacks a dataset."""
         made_nothing = self.failed_items > 0 and self.done_items == 0
-        return self.end in {NightEnd.FAILED, NightEnd.MISSING} or made_nothing or any(one.reason for one in self.datasets)
+        return (
+            self.end in {NightEnd.FAILED, NightEnd.MISSING}
+            or made_nothing
+            or any(one.reason for one in self.datasets)
+        )
 
     @property
     def view(self) -> dict[str, Any]:
@@ -131,20 +137,26 @@ class Night:
             "done_items": self.done_items,
             "failed_items": self.failed_items,
             "rejected_lines": self.rejected_lines,
-            "datasets": [{"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None} for one in self.datasets],
+            "datasets": [
+                {"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None}
+                for one in self.datasets
+            ],
         }
 
     def run(self, *, again: bool = False) -> None:
-        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is submitted once more where
-        that can end otherwise, or with `again`.
+        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is
+        submitted once more where that can end otherwise, or with `again`.
 
-        The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
-        idempotency key. Raises `ServiceError`.
+        The job is submitted first and the night recorded then: a crash between makes the next run find the
+        same job by its idempotency key. Raises `ServiceError`.
         """
         jobs, day = self.jobs(), self.night.isoformat()
         number = max(jobs, default=1)
         self.job = jobs.get(number)
-        if day in self.ledger.schedule_history(self.name) and self.state not in {*ENDED_BADLY, JobState.INGESTING}:
+        if day in self.ledger.schedule_history(self.name) and self.state not in {
+            *ENDED_BADLY,
+            JobState.INGESTING,
+        }:
             return
         try:
             if self.job is not None and self.state in ENDED_BADLY:
@@ -166,13 +178,15 @@ class Night:
         self.end = NightEnd.SUBMITTED
 
     def jobs(self) -> dict[int, Job]:
-        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
+        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last
+        failed or were cancelled."""
         first = self._key(1)
         ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
         return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
 
     def conclude(self) -> bool:
-        """Writes the datasets of a night whose job has ended well. Returns whether there is nothing to wait for."""
+        """Writes the datasets of a night whose job has ended well. Returns whether there is nothing to
+        wait for."""
         if self.job is None or self.end in {NightEnd.MISSING, NightEnd.FAILED}:
             return True
         status = self.ledger.status(self.job.id)
@@ -182,11 +196,16 @@ class Night:
         if job.state in ENDED_BADLY:
             self._fail(_bad_end(job))
             return True
-        # One that stands is left as it is, one that was stopped goes on, and one that a job of this night left before it went on is written
-        # anew; one that fails keeps no other from being written, and no file that is another's is touched.
+        # One that stands is left as it is, one that was stopped goes on, and one that a job of this night
+        # left before it went on is written anew; one that fails keeps no other from being written, and no
+        # file that is another's is touched.
         jobs = list(self.jobs().values())
         self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
-        self.done_items, self.failed_items, self.rejected_lines = status.items.done, status.items.failed, job.rejected_lines
+        self.done_items, self.failed_items, self.rejected_lines = (
+            status.items.done,
+            status.items.failed,
+            job.rejected_lines,
+        )
         return True
 
     def explain(self) -> None:
@@ -197,18 +216,23 @@ class Night:
             why = f" ({job.state_reason})" if job.state_reason else ""
             self.reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
         else:
-            self.reason = f"its job is {job.state.value}" + (f"; run this again{datasets}" if datasets else "")
+            self.reason = f"its job is {job.state.value}" + (
+                f"; run this again{datasets}" if datasets else ""
+            )
 
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """A night that has not run stays due."""
         self.end, self.reason, self.code = end, str(error), error.code
         day, job = self.night.isoformat(), self.job_id or None
-        log.error("night failed", schedule=self.name, night=day, job=job, code=error.code.value, error=self.reason)
+        log.error(
+            "night failed", schedule=self.name, night=day, job=job, code=error.code.value, error=self.reason
+        )
         if self.state in ENDED_BADLY:
             self.ledger.schedule_forget(self.name, day)
 
     def _key(self, number: int) -> str:
-        """The idempotency key of the night's job of this number: two processes that run the same night make one job."""
+        """The idempotency key of the night's job of this number: two processes that run the same night
+        make one job."""
         first = f"nightly/{self.name}/{self.night.isoformat()}"
         return first if number == 1 else f"{first}/{number}"
 
@@ -219,15 +243,24 @@ class Night:
         spec, options = _job(self.schedule)
         day = self.night.isoformat()
         labels = {**options.labels, "schedule": self.name, "night": day}
-        options = replace(options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number))
-        job = submit(self.settings, self.ledger, self._store(), input_of(self.schedule, self.night), spec, options=options).job
+        options = replace(
+            options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number)
+        )
+        job = submit(
+            self.settings,
+            self.ledger,
+            self._store(),
+            input_of(self.schedule, self.night),
+            spec,
+            options=options,
+        ).job
         remember_if_embedded(job.id, self.settings)
         return job
 
     def _is_mended(self, job: Job) -> bool:
-        """Whether a night whose job ended badly can be another job now: its file or what is made of it has changed, or lines of the
-        same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
-        back for a change only. Raises `NightjarError`.
+        """Whether a night whose job ended badly can be another job now: its file or what is made of it has
+        changed, or lines of the same file that were refused would be taken, since audio that they name is
+        there now. A job that a person cancelled comes back for a change only. Raises `NightjarError`.
         """
         from jobs.ingest import dry_run
         from jobs.source import open_source
@@ -243,7 +276,10 @@ class Night:
             resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
         if job.spec_sha != spec_sha(resolved.spec):
             return True
-        return job.state is JobState.FAILED and dry_run(settings, store, source, spec, options.input_format).items > 0
+        return (
+            job.state is JobState.FAILED
+            and dry_run(settings, store, source, spec, options.input_format).items > 0
+        )
 
     def _store(self) -> ObjectStore:
         from jobs.store import open_store
@@ -276,10 +312,14 @@ class Night:
             from jobs.report import ReportOptions, write_report
 
             options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
-            return write_report(self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
+            return write_report(
+                self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)
+            ).measured
         wanted = self.schedule.splits
         splits = parse_splits(wanted) if wanted and find_format(format).splittable else None
-        return export(self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items
+        return export(
+            self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own
+        ).items
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,21 +354,28 @@ def run_nights(
     again: bool = False,
     now: datetime | None = None,
 ) -> NightlyReport:
-    """Submits a night, and up to `catch_up` earlier ones that did not run, of every schedule (or of those named), and writes
-    the datasets of those whose jobs have ended, or end within `wait_seconds`. `again`: also the same file of a night whose
-    job failed or was cancelled.
+    """Submits a night, and up to `catch_up` earlier ones that did not run, of every schedule (or of those
+    named), and writes the datasets of those whose jobs have ended, or end within `wait_seconds`. `again`:
+    also the same file of a night whose job failed or was cancelled.
 
-    Raises `ConfigError` for a date or a schedule that does not exist and for exports that cannot be, and `ServiceError`.
+    Raises `ConfigError` for a date or a schedule that does not exist and for exports that cannot be, and
+    `ServiceError`.
     """
     from jobs.ledger import Ledger
 
     try:
         last = date.fromisoformat(night) if night else last_night(now)
     except ValueError:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD."
+        ) from None
     if unknown := set(names) - settings.schedules.keys():
         known = ", ".join(sorted(settings.schedules)) or "none"
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {sorted(unknown)[0]!r}.", f"Schedules are: {known}.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"There is no schedule {sorted(unknown)[0]!r}.",
+            f"Schedules are: {known}.",
+        )
     if not settings.schedules:
         # A command of cron in another folder would do nothing every night.
         advice = "Write one as `[schedules.NAME]` into nightjar.toml of the working directory, or name its file with SPEECH_CONFIG."
@@ -349,8 +396,8 @@ def run_nights(
 
 
 def _conclude(nights: Sequence[Night], deadline: float) -> None:
-    """Waits for the ends of the nights' jobs, and writes their datasets in the order in which they come. A ledger that is away for a
-    while does not end hours of waiting."""
+    """Waits for the ends of the nights' jobs, and writes their datasets in the order in which they come. A
+    ledger that is away for a while does not end hours of waiting."""
     left = list(nights)
     while True:
         for night in list(left):
@@ -360,7 +407,13 @@ def _conclude(nights: Sequence[Night], deadline: float) -> None:
             except ServiceError as error:
                 if not error.code.retryable or time.monotonic() >= deadline:
                     raise
-                log.warning("still waiting", schedule=night.name, job=night.job_id, code=error.code.value, error=str(error))
+                log.warning(
+                    "still waiting",
+                    schedule=night.name,
+                    job=night.job_id,
+                    code=error.code.value,
+                    error=str(error),
+                )
         if not left or time.monotonic() >= deadline:
             break
         time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
@@ -388,13 +441,20 @@ def _bad_end(job: Job) -> NightjarError:
     if job.rejected_lines:
         message = f"Its job {job.id} has no items: all of the file's lines were refused."
         return InputError(
-            ErrorCode.INPUT_NO_ITEMS, message, f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
+            ErrorCode.INPUT_NO_ITEMS,
+            message,
+            f"See why with `nightjar errors {job.id}`, mend the file and run the night again.",
         )
-    return InputError(ErrorCode.INPUT_NO_ITEMS, "Its file has no lines.", "Put a file with dialogues there and run the night again.")
+    return InputError(
+        ErrorCode.INPUT_NO_ITEMS,
+        "Its file has no lines.",
+        "Put a file with dialogues there and run the night again.",
+    )
 
 
 def _explained(error: NightjarError, job: Job | None) -> NightjarError:
-    """The error of a submit; that of a night whose file was changed after its first submit was stopped says how to go on."""
+    """The error of a submit; that of a night whose file was changed after its first submit was stopped
+    says how to go on."""
     if job is None or job.state is not JobState.INGESTING or error.code is not ErrorCode.LEDGER_STATE:
         return error
     message = f"Its job {job.id} was made from another file or other settings, and its submit was stopped."
@@ -402,17 +462,21 @@ def _explained(error: NightjarError, job: Job | None) -> NightjarError:
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:
-    """Where a night's export of a format goes. A format that is one file gets its extension, unless the place has an end of its own."""
+    """Where a night's export of a format goes. A format that is one file gets its extension, unless the
+    place has an end of its own."""
     schedule = settings.schedules[name]
     extension = ".html" if format == REPORT else ".jsonl" if _is_one_file(format, schedule.splits) else ""
     if (to := schedule.export_to) is not None:
         end = extension if _OPEN_END.search(to) else ""
         return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
-    return str(settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}")
+    return str(
+        settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}"
+    )
 
 
 def _is_one_file(format: str, splits: str | None) -> bool:
-    """Whether an export is one file. A format that is unknown here may be of a schedule that this process does not run."""
+    """Whether an export is one file. A format that is unknown here may be of a schedule that this process
+    does not run."""
     from jobs.export import find_format
 
     try:
@@ -422,8 +486,9 @@ def _is_one_file(format: str, splits: str | None) -> bool:
 
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
-    """Raises `config.invalid` for exports of these schedules that could not be written, or that have one place with those of
-    another schedule or one inside the other: before a night's work rather than after it."""
+    """Raises `config.invalid` for exports of these schedules that could not be written, or that have one
+    place with those of another schedule or one inside the other: before a night's work rather than after
+    it."""
     for name in names:
         _check_exports(settings, name)
     owners: list[tuple[str, str]] = []
@@ -433,20 +498,26 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
             place = place if is_remote(place) else os.path.abspath(place)
             for other, owner in owners:
                 if owner != name and {owner, name} & set(names) and _meet(place, other):
-                    reason = f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
-                    raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own.")
+                    reason = (
+                        f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
+                    )
+                    raise ConfigError(
+                        ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own."
+                    )
             owners.append((place, name))
 
 
 def _meet(place: str, other: str) -> bool:
-    """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others without harm."""
+    """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others
+    without harm."""
     if is_remote(place) or is_remote(other):
         return place == other
     return os.path.commonpath((place, other)) in (place, other)
 
 
 def _check_exports(settings: Settings, name: str) -> None:
-    """Raises `config.invalid` for formats that are unknown or never written to their places, and for places that several share."""
+    """Raises `config.invalid` for formats that are unknown or never written to their places, and for
+    places that several share."""
     from jobs.export import find_format, format_names, parse_splits
 
     schedule = settings.schedules[name]
@@ -459,7 +530,11 @@ def _check_exports(settings: Settings, name: str) -> None:
     if to is not None and "{format}" not in to and len(schedule.exports) > 1:
         reason = f"The schedule {name!r} has several exports and one place."
         raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{format}` into `export_to`.")
-    places = set() if to is None else {night.strftime(to.replace("{date}", "%Y-%m-%d")) for night in _COMPARED_NIGHTS}
+    places = (
+        set()
+        if to is None
+        else {night.strftime(to.replace("{date}", "%Y-%m-%d")) for night in _COMPARED_NIGHTS}
+    )
     if schedule.exports and to is not None and len(places) < len(_COMPARED_NIGHTS):
         reason = f"The exports of {name!r} have one place for several nights."
         raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{date}` into `export_to`.")
@@ -470,9 +545,17 @@ def _check_exports(settings: Settings, name: str) -> None:
         try:
             if wanted != REPORT:
                 chosen = find_format(wanted)
-                chosen.check(place, store_url, splits if chosen.splittable else None, packed=spec.pack is True, stored=spec.format)
+                chosen.check(
+                    place,
+                    store_url,
+                    splits if chosen.splittable else None,
+                    packed=spec.pack is True,
+                    stored=spec.format,
+                )
             elif is_remote(place):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:
             reason = f"The schedule {name!r} cannot export {wanted}: {error.message}"
-            raise ConfigError(error.code, reason, "Leave it out, or change `export_to` or the store.") from error
+            raise ConfigError(
+                error.code, reason, "Leave it out, or change `export_to` or the store."
+            ) from error

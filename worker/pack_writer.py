@@ -1,4 +1,5 @@
-"""Gathers the artifacts of one leased shard into packs, and puts each pack into the store before any of its items is done."""
+"""Gathers the artifacts of one leased shard into packs, and puts each pack into the store before any of
+its items is done."""
 
 from __future__ import annotations
 
@@ -44,9 +45,10 @@ class _OpenPack:
 class PackWriter:
     """The packs of one shard while its lease lives; safe to use from several threads.
 
-    A pack is put when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no other item of the shard is on
-    its way. In memory are one pack that is put and one that fills; a thread that adds to a full one waits. A pack that was put and not
-    committed is of no use to anyone: its items are made again, and the sweep removes it.
+    A pack is put when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no
+    other item of the shard is on its way. In memory are one pack that is put and one that fills; a thread
+    that adds to a full one waits. A pack that was put and not committed is of no use to anyone: its items
+    are made again, and the sweep removes it.
     """
 
     held: HeldLease
@@ -65,7 +67,8 @@ class PackWriter:
         self._packs = 0
 
     def add(self, done: Done, artifacts: Sequence[EncodedArtifact], example_id: str) -> Future[Done]:
-        """Takes the artifacts of an item; the future has its outcome once they are stored, and raises what the store raises.
+        """Takes the artifacts of an item; the future has its outcome once they are stored, and raises what
+        the store raises.
 
         A pack that is full now is put by this call, so that a slow store slows down who adds.
         """
@@ -73,14 +76,18 @@ class PackWriter:
         hashes = [hashlib.sha256(one.data).hexdigest() for one in artifacts]
         with self._changed:
             # The thread that puts the pack before this one takes the full one next.
-            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self.times.pack_bytes)
+            self._changed.wait_for(
+                lambda: self._open is None or self._open.builder.bytes < self.times.pack_bytes
+            )
             pack = self._open
             if pack is None:
                 pack = self._open = _OpenPack(self._packs, self.clock.monotonic())
                 self._packs += 1
             placed: list[Artifact] = []
             for (made, data), sha256 in zip(artifacts, hashes, strict=True):
-                offset = pack.builder.add(made.key, data, sha256=sha256, index=made.index, example_id=example_id)
+                offset = pack.builder.add(
+                    made.key, data, sha256=sha256, index=made.index, example_id=example_id
+                )
                 placed.append(replace(made, sha256=sha256, pack_offset=offset))
             pack.items.append((replace(done, artifacts=tuple(placed)), stored))
         self._put_due()
@@ -94,7 +101,8 @@ class PackWriter:
             self.run(self._put_due)
 
     def _put_due(self) -> None:
-        """Puts the open pack if it is time, and those that are full by then; returns at once while another thread does."""
+        """Puts the open pack if it is time, and those that are full by then; returns at once while another
+        thread does."""
         while True:
             with self._changed:
                 pack = self._open
@@ -113,7 +121,11 @@ class PackWriter:
         if pack is None:
             return False
         full = pack.builder.bytes >= self.times.pack_bytes
-        return full or self.clock.monotonic() - pack.begun_at >= self.times.pack_seconds or self.alone(len(pack.items))
+        return (
+            full
+            or self.clock.monotonic() - pack.begun_at >= self.times.pack_seconds
+            or self.alone(len(pack.items))
+        )
 
     def _put(self, pack: _OpenPack) -> None:
         """Puts a pack and answers its items, each with the key of the pack in its artifacts."""
@@ -124,7 +136,9 @@ class PackWriter:
                 stored.set_exception(error)
             return
         for done, stored in pack.items:
-            stored.set_result(replace(done, artifacts=tuple([replace(artifact, pack=key) for artifact in done.artifacts])))
+            stored.set_result(
+                replace(done, artifacts=tuple([replace(artifact, pack=key) for artifact in done.artifacts]))
+            )
 
     def _put_bytes(self, pack: _OpenPack) -> str:
         lease = self.held.lease
@@ -137,7 +151,8 @@ class PackWriter:
         def put() -> None:
             result = self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
             if not result.created and result.info.sha256 != sha256:
-                # Only this lease writes this key, and no item of the pack is committed: what is there was damaged on its way.
+                # Only this lease writes this key, and no item of the pack is committed: what is there was
+                # damaged on its way.
                 self.store.delete(key)
                 self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
 

@@ -51,19 +51,26 @@ class RequestBuilder:
     store: ObjectStore
     references: ReferenceCache
     #: The settings of lines that have none of their own, by role.
-    defaults: dict[SpokenRole | None, Generation] = field(default_factory=dict[SpokenRole | None, Generation], init=False)
+    defaults: dict[SpokenRole | None, Generation] = field(
+        default_factory=dict[SpokenRole | None, Generation], init=False
+    )
 
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
 
-        Raises `InputError` when a reference is gone, and `StoreError` for an error that a retry does not solve.
+        Raises `InputError` when a reference is gone, and `StoreError` for an error that a retry does not
+        solve.
         """
         lease = self.held.lease
         spec = lease.job.spec
-        messages, generation = line_in_stored_voice(line, self._generation(line, spec.generation), spec, lease.job.id)
+        messages, generation = line_in_stored_voice(
+            line, self._generation(line, spec.generation), spec, lease.job.id
+        )
         return SynthesisRequest(
             request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
-            messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in messages]),
+            messages=tuple(
+                [self._loaded(message) if message.modality == "audio" else message for message in messages]
+            ),
             generation=generation,
             seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
         )
@@ -76,7 +83,8 @@ class RequestBuilder:
         return self.defaults[line.role]
 
     def _loaded(self, message: Message) -> Message:
-        """A user's audio message with the encoded file in place of its key; audio of other roles is not used."""
+        """A user's audio message with the encoded file in place of its key; audio of other roles is not
+        used."""
         key = message.content
         if message.role != "user" or not isinstance(key, str):
             return message

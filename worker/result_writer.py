@@ -1,4 +1,5 @@
-"""From what the engine made to an item's outcome: checks, encodes and stores, on a few threads, so that no engine waits for a disk."""
+"""From what the engine made to an item's outcome: checks, encodes and stores, on a few threads, so that no
+engine waits for a disk."""
 
 from __future__ import annotations
 
@@ -27,11 +28,22 @@ from worker.leases import GoneReason, HeldLease
 from worker.pack_writer import EncodedArtifact, PackWriter
 from worker.quality.meters import Utterance
 from worker.quality.pool import Measured, MeterPool, MeterTask
-from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, meters_of, trimmed, with_readings
+from worker.quality.verdict import (
+    CheckedDraw,
+    History,
+    check_draw,
+    check_speech,
+    failed_draw,
+    meters_of,
+    trimmed,
+    with_readings,
+)
 
-#: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s, 50 threads.
+#: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
+#: 50 threads.
 FOLDER_THREADS, S3_THREADS = 2, 64
-#: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU back.
+#: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU
+#: back.
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
@@ -58,7 +70,8 @@ class ItemDraw:
     engine_ms: int = 0
 
 
-#: What became of a draw: an outcome of its item, the draws so far where another one is to follow, or an error.
+#: What became of a draw: an outcome of its item, the draws so far where another one is to follow, or an
+#: error.
 Answer = Outcome | History | BaseException
 
 
@@ -86,7 +99,8 @@ _Path = Generator[Future[Any], Future[Any] | None, Outcome | History | Future[Do
 
 
 class ResultWriter:
-    """A few threads that check and store what engines made. They wait for a store that is away while the item's lease lives."""
+    """A few threads that check and store what engines made. They wait for a store that is away while the
+    item's lease lives."""
 
     def __init__(self, max_backlog: int = 256, meters: MeterPool | None = None) -> None:
         self.max_backlog = max_backlog
@@ -97,7 +111,9 @@ class ResultWriter:
 
     def serve(self, store: ObjectStore, audio_format: str) -> None:
         """Makes sure that there are enough threads for this store and for audio of this format."""
-        wanted = max(S3_THREADS if store.remote else FOLDER_THREADS, LOSSY_THREADS if audio_format in LOSSY else 0)
+        wanted = max(
+            S3_THREADS if store.remote else FOLDER_THREADS, LOSSY_THREADS if audio_format in LOSSY else 0
+        )
         with self._lock:
             while len(self._threads) < wanted:
                 thread = threading.Thread(target=self._run, name=f"writer-{len(self._threads)}", daemon=True)
@@ -106,13 +122,15 @@ class ResultWriter:
 
     @property
     def full(self) -> bool:
-        """Whether so many results wait that the engine should get no more requests. Draws that wait for meters do not count."""
+        """Whether so many results wait that the engine should get no more requests. Draws that wait for
+        meters do not count."""
         return self._queue.qsize() >= self.max_backlog
 
     def submit(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> None:
         """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
 
-        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any more, and any other error.
+        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
+        more, and any other error.
         """
         self._queue.put(partial(self._step, shard, draw, self._outcome(shard, draw, made)))
 
@@ -139,13 +157,17 @@ class ResultWriter:
         except StopIteration as end:
             answer: Outcome | History | Future[Done] = end.value
             if isinstance(answer, Future):
-                answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
+                answer.add_done_callback(
+                    lambda stored: shard.answer(draw, stored.exception() or stored.result())
+                )
             else:
                 shard.answer(draw, answer)
         except Exception as error:  # noqa: BLE001 - the shard's to judge
             shard.answer(draw, error)
         else:
-            waits_for.add_done_callback(lambda done: self._queue.put(partial(self._step, shard, draw, path, done)))
+            waits_for.add_done_callback(
+                lambda done: self._queue.put(partial(self._step, shard, draw, path, done))
+            )
 
     def _outcome(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> _Path:
         """The one path from what the engine made to an item's outcome.
@@ -164,7 +186,9 @@ class ResultWriter:
             speech = cast(Speech, made)
             if not text_only(speech):
                 check_speech(speech)
-            return _stored(shard, draw, Done(index, (), draw.engine_ms), speech, draw.request.seed, draw.number)
+            return _stored(
+                shard, draw, Done(index, (), draw.engine_ms), speech, draw.request.seed, draw.number
+            )
         if isinstance(made, NightjarError):
             checked = failed_draw(draw.number, draw.request.seed, made)
         else:
@@ -175,7 +199,13 @@ class ResultWriter:
             asked = generation if voice is None else msgspec.structs.replace(generation, voice=voice)
             checked = check_draw(draw.number, draw.request.seed, speech, quality, text, asked)
             if checked.passed and (meters := meters_of(quality)):
-                utterance = Utterance(speech.samples, speech.sample_rate, text, generation.language or "", _reference(draw.request))
+                utterance = Utterance(
+                    speech.samples,
+                    speech.sample_rate,
+                    text,
+                    generation.language or "",
+                    _reference(draw.request),
+                )
                 # While the draw waits, the pool alone holds its samples, in memory or in a file.
                 made = speech = replace(speech, samples=np.empty(0, np.float32))
                 checked = replace(checked, speech=None)
@@ -187,7 +217,11 @@ class ResultWriter:
                 checked = replace(checked, speech=replace(speech, samples=measured.samples))
                 checked = with_readings(checked, measured.readings, quality)
         history = draw.history.after(checked, draw.engine_ms)
-        if not checked.passed and draw.number < draw.last and not draw.history.ended_by(checked, draw.sampled):
+        if (
+            not checked.passed
+            and draw.number < draw.last
+            and not draw.history.ended_by(checked, draw.sampled)
+        ):
             return history
         best = checked if checked.passed else cast(CheckedDraw, history.best)
         record, speech = best.record, best.speech
@@ -198,7 +232,9 @@ class ResultWriter:
         if speech is not None:
             message = f"None of {len(history.draws)} draws passed; the best: {message}"
             artifacts = _put(shard, _encoded(job, draw.line, speech, record.seed, record.draw, QUARANTINE))
-        return Failed(index, cast(ErrorCode, record.code), message, history.draws, artifacts, history.engine_ms)
+        return Failed(
+            index, cast(ErrorCode, record.code), message, history.draws, artifacts, history.engine_ms
+        )
 
 
 def text_only(made: Speech | NightjarError) -> bool:
@@ -211,7 +247,9 @@ def _reference(request: SynthesisRequest) -> bytes | None:
     return next((message.content for message in request.messages if isinstance(message.content, bytes)), None)
 
 
-def _stored(shard: ShardOutput, draw: ItemDraw, done: Done, speech: Speech, seed: int, number: int) -> Done | Future[Done]:
+def _stored(
+    shard: ShardOutput, draw: ItemDraw, done: Done, speech: Speech, seed: int, number: int
+) -> Done | Future[Done]:
     """The outcome with the artifacts of the draw that is kept, once these are stored."""
     artifacts = _encoded(shard.held.lease.job, draw.line, speech, seed, number)
     if shard.packs is not None:
@@ -219,9 +257,11 @@ def _stored(shard: ShardOutput, draw: ItemDraw, done: Done, speech: Speech, seed
     return msgspec.structs.replace(done, artifacts=_put(shard, artifacts))
 
 
-def _encoded(job: Job, line: ShardLine, speech: Speech, seed: int, number: int, kind: str = "audio") -> list[EncodedArtifact]:
-    """The audio of a draw, and its text where the model wrote one, which does not go into quarantine; the text alone where no audio was
-    asked for."""
+def _encoded(
+    job: Job, line: ShardLine, speech: Speech, seed: int, number: int, kind: str = "audio"
+) -> list[EncodedArtifact]:
+    """The audio of a draw, and its text where the model wrote one, which does not go into quarantine; the
+    text alone where no audio was asked for."""
     # Costs half a second at the first item; a worker that waits for work need not pay it.
     from jobs.encoded_audio import encoded_audio
 
@@ -231,7 +271,9 @@ def _encoded(job: Job, line: ShardLine, speech: Speech, seed: int, number: int, 
         made = Artifact(
             index=line.index,
             kind=kind,
-            key=(quarantine_key if kind == QUARANTINE else audio_key)(job.id, line.index, line.example_id, job.spec.format, number),
+            key=(quarantine_key if kind == QUARANTINE else audio_key)(
+                job.id, line.index, line.example_id, job.spec.format, number
+            ),
             sha256="",
             bytes=len(encoded.data),
             duration_ms=encoded.duration_ms,
@@ -243,14 +285,17 @@ def _encoded(job: Job, line: ShardLine, speech: Speech, seed: int, number: int, 
         found.append(EncodedArtifact(made, encoded.data))
     if speech.text_out is not None and kind != QUARANTINE:
         key, data = text_key(job.id, line.index, line.example_id, number), speech.text_out.encode()
-        made = Artifact(line.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed)
+        made = Artifact(
+            line.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed
+        )
         found.append(EncodedArtifact(made, data))
     return found
 
 
 def _put(shard: ShardOutput, artifacts: list[EncodedArtifact]) -> tuple[Artifact, ...]:
-    """Puts each artifact under its key, or under the next number where something else stands: a power cut may have damaged it, or the
-    engine may have rounded otherwise. Waits for a store that is away for as long as the lease lives."""
+    """Puts each artifact under its key, or under the next number where something else stands: a power cut
+    may have damaged it, or the engine may have rounded otherwise. Waits for a store that is away for as
+    long as the lease lives."""
     stored: list[Artifact] = []
     for made, data in artifacts:
         content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]

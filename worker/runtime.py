@@ -1,4 +1,5 @@
-"""Everything that one worker process holds: ledger, pipelines, leases, maintenance. Celery gives it tickets."""
+"""Everything that one worker process holds: ledger, pipelines, leases, maintenance. Celery gives it
+tickets."""
 
 from __future__ import annotations
 
@@ -74,15 +75,17 @@ class WorkerOptions:
     model: str | None = None
     #: The worker drains when this process is no longer its parent.
     parent_pid: int | None = None
-    #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its settings do not let it open a
-    #: job's model. Else it leaves the job to the others, or fails its items where there is no other: no job ends the workers of others.
+    #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its
+    #: settings do not let it open a job's model. Else it leaves the job to the others, or fails its items
+    #: where there is no other: no job ends the workers of others.
     private: bool = False
     #: A model that is being opened already.
     preload: Preload | None = None
 
 
 def _says_gpu_is_bad(error: NightjarError) -> bool:
-    """Whether an engine died while it opened, or found no memory. Another failure may be that of one model."""
+    """Whether an engine died while it opened, or found no memory. Another failure may be that of one
+    model."""
     return isinstance(error, EngineCrashError) or error.code is ErrorCode.SYNTH_OOM
 
 
@@ -125,9 +128,13 @@ class Runtime:
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
         processes = settings.times.writer_processes
-        self._writer_processes = WriterProcesses(default_processes() if processes is None else processes, settings.s3)
+        self._writer_processes = WriterProcesses(
+            default_processes() if processes is None else processes, settings.s3
+        )
         self._exclusive = ExclusiveLock()
-        self.demand = Demand(settings.times.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock)
+        self.demand = Demand(
+            settings.times.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock
+        )
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
@@ -154,7 +161,9 @@ class Runtime:
             self._end_job,
             self.demand,
             # `nightjar run` reports its jobs itself, when their manifest and report are written.
-            None if self.options.private or not settings.notify.command else lambda: report_ended_jobs(self.ledger, settings),
+            None
+            if self.options.private or not settings.notify.command
+            else lambda: report_ended_jobs(self.ledger, settings),
         )
 
     @property
@@ -162,7 +171,8 @@ class Runtime:
         return self._draining.is_set()
 
     def start(self) -> None:
-        """Loads the model that it is restricted to and registers this worker; waits for services that are away, until a signal.
+        """Loads the model that it is restricted to and registers this worker; waits for services that are
+        away, until a signal.
 
         Raises `NightjarError` when it cannot work.
         """
@@ -176,17 +186,21 @@ class Runtime:
                 return
         say_up()
         self._up = True
-        log.info("worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any")
+        log.info(
+            "worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any"
+        )
 
     def handle(self, ticket: Ticket) -> Handling:
-        """Claims the shard of a message and runs it to its end. Raises no error that a retry of the message would solve."""
+        """Claims the shard of a message and runs it to its end. Raises no error that a retry of the
+        message would solve."""
         with bound_contextvars(job=ticket.job_id, shard=ticket.shard_no, worker=self.worker.id):
             try:
                 return self._handle(ticket)
             except ServiceError as error:
                 if error.code is not ErrorCode.LEDGER_SCHEMA:
                     raise
-                # The shards in flight are of the tables of before, and end; the message is for a worker of the new version.
+                # The shards in flight are of the tables of before, and end; the message is for a worker of
+                # the new version.
                 self._end_with(error)
                 return Handling.REFUSED
 
@@ -206,7 +220,8 @@ class Runtime:
         return Handling.RAN
 
     def drain(self) -> None:
-        """Takes no more shards and finishes those in flight; after `drain_seconds` or a second call it gives them back."""
+        """Takes no more shards and finishes those in flight; after `drain_seconds` or a second call it
+        gives them back."""
         if self._draining.is_set():
             self._hurry.set()
             return
@@ -262,13 +277,18 @@ class Runtime:
     def _ends_worker(self, error: NightjarError) -> bool:
         """Whether a model that cannot be opened ends this worker.
 
-        An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full, or its model broken. A worker
-        that went on would fail every shard that it takes; the process that started it starts it again after a pause, and in the end no
-        more. What no start of it can open ends a worker that starts, or is one person's, and that process hears of it.
+        An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full,
+        or its model broken. A worker that went on would fail every shard that it takes; the process that
+        started it starts it again after a pause, and in the end no more. What no start of it can open ends
+        a worker that starts, or is one person's, and that process hears of it.
         """
         if _says_gpu_is_bad(error):
             return is_watched()
-        if not isinstance(error, ConfigError | ModelError) or error.code.retryable or (self._up and not self.options.private):
+        if (
+            not isinstance(error, ConfigError | ModelError)
+            or error.code.retryable
+            or (self._up and not self.options.private)
+        ):
             return False
         say_refused(error)
         return True
@@ -284,7 +304,9 @@ class Runtime:
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""
-        lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds))
+        lease = self._asking(
+            lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds)
+        )
         if lease is None:
             return False
         with bound_contextvars(epoch=lease.epoch):
@@ -300,9 +322,13 @@ class Runtime:
         return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _leaves(self, job_id: str) -> bool:
-        """Whether this worker leaves a job to others: one of another model than its own, or one that it lately could not run."""
+        """Whether this worker leaves a job to others: one of another model than its own, or one that it
+        lately could not run."""
         refused_at = self._refused_at.get(job_id)
-        if refused_at is not None and self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds:
+        if (
+            refused_at is not None
+            and self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds
+        ):
             return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
         if self.options.model is None:
             return False
@@ -312,8 +338,8 @@ class Runtime:
         return self._models.get(job_id, self.options.model) != self.options.model
 
     def _asking(self, call: Callable[[], T]) -> T | None:
-        """The answer of `call`, which is asked again with growing pauses after every retryable error; None where the worker drains
-        instead, or the ledger does not know the job."""
+        """The answer of `call`, which is asked again with growing pauses after every retryable error; None
+        where the worker drains instead, or the ledger does not know the job."""
         pause_seconds = 0.2
         while not self.draining:
             try:
@@ -321,7 +347,8 @@ class Runtime:
             except NotFoundError:
                 return None
             except NightjarError as error:
-                # An engine that dies while it opens its model, or finds no memory, would do so for ever: the worker cannot start.
+                # An engine that dies while it opens its model, or finds no memory, would do so for ever: the
+                # worker cannot start.
                 if not error.code.retryable or _says_gpu_is_bad(error):
                     raise
                 self.metrics.waited_for(error)

@@ -1,4 +1,5 @@
-"""One leased shard, from its input to its manifest: reads the items, feeds them to the pipeline, counts them, commits their outcomes."""
+"""One leased shard, from its input to its manifest: reads the items, feeds them to the pipeline, counts
+them, commits their outcomes."""
 
 from __future__ import annotations
 
@@ -64,11 +65,12 @@ class ShardEnd(StrEnum):
 
 @dataclass(eq=False)
 class ShardRunner:
-    """Runs leased shards, and has what their runs share; safe to use from several threads at once, one shard each.
+    """Runs leased shards, and has what their runs share; safe to use from several threads at once, one
+    shard each.
 
-    Every open item goes to the pipeline at once, so the engine sees the items of all shards in flight. Outcomes are
-    committed in micro-batches, fenced by the lease's epoch. Calls to a ledger or store that is away are retried for as long as
-    the lease lives.
+    Every open item goes to the pipeline at once, so the engine sees the items of all shards in flight.
+    Outcomes are committed in micro-batches, fenced by the lease's epoch. Calls to a ledger or store that
+    is away are retried for as long as the lease lives.
     """
 
     ledger: Ledger
@@ -112,8 +114,9 @@ class ShardRunner:
 class ShardRun:
     """A run of one leased shard. Every item ends with one outcome; the state of all is under one lock.
 
-    An item is not begun, in the engine, being written, or settled; one that was begun is at each moment in exactly one of these states.
-    A thread of its own feeds the pipeline, threads of pipeline and writer bring the items on, and the thread of `run` commits.
+    An item is not begun, in the engine, being written, or settled; one that was begun is at each moment in
+    exactly one of these states. A thread of its own feeds the pipeline, threads of pipeline and writer
+    bring the items on, and the thread of `run` commits.
     """
 
     def __init__(self, runner: ShardRunner, held: HeldLease) -> None:
@@ -166,7 +169,11 @@ class ShardRun:
         """How far it is; before the pipeline is open all its items are open."""
         if self._pipeline is None:
             return ItemCounts(len(self._lease.open_items), 0, 0)
-        return ItemCounts(len(self._in_engine) + (0 if self._stopped else len(self._waiting)), self._answered, len(self._writing))
+        return ItemCounts(
+            len(self._in_engine) + (0 if self._stopped else len(self._waiting)),
+            self._answered,
+            len(self._writing),
+        )
 
     def _work(self) -> None:
         lease, retrying = self._lease, self._held.retrying
@@ -176,7 +183,9 @@ class ShardRun:
         lines = retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), DOUBTS)
         todo = [line for line in lines if line.index in lease.open_items]
         if missing := lease.open_items.keys() - {line.index for line in todo}:
-            raise StoreError(ErrorCode.STORE_MISSING, f"{lease.input_key} lacks {len(missing)} items of its shard.")
+            raise StoreError(
+                ErrorCode.STORE_MISSING, f"{lease.input_key} lacks {len(missing)} items of its shard."
+            )
         retry_later = False
         if todo:
             with self._runner.pipelines.use(self._job.spec.model, self._held.check) as pipeline:
@@ -188,14 +197,17 @@ class ShardRun:
     def _synthesize(self, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
         """Makes a committed outcome of every line. Returns whether some items are left for another attempt.
 
-        Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are committed.
+        Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are
+        committed.
         """
         if self._is_paused():
             # While the model was opened.
             raise LeaseGoneError(GoneReason.PAUSED)
         self.begin(store, pipeline, todo, self._drawn_before(todo))
         in_context = contextvars.copy_context().run
-        threading.Thread(target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True).start()
+        threading.Thread(
+            target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True
+        ).start()
         try:
             return self._collect(pipeline)
         finally:
@@ -203,8 +215,15 @@ class ShardRun:
             if pipeline.stats().state == "broken":
                 self._runner.pipelines.discard(pipeline)
 
-    def begin(self, store: ObjectStore, pipeline: Pipeline, lines: Sequence[ShardLine], drawn_before: Mapping[int, int]) -> None:
-        """Plans the first draw of each line. `drawn_before`: the number of draws of items that a person reopened."""
+    def begin(
+        self,
+        store: ObjectStore,
+        pipeline: Pipeline,
+        lines: Sequence[ShardLine],
+        drawn_before: Mapping[int, int],
+    ) -> None:
+        """Plans the first draw of each line. `drawn_before`: the number of draws of items that a person
+        reopened."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
         for line in lines:
@@ -213,11 +232,14 @@ class ShardRun:
         self._unsettled = {line.index for line in lines}
         self._store, self._builder = store, RequestBuilder(self._held, store, self._runner.references)
         packs = self._pack_writer(store) if self._job.spec.pack is True else None
-        self._output = ShardOutput(self._held, store, packs, self.settle, lambda: self._closed or self._error is not None)
+        self._output = ShardOutput(
+            self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
+        )
         self._pipeline = pipeline
 
     def _drawn_before(self, todo: Sequence[ShardLine]) -> Mapping[int, int]:
-        """How many draws open items have had: `nightjar retry` continues with the next ones; those of a lost worker are made again."""
+        """How many draws open items have had: `nightjar retry` continues with the next ones; those of a
+        lost worker are made again."""
         if self._job.spec.quality is None:
             return {}
         first, last = todo[0].index, todo[-1].index
@@ -243,7 +265,9 @@ class ShardRun:
         rank = self._runner.order.place(self._job.priority, remote=self._store.remote)
         try:
             while (draw := self._next_draw(rank)) is not None:
-                while (self._runner.writer.full or len(self._writing) >= MAX_WRITING_ITEMS) and not self._stopped:
+                while (
+                    self._runner.writer.full or len(self._writing) >= MAX_WRITING_ITEMS
+                ) and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
@@ -260,7 +284,8 @@ class ShardRun:
             self._runner.order.leave(rank)
 
     def _next_draw(self, rank: tuple[int, int]) -> ItemDraw | None:
-        """The next draw, once it is the shard's turn; None when no more can come. Waits while items may need another one."""
+        """The next draw, once it is the shard's turn; None when no more can come. Waits while items may
+        need another one."""
         if not self._waiting:
             self._runner.order.leave(rank)
             if self._job.spec.quality is None:
@@ -309,7 +334,11 @@ class ShardRun:
             self._answered += 1
         if isinstance(event, SpeechDone):
             self._runner.writer.submit(self._output, draw, event.speech)
-        elif isinstance(event, SpeechFailed) and event.error.code in REDRAWN and self._job.spec.quality is not None:
+        elif (
+            isinstance(event, SpeechFailed)
+            and event.error.code in REDRAWN
+            and self._job.spec.quality is not None
+        ):
             # A failure that another seed may mend is a draw that did not pass its checks.
             self._runner.writer.submit(self._output, draw, event.error)
         elif isinstance(event, SpeechFailed):
@@ -323,7 +352,8 @@ class ShardRun:
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
-        """Takes what became of a draw: an outcome (of an item only the first one counts), another draw, or an error."""
+        """Takes what became of a draw: an outcome (of an item only the first one counts), another draw, or
+        an error."""
         index = draw.line.index
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
@@ -354,7 +384,9 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            error = SynthesisError(ErrorCode.SYNTH_ENGINE, f"The speech could not be made or stored: {error!r}")
+            error = SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"The speech could not be made or stored: {error!r}"
+            )
         elif isinstance(error, ModelError) or error.code in _OF_THE_SHARD:
             self._end_work(error)
             return None
@@ -378,12 +410,14 @@ class ShardRun:
 
     @property
     def finished(self) -> bool:
-        """Whether every item has its outcome and every outcome was taken; when it winds down, every item that was begun."""
+        """Whether every item has its outcome and every outcome was taken; when it winds down, every item
+        that was begun."""
         with self._changed:
             return not self._outcomes and not (self._begun if self._winding_down else self._unsettled)
 
     def _only_waits_for(self, stored: int) -> bool:
-        """Whether the items that are on their way are as many as wait to be stored together, and no others will come."""
+        """Whether the items that are on their way are as many as wait to be stored together, and no others
+        will come."""
         with self._changed:
             if not self._stopped:
                 return len(self._unsettled) <= stored
@@ -396,7 +430,8 @@ class ShardRun:
             self._output.packs.flush_due()
 
     def _collect(self, pipeline: Pipeline) -> bool:
-        """Commits outcomes until the shard is finished. Returns whether some items are left for another attempt."""
+        """Commits outcomes until the shard is finished. Returns whether some items are left for another
+        attempt."""
         times = self._times
         committed: list[Outcome] = []
         due_at = look_at = self._clock.monotonic() + times.commit_seconds
@@ -413,7 +448,9 @@ class ShardRun:
                 committed += batch
             if self.expire():
                 self._runner.pipelines.discard(pipeline)
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again.")
+                raise SynthesisError(
+                    ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again."
+                )
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
@@ -427,16 +464,24 @@ class ShardRun:
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
         """Outcomes when a commit is worth it: there are enough, the shard is finished, or it is `due_at`.
 
-        Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a full store.
+        Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a
+        full store.
         """
         maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
             over = not self._unsettled or (self._winding_down and not self._begun)
-            return len(self._outcomes) >= maximum or over or self._error is not None or self._held.gone is not None
+            return (
+                len(self._outcomes) >= maximum
+                or over
+                or self._error is not None
+                or self._held.gone is not None
+            )
 
         with self._changed:
-            worth_it = self._changed.wait_for(is_worth_it, min(poll_seconds, max(0.0, due_at - self._clock.monotonic())))
+            worth_it = self._changed.wait_for(
+                is_worth_it, min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
+            )
             if self._error is not None:
                 raise self._error
             if not worth_it and self._clock.monotonic() < due_at:
@@ -458,7 +503,12 @@ class ShardRun:
                 self._writing.add(draw.line.index)
             stuck = self._feeding in late
         for draw in late:
-            self.settle(draw, SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"The item took more than {seconds:g} s in the engine."))
+            self.settle(
+                draw,
+                SynthesisError(
+                    ErrorCode.SYNTH_TIMEOUT, f"The item took more than {seconds:g} s in the engine."
+                ),
+            )
         _cancel(late)
         return stuck
 
@@ -471,7 +521,8 @@ class ShardRun:
     def _close(self) -> None:
         """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
 
-        Waits a while for what is being written, and commits it. A failure costs time only: the items run again, and adopt their objects.
+        Waits a while for what is being written, and commits it. A failure costs time only: the items run
+        again, and adopt their objects.
         """
         with self._changed:
             self._halted = True
@@ -495,7 +546,8 @@ class ShardRun:
             log.warning("last outcomes of a shard were not committed", items=len(left), error=str(error))
 
     def _is_paused(self) -> bool:
-        """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a heartbeat."""
+        """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a
+        heartbeat."""
         state = self._held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
             self._lose()
@@ -540,7 +592,9 @@ class ShardRun:
             log.warning("lease gone", reason=reason.value)
             return ShardEnd.LOST
         try:
-            self._runner.ledger.release(self._lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause")
+            self._runner.ledger.release(
+                self._lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause"
+            )
         except NightjarError as error:
             log.warning("lease not released; it will expire", error=str(error))
         return ShardEnd.RELEASED
@@ -548,8 +602,16 @@ class ShardRun:
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
         ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self._held.retrying
         try:
-            if code in WORKER_FAULTS and not self._runner.alone and retrying(lambda: ledger.refuse(ticket, code, message)):
-                log.error("this worker cannot run the job; its shard is left to another one", code=code.value, error=message)
+            if (
+                code in WORKER_FAULTS
+                and not self._runner.alone
+                and retrying(lambda: ledger.refuse(ticket, code, message))
+            ):
+                log.error(
+                    "this worker cannot run the job; its shard is left to another one",
+                    code=code.value,
+                    error=message,
+                )
                 return ShardEnd.REFUSED
             log.error("shard failed", code=code.value, error=message)
             retrying(lambda: ledger.fail_shard(ticket, code, message))
@@ -575,5 +637,7 @@ def _cancel(draws: Sequence[ItemDraw]) -> None:
 
 
 def _engine_is_broken(outcomes: Sequence[Outcome]) -> bool:
-    failed = any(isinstance(outcome, Failed) and outcome.code is ErrorCode.SYNTH_ENGINE for outcome in outcomes)
+    failed = any(
+        isinstance(outcome, Failed) and outcome.code is ErrorCode.SYNTH_ENGINE for outcome in outcomes
+    )
     return failed and not any(isinstance(outcome, Done) for outcome in outcomes)

@@ -21,7 +21,8 @@ POLL_SECONDS = 0.2
 
 
 class Supervisor:
-    """Starts `command` once for each plan and keeps it running until a signal. A worker that keeps failing is quarantined alone."""
+    """Starts `command` once for each plan and keeps it running until a signal. A worker that keeps failing
+    is quarantined alone."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Works until a signal, or until every worker is quarantined; the exit status: 0 after a drain, 1 when a worker is quarantined."""
+        """Works until a signal, or until every worker is quarantined; the exit status: 0 after a drain, 1
+        when a worker is quarantined."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, lambda received, _: self._group.send(received))
         self._group.start()
@@ -69,7 +71,9 @@ class Supervisor:
     def _start(self, plan: WorkerPlan, up: UpPipe) -> subprocess.Popen[bytes]:
         environment = os.environ | plan.environment | up.environment
         pin = pinned_to(plan.cores)
-        return subprocess.Popen(self._command, env=environment, start_new_session=True, pass_fds=up.pass_fds, preexec_fn=pin)
+        return subprocess.Popen(
+            self._command, env=environment, start_new_session=True, pass_fds=up.pass_fds, preexec_fn=pin
+        )
 
 
 def supervise(arguments: Sequence[str], plans: Sequence[WorkerPlan], settings: Settings) -> int:
@@ -78,4 +82,6 @@ def supervise(arguments: Sequence[str], plans: Sequence[WorkerPlan], settings: S
     spec = sys.modules["__main__"].__spec__
     program = "worker" if spec is None else spec.name.removesuffix(".__main__")
     command = [sys.executable, *flags, "-m", program, "run", *arguments]
-    return Supervisor(command, plans, settings.times.restart_seconds, settings.times.quarantine_seconds, settings).run()
+    return Supervisor(
+        command, plans, settings.times.restart_seconds, settings.times.quarantine_seconds, settings
+    ).run()

@@ -1,10 +1,11 @@
 """Processes that put objects into a remote store for a worker.
 
-One put over S3 takes the interpreter for more than a millisecond (signing, HTTP). At hundreds of puts a second these would leave no time
-to the threads that feed an engine. Both ends are here, joined by a channel; the object travels in shared memory.
+One put over S3 takes the interpreter for more than a millisecond (signing, HTTP). At hundreds of puts a
+second these would leave no time to the threads that feed an engine. Both ends are here, joined by a
+channel; the object travels in shared memory.
 
-A process ends with its worker, however that ends. One that dies costs time only: its puts go to another process, which adopts what
-is there already, because objects are written once.
+A process ends with its worker, however that ends. One that dies costs time only: its puts go to another
+process, which adopts what is there already, because objects are written once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.s3 import S3Settings, split_s3_url
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError, StoreError
-from pipelines.ipc import Channel, Child, ErrorRecord, beside_the_engine, close_all, parent_channel, read_shared, share
+from pipelines.ipc import (
+    Channel,
+    Child,
+    ErrorRecord,
+    beside_the_engine,
+    close_all,
+    parent_channel,
+    read_shared,
+    share,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +46,8 @@ log = structlog.get_logger(__name__)
 PUTS_AT_ONCE = 32
 #: Puts of the worker itself, or of each process, at the same time, above which another process is started.
 CROWDED = 6
-#: A process has a core for about 500 puts a second; more than four need a faster network than most machines have.
+#: A process has a core for about 500 puts a second; more than four need a faster network than most machines
+#: have.
 MOST_PROCESSES = 4
 #: Processes that may die in one put, or at their start, before the worker puts by itself.
 TRIES = 3
@@ -44,7 +55,8 @@ _KILL_SECONDS = 5.0
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """How to reach S3. It travels in a message: settings may come from a file that the child does not read."""
+    """How to reach S3. It travels in a message: settings may come from a file that the child does not
+    read."""
 
     endpoint_url: str | None
     region: str | None
@@ -99,7 +111,9 @@ class WriterProcess:
         self._thread = threading.Thread(target=self._receive, name="writer-process", daemon=True)
         self._thread.start()
 
-    def put(self, url: str, key: str, data: bytes, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+    def put(
+        self, url: str, key: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> PutResult:
         """Raises `StoreError` as the store does, and `ProcessEndedError`."""
         number, answered = next(self._numbers), Future[_Answer]()
         with self._lock:
@@ -155,7 +169,8 @@ class WriterProcess:
 
 
 class WriterProcesses:
-    """Up to `maximum` processes, which start as they are needed: when `crowded` puts are under way in each that is there.
+    """Up to `maximum` processes, which start as they are needed: when `crowded` puts are under way in each
+    that is there.
 
     Until the first one is up, and after too many that never came up, the worker's own threads put.
     """
@@ -178,7 +193,11 @@ class WriterProcesses:
 
     def open(self, url: str) -> ObjectStore:
         """The store at `url`; a remote one puts through these processes. Raises as `open_store` does."""
-        return ProcessStore(url, self._settings, self) if self.maximum and is_remote(url) else open_store(url, self._settings)
+        return (
+            ProcessStore(url, self._settings, self)
+            if self.maximum and is_remote(url)
+            else open_store(url, self._settings)
+        )
 
     @contextmanager
     def chosen(self, url: str, *, itself: bool = False) -> Generator[WriterProcess | None]:
@@ -237,9 +256,15 @@ class ProcessStore(S3Store):
         self._processes = processes
 
     def put(
-        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+        self,
+        key: str,
+        data: bytes,
+        *,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        """Writes once, as any store. A put whose process died is given to another, which may find the object there."""
+        """Writes once, as any store. A put whose process died is given to another, which may find the
+        object there."""
         for attempt in range(TRIES + 1):
             with self._processes.chosen(self.url, itself=attempt == TRIES) as process:
                 if process is None:
@@ -259,7 +284,9 @@ def _plain(settings: S3Settings | None) -> _Settings | None:
         return None
     secret: Any = settings.secret_access_key
     plain = secret if isinstance(secret, str) or secret is None else secret.get_secret_value()
-    return _Settings(settings.endpoint_url, settings.region, settings.access_key_id, plain, settings.addressing_style)
+    return _Settings(
+        settings.endpoint_url, settings.region, settings.access_key_id, plain, settings.addressing_style
+    )
 
 
 class _Server:
@@ -289,13 +316,17 @@ class _Server:
 
     def _put(self, task: _Put, data: bytes) -> None:
         try:
-            result = self._store(task.url).put(task.key, data, content_type=task.content_type, metadata=task.metadata)
+            result = self._store(task.url).put(
+                task.key, data, content_type=task.content_type, metadata=task.metadata
+            )
             answer = _Answer(task.number, result.created, result.info)
         except NightjarError as error:
             answer = _Answer(task.number, error=ErrorRecord.of(error))
         except Exception as error:
             log.exception("put failed")
-            failure = StoreError(ErrorCode.STORE_UNREACHABLE, f"A put failed: {error!r}.", "See the worker's log.")
+            failure = StoreError(
+                ErrorCode.STORE_UNREACHABLE, f"A put failed: {error!r}.", "See the worker's log."
+            )
             answer = _Answer(task.number, error=ErrorRecord.of(failure))
         with suppress(OSError):
             self._channel.send(answer)
@@ -308,7 +339,8 @@ class _Server:
 
 
 def main() -> None:
-    """The child's side. Ends when the other end is closed, as it is when the worker ends in any way, whatever its puts wait for."""
+    """The child's side. Ends when the other end is closed, as it is when the worker ends in any way,
+    whatever its puts wait for."""
     # Not with the thread that started it: any that puts may do that, and end before the worker does.
     channel: Channel[_Start | _Put] = parent_channel(_Start | _Put, die_with_parent=False)
     with suppress(EOFError, OSError):

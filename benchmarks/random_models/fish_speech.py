@@ -38,11 +38,26 @@ TINY_CODEC = CodecConfig(
 
 
 def write_checkpoint(folder: Path, tiny: bool = False) -> FishConfig:
-    """A folder with the published config.json and no weights, for vLLM's `load_format="dummy"`; `tiny` is for trying things out."""
-    slow = {"dim": 2560, "n_layer": 36, "n_head": 32, "n_local_heads": 8, "head_dim": 128, "intermediate_size": 9728}
+    """A folder with the published config.json and no weights, for vLLM's `load_format="dummy"`; `tiny` is
+    for trying things out."""
+    slow = {
+        "dim": 2560,
+        "n_layer": 36,
+        "n_head": 32,
+        "n_local_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+    }
     fast, codes, text = {**slow, "n_layer": 4}, 4096, _TEXT_IDS
     if tiny:
-        slow = {"dim": 64, "n_layer": 2, "n_head": 2, "n_local_heads": 1, "head_dim": 32, "intermediate_size": 96}
+        slow = {
+            "dim": 64,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_local_heads": 1,
+            "head_dim": 32,
+            "intermediate_size": 96,
+        }
         fast, codes, text = {**slow, "n_layer": 1}, 64, 300
     first = text + 3 + len(CONTROLS)
     shared = {"rope_base": 1_000_000, "norm_eps": 1e-6}
@@ -52,8 +67,20 @@ def write_checkpoint(folder: Path, tiny: bool = False) -> FishConfig:
         "semantic_start_token_id": first,
         "semantic_end_token_id": first + codes - 1,
         # The published vocabulary has two spare ids behind the semantic tokens.
-        "text_config": {**slow, **shared, "vocab_size": first + codes + 2, "max_seq_len": 32_768, "attention_qk_norm": True},
-        "audio_decoder_config": {**fast, **shared, "vocab_size": codes, "num_codebooks": 10, "text_dim": slow["dim"]},
+        "text_config": {
+            **slow,
+            **shared,
+            "vocab_size": first + codes + 2,
+            "max_seq_len": 32_768,
+            "attention_qk_norm": True,
+        },
+        "audio_decoder_config": {
+            **fast,
+            **shared,
+            "vocab_size": codes,
+            "num_codebooks": 10,
+            "text_dim": slow["dim"],
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -61,16 +88,23 @@ def write_checkpoint(folder: Path, tiny: bool = False) -> FishConfig:
     return replace(config, codec=TINY_CODEC) if tiny else config
 
 
-def dummy_codec(config: FishConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> Codec:
+def dummy_codec(
+    config: FishConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+) -> Codec:
     return codec_from(config.codec, DummyWeights(device), device, dtype, fused)
 
 
-def dummy_frames(config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True) -> EngineFrames:
-    """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a seed of its own."""
+def dummy_frames(
+    config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True
+) -> EngineFrames:
+    """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a
+    seed of its own."""
     weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
     norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
     slow = config.slow
-    backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5)
+    backbone = StackTensors(
+        (), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
+    )
     drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
     tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
     state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)

@@ -1,4 +1,5 @@
-"""Dummy weights and slot states of any size, made on the device, for tests and timings of the frame's kernels."""
+"""Dummy weights and slot states of any size, made on the device, for tests and timings of the frame's
+kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.frame import DepthTensors, DrawRules, DrawTensors, Feedback, FrameTensors, Layer, StackTensors, StateTensors
+from kernels.frame import (
+    DepthTensors,
+    DrawRules,
+    DrawTensors,
+    Feedback,
+    FrameTensors,
+    Layer,
+    StackTensors,
+    StateTensors,
+)
 from kernels.layers import rope_table
 
 
@@ -74,7 +84,9 @@ class Maker:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        drawn = torch.empty(shape, device=self.device, dtype=torch.float32).normal_(mean, std, generator=self.generator)
+        drawn = torch.empty(shape, device=self.device, dtype=torch.float32).normal_(
+            mean, std, generator=self.generator
+        )
         return drawn.to(self.dtype)
 
     def matrix(self, rows: int, inner: int) -> Tensor:
@@ -83,7 +95,15 @@ class Maker:
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, device=self.device, generator=self.generator)
 
-    def stack(self, hidden: int, inter: int, layers: int, shape: Shape, positions: int, head_norms: bool | None = None) -> StackTensors:
+    def stack(
+        self,
+        hidden: int,
+        inter: int,
+        layers: int,
+        shape: Shape,
+        positions: int,
+        head_norms: bool | None = None,
+    ) -> StackTensors:
         """`head_norms`: other than the shape's for its backbone."""
         q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         normed = shape.head_norms if head_norms is None else head_norms
@@ -103,7 +123,9 @@ class Maker:
         ]
         table = rope_table(positions, shape.head_dim, 1e6, self.dtype, self.device)
         norm = self.normal(hidden, std=0.1, mean=1.0)
-        return StackTensors(made, norm, table, shape.heads, shape.kv_heads, 1e-6, shape.head_dim**-0.5, shape.wide_rope)
+        return StackTensors(
+            made, norm, table, shape.heads, shape.kv_heads, 1e-6, shape.head_dim**-0.5, shape.wide_rope
+        )
 
     def frame(self, shape: Shape, positions: int = 4096, text_ids: int = 512) -> FrameTensors:
         residuals = shape.codebooks - 1
@@ -112,12 +134,19 @@ class Maker:
         starts = [0, *(shape.vocab + index * shape.codes for index in range(residuals))]
         first = torch.tensor(starts, device=self.device)
         depth = self._depth(shape, table, first) if residuals else None
-        text = None if shape.text == "none" else self.normal(max(text_ids, shape.vocab), shape.hidden, std=0.3)
+        text = (
+            None if shape.text == "none" else self.normal(max(text_ids, shape.vocab), shape.hidden, std=0.3)
+        )
         speech = shape.vocab - shape.control
         return FrameTensors(
             backbone=self.stack(shape.hidden, shape.inter, shape.layers, shape, positions),
             head=self.matrix(shape.vocab, shape.hidden) * 3,
-            draw=DrawRules(tuple(speech + 2 + 3 * index for index in range(shape.ends)), speech, shape.nucleus_first, shape.window),
+            draw=DrawRules(
+                tuple(speech + 2 + 3 * index for index in range(shape.ends)),
+                speech,
+                shape.nucleus_first,
+                shape.window,
+            ),
             feedback=Feedback(table, first, text, shape.text == "code", shape.scale),
             depth=depth,
         )
@@ -126,7 +155,14 @@ class Maker:
         project = None
         if shape.hidden != shape.width:
             project = self.matrix(shape.width, shape.hidden), self.normal(shape.width, std=0.02)
-        stack = self.stack(shape.width, shape.width_inter, shape.predictor_layers, shape, shape.codebooks, shape.depth_head_norms)
+        stack = self.stack(
+            shape.width,
+            shape.width_inter,
+            shape.predictor_layers,
+            shape,
+            shape.codebooks,
+            shape.depth_head_norms,
+        )
         if shape.one_head:
             heads = (self.matrix(shape.codes, shape.width) * 3).expand(shape.codebooks - 1, -1, -1)
             inputs = self.normal(max(shape.vocab, shape.codes), shape.width, std=0.3)
@@ -152,9 +188,17 @@ class Maker:
         return k, v
 
     def state(
-        self, shape: Shape, slots: int, pages: int, page_size: int, contexts: Tensor, greedy: bool = False, top_p: bool = False
+        self,
+        shape: Shape,
+        slots: int,
+        pages: int,
+        page_size: int,
+        contexts: Tensor,
+        greedy: bool = False,
+        top_p: bool = False,
     ) -> StateTensors:
-        """`slots` live slots at positions `contexts` [slots] with shuffled pages, and a dead one after them."""
+        """`slots` live slots at positions `contexts` [slots] with shuffled pages, and a dead one after
+        them."""
         width = -(-int(contexts.max() + 64) // page_size)
         table = torch.zeros(slots + 1, width, dtype=torch.int64, device=self.device)
         order = torch.randperm(pages - 1, device=self.device, generator=self.generator) + 1
@@ -167,7 +211,9 @@ class Maker:
             seeds=torch.cat((self.integers(0, 1 << 62, slots), zero)),
             page_table=table,
             trailing=self.integers(0, 512, slots + 1, 17),
-            seen=(torch.rand(slots + 1, shape.vocab, device=self.device, generator=self.generator) < 0.02).to(torch.uint8),
+            seen=(torch.rand(slots + 1, shape.vocab, device=self.device, generator=self.generator) < 0.02).to(
+                torch.uint8
+            ),
             penalty=torch.full((slots + 1,), 1.05, device=self.device),
             min_new_tokens=torch.full((slots + 1,), 2, device=self.device),
             first=self.draw(slots + 1, greedy, top_p),

@@ -31,9 +31,11 @@ _CODEC_IDS = {"pad": 2148, "bos": 2149, "think": 2154, "nothink": 2155, "think_b
 
 
 def published_config(size: str) -> dict[str, Any]:
-    """The keys of config.json that inference reads, of the CustomVoice checkpoint of this size ("0b6" or "1b7").
+    """The keys of config.json that inference reads, of the CustomVoice checkpoint of this size ("0b6" or
+    "1b7").
 
-    "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark on a CPU.
+    "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark
+    on a CPU.
     """
     hidden, intermediate = _WIDTHS[size]
     tiny = size == "tiny"
@@ -88,8 +90,11 @@ TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, hidden_siz
 
 
 @torch.inference_mode()
-def dummy_model(size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False) -> Qwen3TTSModel:
-    """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens` lets it."""
+def dummy_model(
+    size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False
+) -> Qwen3TTSModel:
+    """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens`
+    lets it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(published_config(size)), encoding="utf-8")
         config = Qwen3TTSConfig.from_folder(folder)
@@ -113,7 +118,8 @@ def dummy_decoder(
 
 
 def as_published(name: str, noise: Tensor) -> Tensor:
-    """Norms around 1, matrices scaled to keep the variance; rounded to bfloat16, so that models of both types hold the same values."""
+    """Norms around 1, matrices scaled to keep the variance; rounded to bfloat16, so that models of both
+    types hold the same values."""
     return (1 + 0.1 * noise if "norm" in name else noise * noise.shape[-1] ** -0.5).to(torch.bfloat16)
 
 
@@ -138,7 +144,8 @@ def codec_values(name: str, noise: Tensor) -> Tensor:
 def ends_when_allowed(end: int) -> Rule:
     """Values of a model that draws the id `end` wherever `min_new_tokens` lets it.
 
-    Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only the end's logit reads it.
+    Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only
+    the end's logit reads it.
     """
 
     def values(name: str, noise: Tensor) -> Tensor:

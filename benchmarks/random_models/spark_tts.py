@@ -11,7 +11,15 @@ from torch import nn
 
 from benchmarks.random_models.weights import fill
 from pipelines.spark_tts.bicodec import BiCodec, Encoder, Prenet, SemanticQuantizer, Tokenizer
-from pipelines.spark_tts.config import BiCodecConfig, LmConfig, MelConfig, SparkConfig, SpeakerConfig, VocosConfig, WaveConfig
+from pipelines.spark_tts.config import (
+    BiCodecConfig,
+    LmConfig,
+    MelConfig,
+    SparkConfig,
+    SpeakerConfig,
+    VocosConfig,
+    WaveConfig,
+)
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
 
@@ -36,8 +44,11 @@ def published_config(folder: Path) -> SparkConfig:
     return SparkConfig(folder, 16_000, 96_000, CODEC, LM, volume_normalize=True)
 
 
-def dummy_codecs(settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> tuple[Tokenizer, BiCodec]:
-    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for `pipelines.spark_tts.wave_generator.prepared`."""
+def dummy_codecs(
+    settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+) -> tuple[Tokenizer, BiCodec]:
+    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for
+    `pipelines.spark_tts.wave_generator.prepared`."""
 
     def made(make: Callable[[], Module]) -> Module:
         with torch.device("meta"):

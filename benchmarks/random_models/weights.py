@@ -1,4 +1,5 @@
-"""Dummy weights: seeded noise in the place of a checkpoint, to measure speed and to test kernels without a download."""
+"""Dummy weights: seeded noise in the place of a checkpoint, to measure speed and to test kernels without a
+download."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Rule = Callable[[str, Tensor], Tensor]
 
 
 def in_range(name: str, noise: Tensor) -> Tensor:
-    """Scales of one, matrices that let a signal fade slowly, small vectors: what keeps the signals of most models in range."""
+    """Scales of one, matrices that let a signal fade slowly, small vectors: what keeps the signals of most
+    models in range."""
     if name.endswith(("running_var", "norm.weight", "bn.weight", "alpha")) or ".bns." in name:
         return torch.ones_like(noise)
     if name.endswith("gamma"):
@@ -22,7 +24,8 @@ def in_range(name: str, noise: Tensor) -> Tensor:
 
 
 class DummyWeights:
-    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is taken.
+    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is
+    taken.
 
     The noise of a tensor depends on its name and shape alone.
     """
@@ -34,7 +37,13 @@ class DummyWeights:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         dice = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(tuple(shape), generator=dice, device=self._device)
         return self._rule(name, noise).to(device=device, dtype=dtype)

@@ -26,7 +26,10 @@ from pipecat.frames.frames import (
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
-from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair, LLMUserAggregatorParams
+from pipecat.processors.aggregators.llm_response_universal import (
+    LLMContextAggregatorPair,
+    LLMUserAggregatorParams,
+)
 from pipecat.processors.audio.vad_processor import VADProcessor
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.openai.llm import OpenAILLMService
@@ -66,7 +69,10 @@ class Turn:
 
     def report(self, number: int) -> str:
         """What a person wants to know of it."""
-        first, of_speech = 1000 * (self.first_audio_at - self.asked_at), 1000 * (self.first_audio_at - self.first_text_at)
+        first, of_speech = (
+            1000 * (self.first_audio_at - self.asked_at),
+            1000 * (self.first_audio_at - self.first_text_at),
+        )
         factor = (self.last_audio_at - self.first_text_at) / self.audio_seconds
         return (
             f"turn {number}\n  heard: {self.heard}\n  said:  {self.said}\n"
@@ -121,14 +127,22 @@ class Agent:
     """Hears, answers and speaks: questions of files, or whoever speaks into the microphone of a transport."""
 
     def __init__(
-        self, llm_url: str, llm_model: str, server_url: str, model: str, voice: str | None, transport: BaseTransport | None = None
+        self,
+        llm_url: str,
+        llm_model: str,
+        server_url: str,
+        model: str,
+        voice: str | None,
+        transport: BaseTransport | None = None,
     ) -> None:
         self.turn = Turn()
         self.answered = asyncio.Event()
         self._started = asyncio.Event()
         self._reported = 0
         stt = WhisperSTTService(
-            device="cpu", compute_type="int8", settings=WhisperSTTService.Settings(model=str(whisper_folder()), no_speech_prob=0.9)
+            device="cpu",
+            compute_type="int8",
+            settings=WhisperSTTService.Settings(model=str(whisper_folder()), no_speech_prob=0.9),
         )
         llm = OpenAILLMService(
             api_key=os.environ.get("OPENAI_API_KEY", "none"),
@@ -136,20 +150,42 @@ class Agent:
             settings=OpenAILLMService.Settings(model=llm_model, system_instruction=_PROMPT),
         )
         settings = NightjarTTSSettings(model=model, voice=voice)
-        tts = NightjarTTSService(base_url=server_url, api_key=os.environ.get("SPEECH_SERVE__API_KEY"), settings=settings)
+        tts = NightjarTTSService(
+            base_url=server_url, api_key=os.environ.get("SPEECH_SERVE__API_KEY"), settings=settings
+        )
         tts.add_event_handler("on_tts_request", self._begun)
         # A file is a turn: its end is the end of what the user says.
         pause_seconds = 0.0 if transport is None else _PAUSE_SECONDS
         turns = UserTurnStrategies(
-            start=[VADUserTurnStartStrategy()], stop=[SpeechTimeoutUserTurnStopStrategy(user_speech_timeout=pause_seconds)]
+            start=[VADUserTurnStartStrategy()],
+            stop=[SpeechTimeoutUserTurnStopStrategy(user_speech_timeout=pause_seconds)],
         )
-        pair = LLMContextAggregatorPair(LLMContext(), user_params=LLMUserAggregatorParams(user_turn_strategies=turns))
-        begin: list[FrameProcessor] = [] if transport is None else [transport.input(), VADProcessor(vad_analyzer=SileroVADAnalyzer())]
+        pair = LLMContextAggregatorPair(
+            LLMContext(), user_params=LLMUserAggregatorParams(user_turn_strategies=turns)
+        )
+        begin: list[FrameProcessor] = (
+            [] if transport is None else [transport.input(), VADProcessor(vad_analyzer=SileroVADAnalyzer())]
+        )
         begin += [] if transport is None else [Listening(self)]
         end: list[FrameProcessor] = [] if transport is None else [transport.output()]
         self._worker = PipelineWorker(
-            Pipeline([*begin, Watch(self), stt, Watch(self), pair.user(), llm, tts, Watch(self), *end, pair.assistant()]),
-            params=PipelineParams(audio_in_sample_rate=IN_RATE, audio_out_sample_rate=OUT_RATE, enable_metrics=True),
+            Pipeline(
+                [
+                    *begin,
+                    Watch(self),
+                    stt,
+                    Watch(self),
+                    pair.user(),
+                    llm,
+                    tts,
+                    Watch(self),
+                    *end,
+                    pair.assistant(),
+                ]
+            ),
+            params=PipelineParams(
+                audio_in_sample_rate=IN_RATE, audio_out_sample_rate=OUT_RATE, enable_metrics=True
+            ),
             cancel_on_idle_timeout=False,
             enable_rtvi=False,
         )
@@ -162,7 +198,8 @@ class Agent:
         self.turn.first_text_at = self.turn.first_text_at or time.monotonic()
 
     async def talk(self, questions: Sequence[bytes]) -> list[Turn]:
-        """Asks one question (16-bit mono PCM at IN_RATE) after the other. Raises `RuntimeError` for one that gets no answer."""
+        """Asks one question (16-bit mono PCM at IN_RATE) after the other. Raises `RuntimeError` for one
+        that gets no answer."""
         runner = WorkerRunner()
         await runner.add_workers(self._worker)
         running = asyncio.create_task(runner.run())
@@ -179,7 +216,10 @@ class Agent:
         step = int(_FRAME_SECONDS * IN_RATE) * 2
         await self._worker.queue_frame(VADUserStartedSpeakingFrame())
         await self._worker.queue_frames(
-            [InputAudioRawFrame(question[begin : begin + step], IN_RATE, 1) for begin in range(0, len(question), step)]
+            [
+                InputAudioRawFrame(question[begin : begin + step], IN_RATE, 1)
+                for begin in range(0, len(question), step)
+            ]
         )
         await self._worker.queue_frame(VADUserStoppedSpeakingFrame())
         turn.asked_at = time.monotonic()
@@ -198,7 +238,8 @@ class Agent:
             self.answered.clear()
 
     async def converse(self) -> None:
-        """Answers whoever speaks, until Ctrl-C, and prints the figures of every answer that is spoken to its end."""
+        """Answers whoever speaks, until Ctrl-C, and prints the figures of every answer that is spoken to
+        its end."""
         runner = WorkerRunner()
         await runner.add_workers(self._worker)
         reporting = asyncio.create_task(self._report())

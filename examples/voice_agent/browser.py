@@ -1,4 +1,5 @@
-"""A page of a browser as a transport: its microphone comes over a WebSocket in Pipecat's protobuf frames, and speech goes back."""
+"""A page of a browser as a transport: its microphone comes over a WebSocket in Pipecat's protobuf frames,
+and speech goes back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import Any
 
 from pipecat.serializers.protobuf import ProtobufFrameSerializer
 from pipecat.transports.base_transport import BaseTransport
-from pipecat.transports.websocket.server import SingleClientWebsocketServerParams, SingleClientWebsocketServerTransport
+from pipecat.transports.websocket.server import (
+    SingleClientWebsocketServerParams,
+    SingleClientWebsocketServerTransport,
+)
 
 _PAGE = Path(__file__).parent / "page"
 #: Browsers give the microphone to pages of this machine only, unless they come over HTTPS.
@@ -27,13 +31,17 @@ class _Files(SimpleHTTPRequestHandler):
 
 @contextmanager
 def browser_transport(port: int) -> Iterator[BaseTransport]:
-    """Serves the page on this port (0: a free one) and prints its address once it can be used, by one page at a time."""
+    """Serves the page on this port (0: a free one) and prints its address once it can be used, by one page
+    at a time."""
     with ThreadingHTTPServer((_HOST, port), partial(_Files, directory=str(_PAGE))) as files:
         threading.Thread(target=files.serve_forever, daemon=True).start()
         audio_port = _free_port()
         hosts = (f"http://{host}:{files.server_port}" for host in (_HOST, "localhost"))
         params = SingleClientWebsocketServerParams(
-            audio_in_enabled=True, audio_out_enabled=True, serializer=ProtobufFrameSerializer(), allowed_origins=list(hosts)
+            audio_in_enabled=True,
+            audio_out_enabled=True,
+            serializer=ProtobufFrameSerializer(),
+            allowed_origins=list(hosts),
         )
         transport = SingleClientWebsocketServerTransport(params, _HOST, audio_port)
 

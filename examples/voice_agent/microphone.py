@@ -24,11 +24,15 @@ class _Microphone(BaseInputTransport):
         loop = asyncio.get_running_loop()
 
         def captured(data: Any, _frames: int, _time: Any, _status: Any) -> None:
-            asyncio.run_coroutine_threadsafe(self.push_audio_frame(InputAudioRawFrame(bytes(data), self.sample_rate, 1)), loop)
+            asyncio.run_coroutine_threadsafe(
+                self.push_audio_frame(InputAudioRawFrame(bytes(data), self.sample_rate, 1)), loop
+            )
 
         await self.set_transport_ready(frame)
         block = self.sample_rate // 50
-        self._stream = self._sound.RawInputStream(self.sample_rate, block, channels=1, dtype="int16", callback=captured)
+        self._stream = self._sound.RawInputStream(
+            self.sample_rate, block, channels=1, dtype="int16", callback=captured
+        )
         self._stream.start()
 
     async def cleanup(self) -> None:
@@ -89,10 +93,14 @@ def microphone_transport() -> BaseTransport:
             "The microphone needs sounddevice. In a clone: pip install './integrations/pipecat-nightjar[microphone]'."
         ) from None
     except OSError:
-        raise RuntimeError("The microphone needs PortAudio. Install it, on Debian with: apt install libportaudio2.") from None
+        raise RuntimeError(
+            "The microphone needs PortAudio. Install it, on Debian with: apt install libportaudio2."
+        ) from None
     for kind in ("input", "output"):
         try:
             sounddevice.query_devices(kind=kind)
         except (sounddevice.PortAudioError, ValueError):
-            raise RuntimeError(f"This machine has no sound device for {kind}. Use --browser, or give a WAV file.") from None
+            raise RuntimeError(
+                f"This machine has no sound device for {kind}. Use --browser, or give a WAV file."
+            ) from None
     return _SoundDevices(sounddevice)

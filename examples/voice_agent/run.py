@@ -1,6 +1,8 @@
-"""A voice agent on one machine, without a key: whisper-base hears a question, a language model answers, Nightjar speaks.
+"""A voice agent on one machine, without a key: whisper-base hears a question, a language model answers,
+Nightjar speaks.
 
-The question comes from WAV files, whose answers go to another one; from a microphone; or from a page of a browser:
+The question comes from WAV files, whose answers go to another one; from a microphone; or from a page of a
+browser:
 
     python examples/voice_agent/run.py question.wav --to answer.wav
     python examples/voice_agent/run.py --microphone
@@ -35,18 +37,38 @@ def read_question(path: Path) -> bytes:
 
 
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", type=Path, metavar="WAV", help="recordings of questions, one for each turn")
-    parser.add_argument("--to", type=Path, default=Path("answer.wav"), metavar="WAV", help="where the answers go [default: answer.wav]")
-    parser.add_argument(
-        "--microphone", action="store_true", help="talk with the agent through this machine's sound devices; use headphones"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--browser", action="store_true", help="serve a page through whose microphone you talk with the agent")
+    parser.add_argument(
+        "questions", nargs="*", type=Path, metavar="WAV", help="recordings of questions, one for each turn"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path("answer.wav"),
+        metavar="WAV",
+        help="where the answers go [default: answer.wav]",
+    )
+    parser.add_argument(
+        "--microphone",
+        action="store_true",
+        help="talk with the agent through this machine's sound devices; use headphones",
+    )
+    parser.add_argument(
+        "--browser", action="store_true", help="serve a page through whose microphone you talk with the agent"
+    )
     parser.add_argument("--port", type=int, default=7860, help="of the page; 0: a free one [default: 7860]")
-    parser.add_argument("--server", metavar="URL", help="a Nightjar server that runs; without it one is started")
+    parser.add_argument(
+        "--server", metavar="URL", help="a Nightjar server that runs; without it one is started"
+    )
     parser.add_argument("--model", default="hibari", help="the model that speaks [default: hibari]")
     parser.add_argument("--voice", help="one of its voices")
-    parser.add_argument("--llm", metavar="URL", help="base URL of an OpenAI chat server; without it a stub answers. Key: OPENAI_API_KEY")
+    parser.add_argument(
+        "--llm",
+        metavar="URL",
+        help="base URL of an OpenAI chat server; without it a stub answers. Key: OPENAI_API_KEY",
+    )
     parser.add_argument("--llm-model", default="stub", metavar="NAME", help="name of the language model")
     parser.add_argument("--verbose", action="store_true", help="show Pipecat's log")
     options = parser.parse_args(given)
@@ -63,7 +85,11 @@ def main(given: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             if options.questions:
                 return _answer_files(options, stack, [read_question(path) for path in options.questions])
-            transport = microphone_transport() if options.microphone else stack.enter_context(browser_transport(options.port))
+            transport = (
+                microphone_transport()
+                if options.microphone
+                else stack.enter_context(browser_transport(options.port))
+            )
             asyncio.run(_converse(options, stack, transport))
     except (OSError, RuntimeError, soundfile.LibsndfileError) as error:
         print(error, file=sys.stderr)
@@ -94,7 +120,11 @@ async def _converse(options: argparse.Namespace, stack: ExitStack, transport: Ba
 def _agent(options: argparse.Namespace, stack: ExitStack, transport: BaseTransport | None = None) -> Agent:
     """With servers of its own where none is named; the stack ends them."""
     llm = options.llm or stack.enter_context(stub_llm())
-    server = running_server(options.server) if options.server else stack.enter_context(speech_server(options.model))
+    server = (
+        running_server(options.server)
+        if options.server
+        else stack.enter_context(speech_server(options.model))
+    )
     return Agent(llm, options.llm_model, server, options.model, options.voice, transport)
 
 

@@ -19,18 +19,22 @@ _PATIENCE_SECONDS = 600.0
 
 
 def nightjar_command() -> list[str]:
-    """How to start Nightjar, which lives in another environment than Pipecat. Raises `FileNotFoundError` where there is none."""
+    """How to start Nightjar, which lives in another environment than Pipecat. Raises `FileNotFoundError`
+    where there is none."""
     if python := os.environ.get("NIGHTJAR_PYTHON"):
         return [python, "-P", "-m", "jobs"]
     found = shutil.which("nightjar") or next((str(place) for place in _PLACES if place.exists()), None)
     if found is None:
-        raise FileNotFoundError("There is no `nightjar` here. Install Nightjar with its extra `serve`, or give --server URL.")
+        raise FileNotFoundError(
+            "There is no `nightjar` here. Install Nightjar with its extra `serve`, or give --server URL."
+        )
     return [found]
 
 
 @contextmanager
 def speech_server(model: str) -> Iterator[str]:
-    """Starts `nightjar serve` on a free port, waits until the model is loaded, and gives the server's address."""
+    """Starts `nightjar serve` on a free port, waits until the model is loaded, and gives the server's
+    address."""
     command = [*nightjar_command(), "serve", "--model", model, "--port", "0", "--json", "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -61,7 +65,9 @@ def running_server(url: str) -> str:
 
 
 def _ask(url: str) -> None:
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url.rstrip('/')}/health", timeout=5).close()
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        f"{url.rstrip('/')}/health", timeout=5
+    ).close()
 
 
 def _wait_until_ready(process: subprocess.Popen[str], url: str) -> None:

@@ -1,4 +1,5 @@
-"""A language model for people without one: an OpenAI chat server that repeats what it heard, in words, as a stream."""
+"""A language model for people without one: an OpenAI chat server that repeats what it heard, in words, as
+a stream."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, delta: dict[str, str], finish: str | None) -> None:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        event = {"id": "stub", "object": "chat.completion.chunk", "created": 0, "model": "stub", "choices": [choice]}
+        event = {
+            "id": "stub",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": "stub",
+            "choices": [choice],
+        }
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -1,4 +1,5 @@
-"""The weights of whisper-base, joined from the two packages that bring them, so that no model hub is asked."""
+"""The weights of whisper-base, joined from the two packages that bring them, so that no model hub is
+asked."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ def whisper_folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "nightjar-voice-agent/whisper-base"
     if not (folder / "model.bin").exists():
-        found = [spec.origin for part in _PARTS if (spec := find_spec(part)) is not None and spec.origin is not None]
+        found = [
+            spec.origin
+            for part in _PARTS
+            if (spec := find_spec(part)) is not None and spec.origin is not None
+        ]
         if len(found) < len(_PARTS):
-            raise FileNotFoundError("whisper-base is not installed. In a clone: pip install './integrations/pipecat-nightjar[demo]'.")
+            raise FileNotFoundError(
+                "whisper-base is not installed. In a clone: pip install './integrations/pipecat-nightjar[demo]'."
+            )
         _join([Path(origin).parent / "data" for origin in found], folder)
     return folder
 

@@ -1,11 +1,13 @@
-"""What the Pipecat service adds to the bare WebSocket: the first audio of the same sentence, by turns, on one server.
+"""What the Pipecat service adds to the bare WebSocket: the first audio of the same sentence, by turns, on
+one server.
 
-`make bench` starts `nightjar serve --model hibari` and writes benchmarks/results/pipecat.json of the checkout. A round asks once over a
-bare WebSocket, once through `NightjarTTSService` and once through Pipecat's `CartesiaTTSService`, each over a connection that is open.
-Time zero is the text: the moment before it is sent, or is given to the pipeline; the end is the first audio frame at the listener.
+`make bench` starts `nightjar serve --model hibari` and writes benchmarks/results/pipecat.json of the
+checkout. A round asks once over a bare WebSocket, once through `NightjarTTSService` and once through
+Pipecat's `CartesiaTTSService`, each over a connection that is open. Time zero is the text: the moment
+before it is sent, or is given to the pipeline; the end is the first audio frame at the listener.
 
-What a service adds is taken within one request, so that the model's own time has no part in it: from the text to the message that leaves,
-and from the first message with audio that arrives to its frame.
+What a service adds is taken within one request, so that the model's own time has no part in it: from the
+text to the message that leaves, and from the first message with audio that arrives to its frame.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _WARM_UP = 5
 
 
 class Wire:
-    """Notes when a service sends its first message of a request, and when the first one with audio is there."""
+    """Notes when a service sends its first message of a request, and when the first one with audio is
+    there."""
 
     def __init__(self, service: WebsocketTTSService) -> None:
         connection: Any = service._websocket
@@ -74,7 +77,13 @@ class Wire:
 async def bare(connection: ClientConnection, number: int) -> float:
     """Seconds to the first audio over an open WebSocket, decoded."""
     output = {"container": "raw", "encoding": "pcm_s16le", "sample_rate": _RATE}
-    message = {"context_id": f"bare-{number}", "transcript": _SENTENCE, "continue": False, "model_id": "hibari", "output_format": output}
+    message = {
+        "context_id": f"bare-{number}",
+        "transcript": _SENTENCE,
+        "continue": False,
+        "model_id": "hibari",
+        "output_format": output,
+    }
     begin = time.perf_counter()
     await connection.send(json.dumps(message))
     first = 0.0
@@ -86,7 +95,8 @@ async def bare(connection: ClientConnection, number: int) -> float:
 
 
 async def through_pipecat(conversation: Conversation, wire: Wire) -> tuple[float, float]:
-    """Seconds from a text that is given to a running pipeline to its first audio frame behind the service, and those that it adds."""
+    """Seconds from a text that is given to a running pipeline to its first audio frame behind the service,
+    and those that it adds."""
     below = conversation.below
     below.frames.clear()
     wire.sent = wire.received = 0.0
@@ -102,7 +112,9 @@ async def measure(server: NightjarServer, rounds: int) -> dict[str, list[tuple[f
     """(milliseconds to the first audio, milliseconds added) of every round, by way."""
     settings = CartesiaTTSService.Settings(model="hibari", voice="heart")
     services: dict[str, WebsocketTTSService] = {
-        "NightjarTTSService": NightjarTTSService(base_url=server.url, settings=NightjarTTSService.Settings(model="hibari")),
+        "NightjarTTSService": NightjarTTSService(
+            base_url=server.url, settings=NightjarTTSService.Settings(model="hibari")
+        ),
         "CartesiaTTSService": CartesiaTTSService(api_key="any", url=server.websocket_url, settings=settings),
     }
     opened: dict[str, Conversation] = {}
@@ -152,12 +164,16 @@ def rows(table: dict[str, Any]) -> str:
     for name, row in table.items():
         way = f"the {name}" if name == _BARE else f"`{name}` of Pipecat"
         added = "" if name == _BARE else f"{row['added_ms_p50']:.1f} ms"
-        lines.append(f"| {way} | {row['first_audio_ms_p50']:.1f} ms | {row['first_audio_ms_p95']:.1f} ms | {added} |")
+        lines.append(
+            f"| {way} | {row['first_audio_ms_p50']:.1f} ms | {row['first_audio_ms_p95']:.1f} ms | {added} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--to", type=Path, default=_RESULT, help="the result file")
     options = parser.parse_args()
@@ -181,7 +197,9 @@ def main() -> None:
         "ways": table,
     }
     options.to.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"`hibari` on {result['cores']} CPU cores (load {result['load_of_the_machine']}), one client, {options.rounds} rounds\n")
+    print(
+        f"`hibari` on {result['cores']} CPU cores (load {result['load_of_the_machine']}), one client, {options.rounds} rounds\n"
+    )
     print(rows(table))
 
 

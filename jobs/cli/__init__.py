@@ -1,4 +1,5 @@
-"""The `nightjar` command (`jobs` is the same). A subcommand is imported when it is called: `nightjar status` pays for nothing else."""
+"""The `nightjar` command (`jobs` is the same). A subcommand is imported when it is called:
+`nightjar status` pays for nothing else."""
 
 from __future__ import annotations
 
@@ -41,13 +42,21 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "delete": ("control", "delete", "Delete a job that has ended: its rows and its objects."),
     },
     "Results": {
-        "export": ("export", "export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
+        "export": (
+            "export",
+            "export",
+            "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...).",
+        ),
         "report": ("export", "report", "Write an HTML report of a job, with audio players."),
         "verify": ("export", "verify", "Check a job's files against the ledger; make lost files again."),
     },
     "Models and servers": {
         "models": ("models", "models", "List the models, or show one."),
-        "voices": ("models", "voices", "List, add or delete stored voices: recordings that models clone, by name."),
+        "voices": (
+            "models",
+            "voices",
+            "List, add or delete stored voices: recordings that models clone, by name.",
+        ),
         "serve": ("serve", "serve", "Serve a model over HTTP with OpenAI's API."),
     },
     "Installation": {
@@ -84,7 +93,9 @@ class LazyGroup(click.Group):
             # click would end with 1, which here means that items failed.
             raise ReaderLeft from error
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -106,12 +117,19 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
 def cli() -> None:
     """Turn files of dialogues into speech datasets.
 
-    `nightjar run FILE --out DIR` works without any other service. Settings come from options, SPEECH_* variables and nightjar.toml
-    (see `nightjar config list`).
+    `nightjar run FILE --out DIR` works without any other service. Settings come from options, SPEECH_*
+    variables and nightjar.toml (see `nightjar config list`).
 
     \b
     Examples:
@@ -132,7 +150,8 @@ def _mend_streams() -> None:
 
 
 def _forget_output() -> None:
-    """What could not be written is not tried again, also not at the interpreter's end, which would then set the exit code."""
+    """What could not be written is not tried again, also not at the interpreter's end, which would then
+    set the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -141,7 +160,8 @@ def _forget_output() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid input, 5 unreachable."""
+    """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid
+    input, 5 unreachable."""
     note_interrupts()
     # Start-up makes many objects that stay; collecting among them is half a command's time.
     gc.set_threshold(50_000, 20, 100)
@@ -149,7 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in words
     _mend_streams()
     try:
-        result = cli.main(words, prog_name="nightjar", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
+        result = cli.main(
+            words,
+            prog_name="nightjar",
+            standalone_mode=False,
+            color=False if os.environ.get("NO_COLOR") else None,
+        )
         sys.stdout.flush()
     except (BrokenPipeError, ReaderLeft):
         _forget_output()

@@ -96,7 +96,10 @@ def show(home: str | None, output: Output) -> None:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
         output.data({"schema": "nightjar.config/1", "settings": values, "effective": dict(effective)})
         return
-    output.table(("SETTING", "VALUE", "ORIGIN"), [(key, "" if value is None else value, origin) for key, value, origin in rows])
+    output.table(
+        ("SETTING", "VALUE", "ORIGIN"),
+        [(key, "" if value is None else value, origin) for key, value, origin in rows],
+    )
     output.line()
     output.table(("IN EFFECT", "ADDRESS"), effective)
 
@@ -118,7 +121,14 @@ def list_settings(markdown: bool, output: Output) -> None:
     rows = list(described(Settings))
     if output.as_json:
         for variable, default, text in rows:
-            output.data({"schema": "nightjar.setting/1", "variable": variable, "default": default, "description": text})
+            output.data(
+                {
+                    "schema": "nightjar.setting/1",
+                    "variable": variable,
+                    "default": default,
+                    "description": text,
+                }
+            )
         return
     output.table(("VARIABLE", "DEFAULT", "MEANING"), rows)
 
@@ -127,7 +137,9 @@ def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[t
     """(dotted key, value) of every setting, nested ones too; the options of a schedule are keys of it."""
     for name, value in group.items() if isinstance(group, Mapping) else group:
         if isinstance(value, BaseModel) or (isinstance(value, Mapping) and value):
-            yield from leaves(cast("Mapping[str, Any]", value), prefix if name == "options" else f"{prefix}{name}.")
+            yield from leaves(
+                cast("Mapping[str, Any]", value), prefix if name == "options" else f"{prefix}{name}."
+            )
         elif name != "options":
             yield f"{prefix}{name}", value
 
@@ -141,15 +153,28 @@ def described(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[st
         elif name == "schedules":
             yield from described(Schedule, f"{variable}__NAME__")
         elif name == "options":
-            yield f"{prefix}OPTION", "", f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}."
+            yield (
+                f"{prefix}OPTION",
+                "",
+                f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}.",
+            )
         else:
-            default = "required" if field.is_required() else "" if field.default in (None, ()) else str(field.default)
+            default = (
+                "required"
+                if field.is_required()
+                else ""
+                if field.default in (None, ())
+                else str(field.default)
+            )
             yield variable, default, field.description or ""
 
 
 def markdown_rows() -> list[str]:
     """The rows of the table in docs/configuration.md."""
-    return [f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |" for variable, default, text in described(Settings)]
+    return [
+        f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |"
+        for variable, default, text in described(Settings)
+    ]
 
 
 def shown(value: Any) -> Any:
@@ -170,7 +195,8 @@ _COLORS = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
 @click.command()
 @common_options
 def doctor(home: str | None, output: Output) -> int:
-    """Check Python, settings, ledger, broker, store, disk, models and GPUs, and say how to correct what fails.
+    """Check Python, settings, ledger, broker, store, disk, models and GPUs, and say how to correct what
+    fails.
 
     Exit code 1: a check failed.
 
@@ -180,9 +206,20 @@ def doctor(home: str | None, output: Output) -> int:
     """
     worst = Health.OK
     for finding in examine(home):
-        worst = Health.FAIL if Health.FAIL in (worst, finding.health) else finding.health if worst is Health.OK else worst
+        worst = (
+            Health.FAIL
+            if Health.FAIL in (worst, finding.health)
+            else finding.health
+            if worst is Health.OK
+            else worst
+        )
         if output.as_json:
-            view = {"check": finding.check, "health": finding.health.value, "message": finding.message, "advice": finding.advice}
+            view = {
+                "check": finding.check,
+                "health": finding.health.value,
+                "message": finding.message,
+                "advice": finding.advice,
+            }
             output.data({"schema": "nightjar.finding/1", **view})
             continue
         if output.quiet and finding.health is Health.OK:
@@ -194,7 +231,8 @@ def doctor(home: str | None, output: Output) -> int:
     return FAILED if worst is Health.FAIL else 0
 
 
-#: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and leaves the builtin the rest.
+#: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and
+#: leaves the builtin the rest.
 _BASH = """
 function jobs {
     case "${1-}" in
@@ -239,8 +277,8 @@ _LAST = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 def completion(shell: str) -> None:
     """Print the completion script for SHELL.
 
-    The script completes `nightjar`. It also makes `jobs` followed by a nightjar command call nightjar; `jobs` alone, `jobs -l` and
-    `jobs %1` still call the shell's builtin.
+    The script completes `nightjar`. It also makes `jobs` followed by a nightjar command call nightjar;
+    `jobs` alone, `jobs -l` and `jobs %1` still call the shell's builtin.
 
     \b
     Examples:

@@ -1,4 +1,5 @@
-"""`nightjar retry`, `pause`, `resume`, `cancel`, `priority` and `delete`: what a person decides about a job."""
+"""`nightjar retry`, `pause`, `resume`, `cancel`, `priority` and `delete`: what a person decides about a
+job."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output:
         count = ledger.retry(found.id, wanted, force=force)
         # What was opened is no longer among the failed items.
         failed = ledger.failed_counts(found.id)
-        left = {code: number for code, number in failed.items() if code.hopeless and (wanted is None or code in wanted)}
+        left = {
+            code: number
+            for code, number in failed.items()
+            if code.hopeless and (wanted is None or code in wanted)
+        }
         found = ledger.job(found.id)
     if output.as_json:
         view = {"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count}
@@ -52,9 +57,13 @@ def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output:
     output.line(f"Opened {counted(count, 'item')} of {found.id} again.")
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
-        output.note(f"Not retried, because their input lines are wrong: {reasons}. Correct and submit the lines, or use --force.")
+        output.note(
+            f"Not retried, because their input lines are wrong: {reasons}. Correct and submit the lines, or use --force."
+        )
     if count and settings.database_url is None:
-        output.note(f"To run them, give the job's `nightjar run` command again, or start a worker for {settings.home}.")
+        output.note(
+            f"To run them, give the job's `nightjar run` command again, or start a worker for {settings.home}."
+        )
 
 
 @click.command()
@@ -105,7 +114,8 @@ def cancel(job: str, home: str | None, output: Output) -> None:
 
 
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Lists what the job has, as a worker does that ends one. The job is cancelled also where its store is away."""
+    """Lists what the job has, as a worker does that ends one. The job is cancelled also where its store is
+    away."""
     from jobs.export.manifest import put_manifest
     from jobs.store import store_of
 
@@ -117,14 +127,17 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
 
 
 def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
-    """Tells the operator's hook in a folder of `nightjar run`, which has no worker left to do it. Workers of a fleet do it themselves."""
+    """Tells the operator's hook in a folder of `nightjar run`, which has no worker left to do it. Workers
+    of a fleet do it themselves."""
     if settings.database_url is not None:
         return
     from jobs.notification import report_ends
 
     for one in report_ends(ledger, settings):
         if one.reason:
-            output.note(f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again.")
+            output.note(
+                f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again."
+            )
 
 
 # A level below zero is no option.
@@ -143,7 +156,10 @@ def priority(job: str, level: int, home: str | None, output: Output) -> None:
     """
     with found_job(job, home) as (_, ledger, found):
         ledger.set_priority(found.id, level)
-    output.say({"schema": "nightjar.priority/1", "job": found.id, "priority": level}, f"{found.id} has priority {level}.")
+    output.say(
+        {"schema": "nightjar.priority/1", "job": found.id, "priority": level},
+        f"{found.id} has priority {level}.",
+    )
 
 
 def _change(prefix: str, home: str | None, output: Output, change: Callable[[Ledger, str], object]) -> None:
@@ -153,7 +169,10 @@ def _change(prefix: str, home: str | None, output: Output, change: Callable[[Led
 
 
 def _print_state(output: Output, job: Job) -> None:
-    output.say({"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value}, f"{job.id} is {job.state.value}.")
+    output.say(
+        {"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value},
+        f"{job.id} is {job.state.value}.",
+    )
 
 
 @click.command()
@@ -162,10 +181,12 @@ def _print_state(output: Output, job: Job) -> None:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @common_options
 def delete(job: str, dry_run: bool, yes: bool, home: str | None, output: Output) -> int:
-    """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows in the ledger.
+    """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
+    in the ledger.
 
-    The job must have ended; cancel it first if it has not. Exports and reports stay, but exports that name files in the store lose them.
-    A deletion that is interrupted goes on when the command is given again. The same input can be submitted again as a new job.
+    The job must have ended; cancel it first if it has not. Exports and reports stay, but exports that name
+    files in the store lose them. A deletion that is interrupted goes on when the command is given again.
+    The same input can be submitted again as a new job.
 
     \b
     Examples:
@@ -208,7 +229,11 @@ def _confirmed(status: JobStatus) -> bool:
     """Asks on a terminal. Raises `config.invalid` where there is none."""
     job = status.job
     if not sys.stdin.isatty():
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "A deletion is confirmed on a terminal, and there is none.", "Give --yes.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            "A deletion is confirmed on a terminal, and there is none.",
+            "Give --yes.",
+        )
     named = f" ({printable(job.name)})" if job.name else ""
     size = f"{counted(status.items.total, 'item')}, {status.audio_ms / 3_600_000:.2f} h of audio, {bytes_text(status.bytes_out)}"
     return click.confirm(f"Delete job {job.id}{named} with {size}? This cannot be undone.", err=True)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.options import common_options, export_formats, found_job, job_argument, price_option, where_option
+from jobs.cli.options import (
+    common_options,
+    export_formats,
+    found_job,
+    job_argument,
+    price_option,
+    where_option,
+)
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.recent_jobs import out_words
@@ -82,7 +89,9 @@ class FormatOption(click.Option):
     help="Maximum MB of audio per file (shar, webdataset, parquet) or subfolder (audiofolder). [default: 500]",
 )
 @click.option(
-    "--push", metavar="ORG/NAME", help="Push the parquet export to this dataset of the Hugging Face hub. The token is HF_TOKEN or stored."
+    "--push",
+    metavar="ORG/NAME",
+    help="Push the parquet export to this dataset of the Hugging Face hub. The token is HF_TOKEN or stored.",
 )
 @click.option("--private", is_flag=True, help="Of a dataset that --push makes.")
 @common_options
@@ -104,8 +113,9 @@ def export(
 ) -> None:
     """Export the items of JOB that have audio, in input order.
 
-    A file appears when it is complete, never in part. If an export to a folder is interrupted, give the same command again: it
-    continues. While JOB runs, the items that are done by now are exported; export again later to replace that.
+    A file appears when it is complete, never in part. If an export to a folder is interrupted, give the
+    same command again: it continues. While JOB runs, the items that are done by now are exported; export
+    again later to replace that.
 
     \b
     Examples:
@@ -143,17 +153,36 @@ def export(
             audio_format=audio_format,
             sample_rate=sample_rate,
             where=wanted,
-            on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
+            on_part=lambda part: output.note(
+                f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"
+            ),
         )
     pushed = {} if push is None else {"pushed": hub.push(Path(report.to), push, private=private or None)}
     if output.as_json:
-        view = {"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to, **pushed}
-        output.data({**view, "items": report.items, "left_out": report.left_out, **_reasons_view(report.reasons, wanted)})
+        view = {
+            "schema": "nightjar.export/1",
+            "job": found.id,
+            "format": report.format,
+            "to": report.to,
+            **pushed,
+        }
+        output.data(
+            {
+                **view,
+                "items": report.items,
+                "left_out": report.left_out,
+                **_reasons_view(report.reasons, wanted),
+            }
+        )
         return
     place = "" if to == "-" else f" to {report.to}"
-    output.note(f"{counted(report.items, 'item')} written{place}.{f' Left out: {report.reasons}.' if report.left_out else ''}")
+    output.note(
+        f"{counted(report.items, 'item')} written{place}.{f' Left out: {report.reasons}.' if report.left_out else ''}"
+    )
     if report.reasons.running:
-        output.note(f"The job still runs: {counted(report.reasons.pending, 'item')} pending. Export again later to replace this.")
+        output.note(
+            f"The job still runs: {counted(report.reasons.pending, 'item')} pending. Export again later to replace this."
+        )
     if pushed:
         output.line(pushed["pushed"])
 
@@ -168,13 +197,27 @@ def _reasons_view(reasons: LeftOut, where: Where | None) -> dict[str, object]:
 @click.command()
 @job_argument
 @click.option(
-    "--to", type=NamedPath(dir_okay=False, path_type=Path), metavar="FILE", help="HTML file to write. [default: DIR/reports/JOB.html]"
+    "--to",
+    type=NamedPath(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="HTML file to write. [default: DIR/reports/JOB.html]",
 )
-@click.option("--items", default=60, show_default=True, metavar="N", type=click.IntRange(0, 500), help="Number of items in the table.")
-@click.option("--embed", is_flag=True, help="Embed short audio clips in the file, instead of links to the store.")
+@click.option(
+    "--items",
+    default=60,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(0, 500),
+    help="Number of items in the table.",
+)
+@click.option(
+    "--embed", is_flag=True, help="Embed short audio clips in the file, instead of links to the store."
+)
 @price_option
 @common_options
-def report(job: str, to: Path | None, items: int, embed: bool, price: float | None, home: str | None, output: Output) -> None:
+def report(
+    job: str, to: Path | None, items: int, embed: bool, price: float | None, home: str | None, output: Output
+) -> None:
     """Write an HTML report of JOB: figures over time, errors, and the worst items with audio players.
 
     The file opens in a browser without a server.
@@ -197,16 +240,27 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
         output.data({**view, "items": written.shown, "measured": written.measured})
         return
     output.line(written.path)
-    output.note(f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}.")
+    output.note(
+        f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}."
+    )
 
 
 @click.command()
 @job_argument
 @click.option(
-    "--sample", default=3, show_default=True, metavar="N", type=click.IntRange(min=0), help="Number of items to synthesize again."
+    "--sample",
+    default=3,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Number of items to synthesize again.",
 )
-@click.option("--deep", is_flag=True, help="In a bucket: read every object, instead of asking the server for checksums.")
-@click.option("--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds.")
+@click.option(
+    "--deep", is_flag=True, help="In a bucket: read every object, instead of asking the server for checksums."
+)
+@click.option(
+    "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
+)
 @common_options
 def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, output: Output) -> int:
     """Check the files of JOB against the ledger, and synthesize some items again to compare.
@@ -228,7 +282,12 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
         for expected, fault in check:
             lost.append(expected)
             if output.as_json:
-                view = {"schema": "nightjar.fault/1", "job": found.id, "key": expected.key, "example_id": expected.example_id}
+                view = {
+                    "schema": "nightjar.fault/1",
+                    "job": found.id,
+                    "key": expected.key,
+                    "example_id": expected.example_id,
+                }
                 output.data({**view, "fault": fault.value})
             else:
                 output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
@@ -237,7 +296,15 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
             with _opened(found, store, output) as pipeline:
                 mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
                 matches = _reproduce(ledger, store, found, pipeline, sample, output)
-        _summarize(found, check.objects, len(lost), mended, matches, output, out_words(found.id, ledger.database.path))
+        _summarize(
+            found,
+            check.objects,
+            len(lost),
+            mended,
+            matches,
+            output,
+            out_words(found.id, ledger.database.path),
+        )
     left = len(lost) - mended["same"] - mended["other"]
     return FAILED if left or matches["different"] or matches["failed"] else 0
 
@@ -258,30 +325,50 @@ def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
         from jobs.encoded_audio import encoder
 
         here = encoder(job.spec.format)
-        output.note(f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes.")
+        output.note(
+            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes."
+        )
     if mixed := mixed_engines(recorded_engines(store, job), card.engine):
         output.note(mixed)
     with closing(open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
         yield pipeline
 
 
-def _mend(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost: Iterable[Expected], output: Output) -> Counter[str]:
+def _mend(
+    ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost: Iterable[Expected], output: Output
+) -> Counter[str]:
     from jobs.repair import Mended, Repaired, mend
 
-    said = {Mended.SAME: "made again", Mended.OTHER: "made again, other bytes", Mended.FAILED: "not made again"}
+    said = {
+        Mended.SAME: "made again",
+        Mended.OTHER: "made again, other bytes",
+        Mended.FAILED: "not made again",
+    }
 
     def say(repaired: Repaired) -> None:
         if output.as_json:
-            view = {"schema": "nightjar.repaired/1", "job": job.id, "key": repaired.key, "example_id": repaired.example_id}
+            view = {
+                "schema": "nightjar.repaired/1",
+                "job": job.id,
+                "key": repaired.key,
+                "example_id": repaired.example_id,
+            }
             output.data({**view, "outcome": repaired.outcome.value, "reason": repaired.reason or None})
         else:
-            about = [said[repaired.outcome], repaired.key, printable(repaired.example_id), printable(repaired.reason)]
+            about = [
+                said[repaired.outcome],
+                repaired.key,
+                printable(repaired.example_id),
+                printable(repaired.reason),
+            ]
             output.line("\t".join(about).rstrip())
 
     return mend(ledger, store, job, pipeline, lost, say)
 
 
-def _reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output) -> Counter[str]:
+def _reproduce(
+    ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output
+) -> Counter[str]:
     from jobs.verify import reproduce
 
     counts: Counter[str] = Counter()
@@ -289,16 +376,31 @@ def _reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline,
         counts[item.match.value] += 1
         finite = item.snr_db is not None and math.isfinite(item.snr_db)
         if output.as_json:
-            view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": item.index, "example_id": item.example_id}
+            view = {
+                "schema": "nightjar.redrawn/1",
+                "job": job.id,
+                "index": item.index,
+                "example_id": item.example_id,
+            }
             snr = item.snr_db if finite else None
             output.data({**view, "likeness": item.match.value, "snr_db": snr, "reason": item.reason or None})
         else:
             about = f"{item.snr_db:.1f} dB" if finite else printable(item.reason)
-            output.line(f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip())
+            output.line(
+                f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip()
+            )
     return counts
 
 
-def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], matches: Counter[str], output: Output, where: str) -> None:
+def _summarize(
+    job: Job,
+    objects: int,
+    faults: int,
+    mended: Counter[str],
+    matches: Counter[str],
+    output: Output,
+    where: str,
+) -> None:
     """`where`: what advice about the job adds to its id."""
     if output.as_json:
         counts = {name: matches[name] for name in ("same", "close", "different", "failed")}

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @job_argument
-@click.option("--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state.")
+@click.option(
+    "--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state."
+)
 @code_option("Only items with this error code.")
 @where_option
 @click.option("--after", default=-1, type=int, metavar="INDEX", help="Start after this item index.")
@@ -89,7 +91,9 @@ def _note_unknown(lines: ItemLines, output: Output) -> None:
 @code_option("Only errors with this code.")
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of errors.")
 @common_options
-def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, home: str | None, output: Output) -> None:
+def errors(
+    job: str, by: str | None, codes: Sequence[str], limit: int | None, home: str | None, output: Output
+) -> None:
     """List the refused input lines (the first 10,000) and the failed items of JOB.
 
     \b
@@ -105,11 +109,16 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
                 if wanted is not None and code not in wanted:
                     continue
                 output.say(
-                    {"schema": "nightjar.error_count/1", "job": found.id, "code": code.value, "count": count}, f"{count}\t{code.value}"
+                    {"schema": "nightjar.error_count/1", "job": found.id, "code": code.value, "count": count},
+                    f"{count}\t{code.value}",
                 )
             return
         lines = _lines(settings, ledger, found)
-        refused = (line_error_view(found.id, line) for line in ledger.rejected_lines(found.id) if wanted is None or line.code in wanted)
+        refused = (
+            line_error_view(found.id, line)
+            for line in ledger.rejected_lines(found.id)
+            if wanted is None or line.code in wanted
+        )
         ended = (ItemState.FAILED, ItemState.DEAD)
         broken = (item for state in ended for item in ledger.items(found.id, state=state, codes=wanted))
         failed = (item_error_view(found.id, item, lines.line_of(item)) for item in broken)
@@ -124,6 +133,8 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
             output.line(f"{where}\t{what}")
         _note_unknown(lines, output)
         if found.rejected_lines > KEPT_REJECTED_LINES:
-            output.note(f"Of the {found.rejected_lines:,} refused lines the first {KEPT_REJECTED_LINES:,} are kept.")
+            output.note(
+                f"Of the {found.rejected_lines:,} refused lines the first {KEPT_REJECTED_LINES:,} are kept."
+            )
         if not shown and not output.as_json:
             output.note("No errors.")

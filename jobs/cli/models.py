@@ -1,4 +1,5 @@
-"""`nightjar models` and `nightjar voices`: which models there are, what they can do, and the stored voices that they clone."""
+"""`nightjar models` and `nightjar voices`: which models there are, what they can do, and the stored voices
+that they clone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from pipelines.stored_voices import StoredVoice, VoiceExistsError, VoiceFolder
 )
 @click.option("--out", required=True, type=NamedPath(path_type=Path), metavar="DIR", help="New folder.")
 @click.option(
-    "--dtype", type=click.Choice(["bfloat16", "float32", "same"]), default="bfloat16", show_default=True, help="Data type of the weights."
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32", "same"]),
+    default="bfloat16",
+    show_default=True,
+    help="Data type of the weights.",
 )
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
     """Convert the SpeechLM training checkpoint SOURCE (.pt) to a folder of safetensors.
@@ -49,7 +54,9 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
         from pipelines.speechlm.weights import convert as write
     except ModuleNotFoundError as error:
         message = f"Converting a checkpoint needs the library {error.name}."
-        raise ModelError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install Nightjar with its extra `gpu` (docs/install.md).") from error
+        raise ModelError(
+            ErrorCode.MODEL_MISSING_EXTRA, message, "Install Nightjar with its extra `gpu` (docs/install.md)."
+        ) from error
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
     Output(as_json=False).line(f"{count} tensors written to {out}.")
@@ -66,7 +73,8 @@ class _ShowOrCommand(click.Group):
 
 @click.group(cls=_ShowOrCommand, subcommand_metavar="[MODEL] [--json] | convert SOURCE")
 def models() -> None:
-    """List the models, or show MODEL (a name or a checkpoint folder) with its voices, languages and abilities.
+    """List the models, or show MODEL (a name or a checkpoint folder) with its voices, languages and
+    abilities.
 
     Nothing is loaded.
 
@@ -108,7 +116,8 @@ def show(model: str | None, as_json: bool) -> None:
 
 
 def _on_its_engine(card: ModelCard) -> ModelCard:
-    """The card with the engine that the settings choose here. Raises `ConfigError` for settings that cannot be used."""
+    """The card with the engine that the settings choose here. Raises `ConfigError` for settings that
+    cannot be used."""
     if not card.engines:
         return card
     return replace(card, engine=load_settings().chosen_engine(card))
@@ -116,7 +125,9 @@ def _on_its_engine(card: ModelCard) -> ModelCard:
 
 def model_view(card: ModelCard) -> dict[str, Any]:
     """`nightjar.model/1`."""
-    facts = {field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")}
+    facts = {
+        field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")
+    }
     # The name of `rtf` before RTF and RTFx were told apart.
     return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
@@ -145,8 +156,8 @@ def _abilities(card: ModelCard) -> list[str]:
 def voices() -> None:
     """List, add and delete stored voices: recordings and their texts, by name.
 
-    A job uses a stored voice by its name (`--voice NAME`, `generation.voice` of a line), and so does the server. They are in
-    SPEECH_SERVE__VOICES_FOLDER, or else in the folder `voices` of DIR.
+    A job uses a stored voice by its name (`--voice NAME`, `generation.voice` of a line), and so does the
+    server. They are in SPEECH_SERVE__VOICES_FOLDER, or else in the folder `voices` of DIR.
 
     \b
     Examples:
@@ -189,7 +200,9 @@ def list_voices(home: str | None, output: Output) -> None:
 @voices.command()
 @click.argument("name")
 @click.argument("recording", type=NamedPath(path_type=Path))
-@click.option("--text", metavar="WORDS", default="", help="What is said in the recording; some models need it.")
+@click.option(
+    "--text", metavar="WORDS", default="", help="What is said in the recording; some models need it."
+)
 @click.option("--replace", is_flag=True, help="Take the place of a voice with this name.")
 @common_options
 def add(name: str, recording: Path, text: str, replace: bool, home: str | None, output: Output) -> None:
@@ -208,7 +221,9 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
         voice = folder.add(name, read_audio_file(recording).data, text, replace=replace)
     except VoiceExistsError:
         message = f"There is a voice {name!r}."
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name.") from None
+        raise InputError(
+            ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name."
+        ) from None
     output.say(_view(voice), f"The voice {name} is stored in {folder.path}.")
 
 
@@ -225,7 +240,9 @@ def delete(name: str, home: str | None, output: Output) -> None:
     folder = voice_folder(load_settings(home=home))
     if not folder.delete(name):
         raise _missing(folder, name)
-    output.say({"schema": "nightjar.voice/1", "voice": name, "deleted": True}, f"The voice {name} is deleted.")
+    output.say(
+        {"schema": "nightjar.voice/1", "voice": name, "deleted": True}, f"The voice {name} is deleted."
+    )
 
 
 def _view(voice: StoredVoice) -> dict[str, object]:

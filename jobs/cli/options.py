@@ -1,4 +1,5 @@
-"""What commands share: options, with those of a job, what a shell completes in their place, and the way from a job's id to its ledger."""
+"""What commands share: options, with those of a job, what a shell completes in their place, and the way
+from a job's id to its ledger."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class JobCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from jobs.job_options import HEADINGS, KEYS, settable
 
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {KEYS: list(settable().items())}
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {
+            KEYS: list(settable().items())
+        }
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 records[getattr(parameter, "heading", MESSAGES)].append(record)
@@ -53,8 +56,12 @@ class JobCommand(click.Command):
                 formatter.write_dl(options)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, cls=Option, help="Print JSON, one object per line.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, cls=Option, help="Print no progress and no notes to stderr.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, cls=Option, help="Print JSON, one object per line."
+)
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, cls=Option, help="Print no progress and no notes to stderr."
+)
 home_option = click.option(
     *("--out", "--home", "home"),
     metavar="DIR",
@@ -111,7 +118,8 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 
 
 def job_options(function: F) -> F:
-    """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its `SubmitOptions` as `options`."""
+    """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
+    `SubmitOptions` as `options`."""
     from jobs.job_options import JOB, flags, job_of, user_name, usual_options
 
     usual = usual_options()
@@ -119,14 +127,19 @@ def job_options(function: F) -> F:
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
         asked = {name: given.pop(name) for name in flags()}
-        spec, options = job_of(_read({name: value for name, value in asked.items() if value not in (None, ())}, assignments), user_name())
+        spec, options = job_of(
+            _read({name: value for name, value in asked.items() if value not in (None, ())}, assignments),
+            user_name(),
+        )
         return function(*args, spec=spec, options=options, **given)
 
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
         *(_option(name, shown, usual.get(name)) for name, shown in flags().items()),
-        click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help),
+        click.option(
+            "--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help
+        ),
         click.option("--dry-run", is_flag=True, cls=Option, heading=JOB, help=dry_help),
     ]
     for add in reversed(added):
@@ -167,14 +180,27 @@ def _click_type(name: str, metavar: str) -> click.ParamType | None:
 
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import GENERATION, OptionError, checked_generation, kind_of, read_options, settable, shown_of
+    from jobs.job_options import (
+        GENERATION,
+        OptionError,
+        checked_generation,
+        kind_of,
+        read_options,
+        settable,
+        shown_of,
+    )
     from pipelines.validation import check_generation
 
-    asked = {name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value for name, value in given.items()}
+    asked = {
+        name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value
+        for name, value in given.items()
+    }
     generation: dict[str, str] = {}
     for key, value in pairs(assignments, "KEY=VALUE").items():
         if key not in settable():
-            raise click.UsageError(f"--set has no key {key!r}. {nearest(key, settable())}The keys are: {', '.join(settable())}.")
+            raise click.UsageError(
+                f"--set has no key {key!r}. {nearest(key, settable())}The keys are: {', '.join(settable())}."
+            )
         (generation if key in GENERATION else asked)[key] = value
     try:
         check_generation(checked_generation(generation))
@@ -243,14 +269,20 @@ class JobId(click.ParamType):
             self.fail("the job id is empty", param, ctx)
         return text
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
         found: list[Job] = []
         with suppress(NightjarError):
             for settings in places_of("", ctx.params.get("home")):
                 with suppress(NightjarError):
                     found += read_ledger(settings, lambda reader: newest_jobs(reader, 200))
-        jobs = {job.id: f"{job.state.value} {printable(job.name)}" for job in found if job.id.startswith(incomplete)}
+        jobs = {
+            job.id: f"{job.state.value} {printable(job.name)}"
+            for job in found
+            if job.id.startswith(incomplete)
+        }
         return [CompletionItem(job_id, help=text) for job_id, text in jobs.items()]
 
 
@@ -258,7 +290,8 @@ job_argument = click.argument("job", type=JobId(), metavar="JOB")
 
 
 def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
-    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is wrong."""
+    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
+    wrong."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:
         return found
     with reading_ledger(settings) as ledger:
@@ -267,7 +300,8 @@ def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
 
 @contextmanager
 def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger, Job]]:
-    """The job of an id or prefix, with its ledger and the settings it was found under. Raises `ledger.not_found`."""
+    """The job of an id or prefix, with its ledger and the settings it was found under. Raises
+    `ledger.not_found`."""
     settings = settings_for_job(prefix, home)
     with reading_ledger(settings) as ledger:
         job = ledger.find_job(prefix)

@@ -1,4 +1,5 @@
-"""`nightjar run` and `nightjar dev`: ledger, broker, store and worker live in one folder and die with the command."""
+"""`nightjar run` and `nightjar dev`: ledger, broker, store and worker live in one folder and die with the
+command."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """While the run works a signal interrupts it; while it cleans up, a second one makes the worker end at once."""
+    """While the run works a signal interrupts it; while it cleans up, a second one makes the worker end at
+    once."""
 
     def __init__(self) -> None:
         self.embedded: EmbeddedHome | None = None
@@ -60,7 +62,11 @@ class Signals:
     @contextmanager
     def installed(self) -> Iterator[Signals]:
         # `nohup` has SIGHUP ignored, so that the run outlives its terminal.
-        heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        heard = [
+            number
+            for number in _SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, self) for number in heard}
         try:
             check_interrupts()
@@ -112,12 +118,21 @@ class _Events:
 )
 @job_options
 @common_options
-def run(source: str, gpus: str | None, spec: JobSpec, options: SubmitOptions, dry_run: bool, home: str | None, output: Output) -> int:
+def run(
+    source: str,
+    gpus: str | None,
+    spec: JobSpec,
+    options: SubmitOptions,
+    dry_run: bool,
+    home: str | None,
+    output: Output,
+) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
-    text, CSV, TSV, Kaldi or Parquet. Needs no other service: the command starts its own broker and worker and ends them. If it is
-    interrupted, give the same command again: it continues where it stopped, and finished items are kept.
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
+    messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. Needs no other service: the command starts
+    its own broker and worker and ends them. If it is interrupted, give the same command again: it
+    continues where it stopped, and finished items are kept.
 
     \b
     Examples:
@@ -149,12 +164,16 @@ def run(source: str, gpus: str | None, spec: JobSpec, options: SubmitOptions, dr
         return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
-        result = run_locally(LocalRun(chosen, settings, source, resolved, options, devices), _Events(signals, progress))
+        result = run_locally(
+            LocalRun(chosen, settings, source, resolved, options, devices), _Events(signals, progress)
+        )
     _summarize(result.status, settings, result.made, result.where, output)
     return exit_code_of(result.status.job.state)
 
 
-def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], where: str, output: Output) -> None:
+def _summarize(
+    status: JobStatus, settings: Settings, made: Mapping[str, str | None], where: str, output: Output
+) -> None:
     """The status, and where what was made lies: only what is there."""
     job = status.job
     if output.as_json:
@@ -165,7 +184,12 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
         return
     for line in status_lines(status, settings.price_per_gpu_hour, bold=bold):
         output.line(line)
-    for word, place in (("files", made["audio"]), ("texts", made["text"]), ("list", made["manifest"]), ("report", made["report"])):
+    for word, place in (
+        ("files", made["audio"]),
+        ("texts", made["text"]),
+        ("list", made["manifest"]),
+        ("report", made["report"]),
+    ):
         if place is not None:
             output.line(f"{word:<8}{_near(place)}")
     if status.items.failed or job.rejected_lines:
@@ -179,16 +203,24 @@ def _near(place: str) -> str:
 
 
 @click.command()
-@click.option("--serve", "serves", is_flag=True, help="Also serve --model over HTTP, as `nightjar serve` does.")
 @click.option(
-    "--model", metavar="MODEL", default="hibari", show_default=True, shell_complete=models, help="Model of the server. Jobs name their own."
+    "--serve", "serves", is_flag=True, help="Also serve --model over HTTP, as `nightjar serve` does."
+)
+@click.option(
+    "--model",
+    metavar="MODEL",
+    default="hibari",
+    show_default=True,
+    shell_complete=models,
+    help="Model of the server. Jobs name their own.",
 )
 @common_options
 def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
-    """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, with --serve also the server.
+    """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, with
+    --serve also the server.
 
-    Meanwhile `nightjar submit`, `status`, `watch` and `export` work in any folder without settings. Ctrl-C ends everything; jobs that
-    have not ended continue with the next `nightjar dev` in the same folder.
+    Meanwhile `nightjar submit`, `status`, `watch` and `export` work in any folder without settings. Ctrl-C
+    ends everything; jobs that have not ended continue with the next `nightjar dev` in the same folder.
 
     \b
     Examples:
@@ -208,7 +240,11 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     if serves:
         describe(model)
         check_extra()
-    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, closing(Ledger.of(settings)) as ledger:
+    with (
+        Signals().installed() as signals,
+        EmbeddedHome(settings) as embedded,
+        closing(Ledger.of(settings)) as ledger,
+    ):
         signals.embedded = embedded
         try:
             ledger.migrate()
@@ -224,11 +260,15 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
                 while True:
                     signals.check()
                     embedded.check_place()
-                    embedded.tend(lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), output.note)
+                    embedded.tend(
+                        lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), output.note
+                    )
                     time.sleep(POLL_SECONDS)
         except Interrupted:
             seconds = settings.worker.drain_seconds
-            output.note(f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
+            output.note(
+                f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now."
+            )
             embedded.stop(seconds + 2)
     return 0
 
@@ -237,8 +277,18 @@ def _say(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
     """Where everything is."""
     settings = embedded.settings
     logs = f"{embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}"
-    places = {"ledger": embedded.state / "ledger.sqlite", "store": settings.effective_store_url, "logs": logs, "server": url}
-    view = {"schema": "nightjar.dev/1", "home": str(embedded.home), "store": settings.effective_store_url, "server": url}
+    places = {
+        "ledger": embedded.state / "ledger.sqlite",
+        "store": settings.effective_store_url,
+        "logs": logs,
+        "server": url,
+    }
+    view = {
+        "schema": "nightjar.dev/1",
+        "home": str(embedded.home),
+        "store": settings.effective_store_url,
+        "server": url,
+    }
     output.say(view, "\n".join(f"{word:<8}{place}" for word, place in places.items() if place is not None))
     sys.stdout.flush()
     output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")

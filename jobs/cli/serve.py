@@ -49,14 +49,21 @@ _HEADER = ("HOST", "PID", "GPU", "MODEL", "STATE", "SINCE", "HEARTBEAT", "SHARD"
     help="Name of the model for clients. Can be given more than once. [default: its own name]",
 )
 @click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
-@click.option("--port", metavar="N", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free port. [default: 8000]")
+@click.option(
+    "--port",
+    metavar="N",
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 takes a free port. [default: 8000]",
+)
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the address.")
-def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, as_json: bool, quiet: bool) -> None:
+def serve(
+    model: str, names: tuple[str, ...], address: str | None, port: int | None, as_json: bool, quiet: bool
+) -> None:
     """Serve a model over HTTP until SIGTERM. Running requests finish first.
 
-    Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and audio. Clients need the
-    key of SPEECH_SERVE__API_KEY, or one of the file SPEECH_SERVE__API_KEY_FILE.
+    Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
+    audio. Clients need the key of SPEECH_SERVE__API_KEY, or one of the file SPEECH_SERVE__API_KEY_FILE.
 
     \b
     Examples:
@@ -100,7 +107,9 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     sys.stdout.flush()
     if unused := settings.unused(card):
         output.note(unused)
-    output.note(f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`.")
+    output.note(
+        f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
+    )
     serve_threads()
     server.run()
     if server.hangs:
@@ -116,11 +125,14 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
     limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
-    return ServeOptions(names=names, keys=read_keys(settings), **{**limits, "voices_folder": voice_folder(settings).path})
+    return ServeOptions(
+        names=names, keys=read_keys(settings), **{**limits, "voices_folder": voice_folder(settings).path}
+    )
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:
-    """The keys of the API, the one of the environment first. Raises `config.invalid` for a file without one."""
+    """The keys of the API, the one of the environment first. Raises `config.invalid` for a file without
+    one."""
     keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
     path = settings.serve.api_key_file
     if path is not None:
@@ -138,7 +150,9 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
 
 
 def _bad_keys(message: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only."
+    )
 
 
 def check_extra() -> None:
@@ -180,12 +194,19 @@ worker, flower, nightly, sweep = (
 
 
 @click.command()
-@click.option("--all", "everyone", is_flag=True, help="Also workers that ended, and those that were lost more than a day ago.")
+@click.option(
+    "--all",
+    "everyone",
+    is_flag=True,
+    help="Also workers that ended, and those that were lost more than a day ago.",
+)
 @common_options
 def workers(everyone: bool, home: str | None, output: Output) -> None:
-    """List the workers: where each runs, its state, the shards that it holds, and the items and the speed of its last 10 minutes.
+    """List the workers: where each runs, its state, the shards that it holds, and the items and the speed
+    of its last 10 minutes.
 
-    A worker is `up`, `draining` (it takes no more shards), `quarantined` (it keeps failing) or `lost` (no heartbeat for a minute).
+    A worker is `up`, `draining` (it takes no more shards), `quarantined` (it keeps failing) or `lost` (no
+    heartbeat for a minute).
 
     \b
     Examples:
@@ -208,13 +229,19 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     output.table(_HEADER, [_row(worker) for worker in found])
     for worker in found:
         if worker.state_reason:
-            output.line(f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}{worker.state}: {printable(worker.state_reason)}")
+            output.line(
+                f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}{worker.state}: {printable(worker.state_reason)}"
+            )
     output.note(_counts(found))
 
 
 def _row(worker: WorkerStatus) -> Sequence[object]:
     recent, held = worker.recent, worker.held
-    doing = "" if not held else f"{held[0].job_id[:_ID_CHARACTERS]}/{held[0].shard_no} {held[0].ended_items}/{held[0].items}"
+    doing = (
+        ""
+        if not held
+        else f"{held[0].job_id[:_ID_CHARACTERS]}/{held[0].shard_no} {held[0].ended_items}/{held[0].items}"
+    )
     more = f" +{len(held) - 1}" if len(held) > 1 else ""
     failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
     return (

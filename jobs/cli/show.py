@@ -32,7 +32,8 @@ _HASH_CHARACTERS = 12
 @job_argument
 @common_options
 def show(job: str, home: str | None, output: Output) -> None:
-    """Show what JOB is made with: its frozen spec, its input, its store, the versions that made it, and the command that makes it again.
+    """Show what JOB is made with: its frozen spec, its input, its store, the versions that made it, and
+    the command that makes it again.
 
     \b
     Examples:
@@ -72,7 +73,10 @@ def _lines(job: Job, made_with: Sequence[Provenance]) -> Iterator[tuple[str, str
     """(word, text) of each line for a person."""
     spec = job.spec
     yield "job", f"{job.id}  {job.state.value}{f'  {printable(job.name)}' if job.name else ''}"
-    yield "owner", f"{printable(job.owner) or 'unknown'}, priority {job.priority}, weight {job.weight}{_limits(job)}"
+    yield (
+        "owner",
+        f"{printable(job.owner) or 'unknown'}, priority {job.priority}, weight {job.weight}{_limits(job)}",
+    )
     if job.labels:
         yield "labels", printable(labels_text(job.labels))
     written = job.labels.get(INPUT_FORMAT, "dialogues")
@@ -108,7 +112,9 @@ def _limits(job: Job) -> str:
 def _generation(generation: Generation) -> str:
     plain = msgspec.to_builtins(generation)
     roles = plain.pop("roles", None) or {}
-    return ", ".join(part for part in (_fields(plain), *(f"{role}: {_fields(own)}" for role, own in roles.items())) if part)
+    return ", ".join(
+        part for part in (_fields(plain), *(f"{role}: {_fields(own)}" for role, own in roles.items())) if part
+    )
 
 
 def _checks(quality: Quality | None) -> Iterator[tuple[str, str]]:
@@ -131,13 +137,19 @@ def _limits_of(bound: Bound) -> str:
 def _versions(record: Provenance) -> Iterator[tuple[str, str]]:
     commit = f" ({record.commit[:_HASH_CHARACTERS]})" if record.commit else ""
     device = record.device or record.machine
-    yield "made by", f"{record.recorded_by}, nightjar {record.nightjar}{commit}, Python {record.python}, on {device}"
+    yield (
+        "made by",
+        f"{record.recorded_by}, nightjar {record.nightjar}{commit}, Python {record.python}, on {device}",
+    )
     model = record.model
     yield "", f"{model.name}, engine {model.engine}{f', revision {model.revision}' if model.revision else ''}"
     if record.engine is not None:
         made = msgspec.to_builtins(record.engine).items()
         # Without a GPU the slots are not recorded: they change nothing there.
-        yield "", _fields({name: value for name, value in made if value != "" and (name, value) != ("slots", 0)})
+        yield (
+            "",
+            _fields({name: value for name, value in made if value != "" and (name, value) != ("slots", 0)}),
+        )
     for file in model.files:
         yield "", f"{file.name} sha256 {file.sha256}"
     yield "", ", ".join(f"{name} {version}" for name, version in record.libraries.items())

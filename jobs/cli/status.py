@@ -46,7 +46,9 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
     if errors:
-        output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
+        output.note(
+            f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}"
+        )
 
 
 def bold(text: str) -> str:
@@ -55,13 +57,20 @@ def bold(text: str) -> str:
 
 
 def no_worker(settings: Settings) -> str:
-    """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger alone."""
+    """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger
+    alone."""
     own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
     return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
 
 
 @click.command("list")
-@click.option("--state", "states", multiple=True, type=click.Choice([state.value for state in JobState]), help="Only jobs in this state.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice([state.value for state in JobState]),
+    help="Only jobs in this state.",
+)
 @click.option(
     "--label",
     "labels",
@@ -69,10 +78,20 @@ def no_worker(settings: Settings) -> str:
     metavar="KEY=VALUE",
     help="Only jobs with this label. If given more than once, only jobs with all of them.",
 )
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), metavar="N", help="Maximum number of jobs.")
+@click.option(
+    "--limit",
+    default=50,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of jobs.",
+)
 @common_options
-def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output) -> None:
-    """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status` finds.
+def list_jobs(
+    states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
+) -> None:
+    """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status`
+    finds.
 
     \b
     Examples:
@@ -98,7 +117,9 @@ def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: st
             # A copy of a folder has the same jobs.
             if state.job.id not in found or settings.home in homes_of(state.job.id):
                 found[state.job.id] = (state, settings)
-    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)[:limit]
+    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)[
+        :limit
+    ]
     if output.as_json:
         for state, settings in newest:
             output.data(status_view(state, settings.price_per_gpu_hour))
@@ -108,7 +129,15 @@ def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: st
         return
     rows = [
         (
-            *(s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at)),
+            *(
+                s.job.id,
+                s.job.state.value,
+                s.items.total,
+                s.items.done,
+                s.items.failed,
+                s.job.spec.model,
+                utc(s.job.created_at),
+            ),
             *(s.job.name, labels_text(s.job.labels)),
             *([str(settings.home)] if len(places) > 1 else []),
         )
@@ -123,8 +152,14 @@ POLL_SECONDS = 0.5
 EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
 
 
-def until_end(read: Callable[[], JobStatus], progress: Progress, settings: Settings, timeout_seconds: float | None = None) -> JobStatus:
-    """Reads a job's status until it is final or the time is over; the last status. Says when no live worker takes the job."""
+def until_end(
+    read: Callable[[], JobStatus],
+    progress: Progress,
+    settings: Settings,
+    timeout_seconds: float | None = None,
+) -> JobStatus:
+    """Reads a job's status until it is final or the time is over; the last status. Says when no live
+    worker takes the job."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     said = ""
     while True:
@@ -136,7 +171,9 @@ def until_end(read: Callable[[], JobStatus], progress: Progress, settings: Setti
         said = waits
         if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
             return status
-        time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+        time.sleep(
+            POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+        )
 
 
 def exit_code_of(state: JobState) -> int:
@@ -147,7 +184,11 @@ def exit_code_of(state: JobState) -> int:
 @click.command()
 @job_argument
 @click.option(
-    "--timeout", "timeout_seconds", type=FiniteRange(min=0), metavar="SECONDS", help="Maximum seconds to wait. [default: no limit]"
+    "--timeout",
+    "timeout_seconds",
+    type=FiniteRange(min=0),
+    metavar="SECONDS",
+    help="Maximum seconds to wait. [default: no limit]",
 )
 @common_options
 def wait(job: str, timeout_seconds: float | None, home: str | None, output: Output) -> int:
@@ -181,7 +222,10 @@ def watch(job: str, home: str | None, output: Output) -> int:
       nightjar watch JOB
     """
     last = None
-    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet or output.as_json) as progress:
+    with (
+        found_job(job, home) as (settings, ledger, found),
+        Progress(quiet=output.quiet or output.as_json) as progress,
+    ):
 
         def read() -> JobStatus:
             nonlocal last

@@ -1,4 +1,5 @@
-"""`nightjar submit`: a file of dialogues becomes a job. Everything that could refuse is asked before anything is written."""
+"""`nightjar submit`: a file of dialogues becomes a job. Everything that could refuse is asked before
+anything is written."""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ SHOWN_LINES = 10
 @click.argument("source", metavar="INPUT", shell_complete=files)
 @job_options
 @common_options
-def submit(source: str, spec: JobSpec, options: SubmitOptions, dry_run: bool, home: str | None, output: Output) -> int:
+def submit(
+    source: str, spec: JobSpec, options: SubmitOptions, dry_run: bool, home: str | None, output: Output
+) -> int:
     """Submit INPUT as a job and print the job's id.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
-    text, CSV, TSV, Kaldi or Parquet. The same file with the same options is the
-    same job: submitting it again changes nothing. Bad lines are refused and the other lines are submitted; the exit code is 1 then.
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
+    messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. The same file with the same options is the
+    same job: submitting it again changes nothing. Bad lines are refused and the other lines are submitted;
+    the exit code is 1 then.
 
     \b
     Examples:
@@ -87,7 +91,11 @@ def _report(result: Any, output: Output) -> int:
     if not result.created and not result.resumed:
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
     check_wanted(job)
-    step = f"Look at it with: nightjar status {job.id}" if job.state.final else f"Follow it with: nightjar watch {job.id}"
+    step = (
+        f"Look at it with: nightjar status {job.id}"
+        if job.state.final
+        else f"Follow it with: nightjar watch {job.id}"
+    )
     output.note(f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {step}")
     return FAILED if job.rejected_lines else 0
 

@@ -1,4 +1,5 @@
-"""Datasets made of finished jobs: one function, the formats by their kind, and what a format of another package needs."""
+"""Datasets made of finished jobs: one function, the formats by their kind, and what a format of another
+package needs."""
 
 from jobs.export.export import PART_BYTES, ExportReport, export
 from jobs.export.files import PartFiles, own_output

@@ -1,4 +1,5 @@
-"""The audio of an export: named where it is, fetched to a local folder, or read to be written into the dataset.
+"""The audio of an export: named where it is, fetched to a local folder, or read to be written into the
+dataset.
 
 On its way it can become another format or get another sample rate.
 """
@@ -45,9 +46,13 @@ class Conversion:
 
     @classmethod
     def of(cls, audio_format: str | None, sample_rate: int | None, stored: str) -> Conversion:
-        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`: the format in the store."""
+        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`: the format
+        in the store."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
-            raise invalid(f"The audio format {audio_format[:40]!r} is unknown.", f"Use one of: {', '.join(AUDIO_FORMATS)}.")
+            raise invalid(
+                f"The audio format {audio_format[:40]!r} is unknown.",
+                f"Use one of: {', '.join(AUDIO_FORMATS)}.",
+            )
         if sample_rate is not None:
             if not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
                 advice = f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz."
@@ -64,7 +69,8 @@ class Conversion:
         return "-".join(str(part) for part in (self.format, self.sample_rate) if part is not None)
 
     def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
-        """The item with the audio that is written, and that audio. What has the format and the rate already is left as it is.
+        """The item with the audio that is written, and that audio. What has the format and the rate
+        already is left as it is.
 
         Raises `config.invalid` for a rate of the stored audio that the format cannot hold.
         """
@@ -80,7 +86,11 @@ class Conversion:
         from pipelines.audio import encode, resample
 
         pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        made = encode(resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate), rate, audio_format)
+        made = encode(
+            resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate),
+            rate,
+            audio_format,
+        )
         samples = soundfile.info(io.BytesIO(made)).frames
         written = msgspec.structs.replace(
             artifact,
@@ -101,12 +111,14 @@ UNCHANGED = Conversion()
 
 
 class AudioReader:
-    """The audio of items, in order; a context manager. From a bucket some are fetched ahead, and audio is converted ahead, on threads.
-    Files of a folder are read one by one, because threads would spend more time on taking turns than on reading.
+    """The audio of items, in order; a context manager. From a bucket some are fetched ahead, and audio is
+    converted ahead, on threads. Files of a folder are read one by one, because threads would spend more
+    time on taking turns than on reading.
     """
 
     def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion = UNCHANGED) -> None:
-        """`root`: local folder that the audio is fetched to, or None; with a conversion its copies have a folder of their own there."""
+        """`root`: local folder that the audio is fetched to, or None; with a conversion its copies have a
+        folder of their own there."""
         self._store = store
         self._conversion = conversion
         self._artifacts = ArtifactReader(store)
@@ -120,7 +132,8 @@ class AudioReader:
         self._threads.shutdown(cancel_futures=True)
 
     def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
-        """Each item with the path or address of its audio. With a root the file is there and has the right content."""
+        """Each item with the path or address of its audio. With a root the file is there and has the right
+        content."""
         root = self._root
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
@@ -158,7 +171,11 @@ class AudioReader:
         artifact = item.artifact
         path = root.joinpath(*split_key(artifact.key))
         with path_errors(path):
-            if path.is_file() and path.stat().st_size == artifact.bytes and sha256_of(path) == artifact.sha256:
+            if (
+                path.is_file()
+                and path.stat().st_size == artifact.bytes
+                and sha256_of(path) == artifact.sha256
+            ):
                 return item, str(path)
             # A link there must not lead the new content to another file.
             path.unlink(missing_ok=True)
@@ -171,7 +188,8 @@ class AudioReader:
 
 
 class AudioNames:
-    """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths are absolute."""
+    """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths
+    are absolute."""
 
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
         self._root = None if folder is None else store.root
@@ -184,7 +202,8 @@ class AudioNames:
         return None if self._root is None else self._prefix("")
 
     def of(self, file: str, where: str) -> str:
-        """What `file`, a name in the folder of the export, calls the audio at `where`: a path of the store, or an address."""
+        """What `file`, a name in the folder of the export, calls the audio at `where`: a path of the
+        store, or an address."""
         if self._root is None or not where.startswith(f"{self._root}/"):
             return where
         return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")

@@ -1,10 +1,12 @@
-"""From the items of a job to a file or a dataset: streamed in index order, complete or absent, the same bytes each time.
+"""From the items of a job to a file or a dataset: streamed in index order, complete or absent, the same
+bytes each time.
 
-A dataset is written part by part, so that a stopped export goes on with the part it was in. While an export runs,
-`_export/plan.json` at its destination says what it is, and `_export/train-00000.json` which files a part has. This list is written
-when the files of the part are finished and before the first of them gets its name, so every file at the destination is known to
-belong to the export. `export.json` comes last, with the hash of every file. An export that replaces another turns it back into one
-that was stopped, and then removes the files of its lists: stopped anywhere, it goes on.
+A dataset is written part by part, so that a stopped export goes on with the part it was in. While an
+export runs, `_export/plan.json` at its destination says what it is, and `_export/train-00000.json` which
+files a part has. This list is written when the files of the part are finished and before the first of them
+gets its name, so every file at the destination is known to belong to the export. `export.json` comes last,
+with the hash of every file. An export that replaces another turns it back into one that was stopped, and
+then removes the files of its lists: stopped anywhere, it goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,19 @@ from jobs.export.files import (
     own_output,
 )
 from jobs.export.formats import ExportFormat, find_format
-from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, audio_items, left_out, make_plan, score_names, text_answers
+from jobs.export.items import (
+    WHOLE,
+    AudioItem,
+    LeftOut,
+    Part,
+    Plan,
+    Splits,
+    audio_items,
+    left_out,
+    make_plan,
+    score_names,
+    text_answers,
+)
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import ItemState, Job
 from jobs.provenance import exporters_record, records
@@ -92,48 +106,66 @@ def export(
     sample_rate: int | None = None,
     where: Where | None = None,
 ) -> ExportReport:
-    """Writes the items of a job that have audio, and match `where`, to `to`: a file or `-` for formats of one file, else a folder or
-    `s3://` prefix.
+    """Writes the items of a job that have audio, and match `where`, to `to`: a file or `-` for formats of
+    one file, else a folder or `s3://` prefix.
 
-    Audio in a folder store is named by its path relative to the file that names it (absolute on standard output, in a bucket,
-    or with `absolute`), and by its `s3://` address in a bucket. With `audio_root` it is named by the absolute local path
-    `audio_root/<key>`, and fetched from the store where that file is not there yet; audio in packs can be named in no other way.
-    Formats that hold the audio end a file before its audio, as it is in the store, passes `part_bytes`. With `audio_format` (`wav`,
-    `flac`, `mp3`, `opus`) or `sample_rate` (Hz) the audio is converted where the export holds or copies it. With `splits` every format
-    is a folder. The same call goes on with an export that was stopped. A format of dialogues writes
-    a dialogue if one of its items matches. Of a job that runs the items that are done are written; the same call later replaces that
-    export.
+    Audio in a folder store is named by its path relative to the file that names it (absolute on standard
+    output, in a bucket, or with `absolute`), and by its `s3://` address in a bucket. With `audio_root` it
+    is named by the absolute local path `audio_root/<key>`, and fetched from the store where that file is
+    not there yet; audio in packs can be named in no other way. Formats that hold the audio end a file
+    before its audio, as it is in the store, passes `part_bytes`. With `audio_format` (`wav`, `flac`,
+    `mp3`, `opus`) or `sample_rate` (Hz) the audio is converted where the export holds or copies it. With
+    `splits` every format is a folder. The same call goes on with an export that was stopped. A format of
+    dialogues writes a dialogue if one of its items matches. Of a job that runs the items that are done are
+    written; the same call later replaces that export.
 
-    An existing file at `to` is overwritten; a folder that holds another export, or anything else, is refused. With `replaces`, ids
-    of jobs, an export of one of these jobs in this format is replaced, and everything else is refused, also a file.
+    An existing file at `to` is overwritten; a folder that holds another export, or anything else, is
+    refused. With `replaces`, ids of jobs, an export of one of these jobs in this format is replaced, and
+    everything else is refused, also a file.
 
-    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used, `config.missing_library` for a library
-    that is not installed, `NotFoundError`, `StoreError`, `ServiceError`.
+    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used,
+    `config.missing_library` for a library that is not installed, `NotFoundError`, `StoreError`,
+    `ServiceError`.
     """
     chosen, job = find_format(format), ledger.job(job_id)
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
     packed = job.spec.pack is True
-    chosen.check(to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion)
+    chosen.check(
+        to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion
+    )
     chosen.check_library()
     _check_stored_rate(ledger, job, conversion)
     if where is not None and chosen.failure_line is not None:
-        raise invalid(f"The format {format} lists what failed, and a filter compares what was made.", "Leave the filter out.")
+        raise invalid(
+            f"The format {format} lists what failed, and a filter compares what was made.",
+            "Leave the filter out.",
+        )
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
-    planned = _Export(ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, where)
+    planned = _Export(
+        ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, where
+    )
     if chosen.one_file(splits):
         items, reasons = planned.to_file(to, replaces)
     else:
-        if chosen.text_line is not None and next(text_answers(ledger, store, job_id, where), None) is not None:
-            message = "Some answers of this job are text without audio, which an export with splits cannot hold."
+        if (
+            chosen.text_line is not None
+            and next(text_answers(ledger, store, job_id, where), None) is not None
+        ):
+            message = (
+                "Some answers of this job are text without audio, which an export with splits cannot hold."
+            )
             raise invalid(message, "Leave the splits out.")
         plan = planned.to_folder(to, replaces or (), s3, on_part)
         items, reasons = plan.items, plan.reasons
-    return ExportReport(format, to if to == "-" or is_remote(to) else str(Path(to).absolute()), items, reasons)
+    return ExportReport(
+        format, to if to == "-" or is_remote(to) else str(Path(to).absolute()), items, reasons
+    )
 
 
 def _check_stored_rate(ledger: Ledger, job: Job, conversion: Conversion) -> None:
-    """Raises `config.invalid` where the audio keeps a sample rate that its new format cannot hold, before anything is written."""
+    """Raises `config.invalid` where the audio keeps a sample rate that its new format cannot hold, before
+    anything is written."""
     if conversion.format is not None and conversion.sample_rate is None:
         # All audio of a job has one rate: that of its model, or of its spec.
         for row in ledger.items(job.id, ItemState.DONE, limit=1):
@@ -141,9 +173,14 @@ def _check_stored_rate(ledger: Ledger, job: Job, conversion: Conversion) -> None
                 check_rate(conversion.format, row.artifact.sample_rate)
 
 
-def _refuse_lost(ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool) -> None:
-    """Raises `store.missing` with the names of objects that are gone or have another size; `store.conflict` where none is gone."""
-    lost = [*listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))]
+def _refuse_lost(
+    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool
+) -> None:
+    """Raises `store.missing` with the names of objects that are gone or have another size;
+    `store.conflict` where none is gone."""
+    lost = [
+        *listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))
+    ]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
@@ -211,7 +248,9 @@ class _Export:
         opened = output(to) if replaces is None else own_output(to, job.id, replaces)
         with opened as file, AudioReader(self.store, self.audio_root, self.conversion) as audio:
             if chosen.failure_line is not None:
-                failed = (self.ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
+                failed = (
+                    self.ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD)
+                )
                 for failure in chain(self.ledger.rejected_lines(job.id), *failed):
                     file.write(chosen.failure_line(job, failure))
                     items += 1
@@ -226,12 +265,17 @@ class _Export:
                     items += 1
         return items, self._left_out(items)
 
-    def to_folder(self, to: str, replaces: Collection[str], s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
+    def to_folder(
+        self, to: str, replaces: Collection[str], s3: S3Settings | None, on_part: Callable[[Part], None]
+    ) -> Plan:
         """Writes what of a dataset is not there yet. `on_part` is called with each part that became complete.
 
         Raises `config.invalid` for a destination that holds another export or other files.
         """
-        with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root, self.conversion) as audio:
+        with (
+            open_destination(to, s3) as destination,
+            AudioReader(self.store, self.audio_root, self.conversion) as audio,
+        ):
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())
             identity = self._identity(plan, names)
@@ -263,7 +307,9 @@ class _Export:
                 raise invalid(message, "Export again.")
             planned = _items_of_splits(plan)
             counts = {name: planned[name] for name in self.splits.names}
-            done = _Finished(identity, counts, plan.reasons.items, sorted(files, key=lambda file: file.name), plan.reasons)
+            done = _Finished(
+                identity, counts, plan.reasons.items, sorted(files, key=lambda file: file.name), plan.reasons
+            )
             destination.write_record(END, done)
             destination.remove_records()
             return plan
@@ -271,7 +317,9 @@ class _Export:
     def _items(self, **options: object) -> Iterator[AudioItem]:
         """The items of the job; `options` are those of `audio_items`."""
         dialogues = self.format.whole_dialogues
-        return audio_items(self.ledger, self.store, self.job.id, where=self.where, dialogues=dialogues, **options)  # type: ignore[arg-type]
+        return audio_items(
+            self.ledger, self.store, self.job.id, where=self.where, dialogues=dialogues, **options
+        )  # type: ignore[arg-type]
 
     def _left_out(self, items: int) -> LeftOut:
         return left_out(self.ledger, self.job, self.where, items, dialogues=self.format.whole_dialogues)
@@ -287,7 +335,9 @@ class _Export:
         return AudioNames(self.store, None if self.absolute or self.audio_root is not None else folder)
 
     def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
-        place = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
+        place = (
+            str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
+        )
         return _Identity(
             self.job.id,
             self.format.name,
@@ -301,9 +351,11 @@ class _Export:
             running=plan.reasons.running,
         )
 
-    def _common_files(self, destination: Destination, plan: Plan, scores: tuple[str, ...]) -> list[WrittenFile]:
-        """The manifest of all items (with a filter: of those that match), the files of each split that list its items, the provenance
-        and the format's card."""
+    def _common_files(
+        self, destination: Destination, plan: Plan, scores: tuple[str, ...]
+    ) -> list[WrittenFile]:
+        """The manifest of all items (with a filter: of those that match), the files of each split that
+        list its items, the provenance and the format's card."""
         planned, listed = _items_of_splits(plan), Counter[str]()
         with PartFiles(destination) as files:
             name, line = self.format.index or ("", None)
@@ -317,7 +369,9 @@ class _Export:
                         indexes[split].write(line(self.job, item))
             if line is not None and listed != planned:
                 raise _changed_job()
-            files.open("provenance.json").write(json_bytes(records(self.store, self.job) or [exporters_record(self.job)]))
+            files.open("provenance.json").write(
+                json_bytes(records(self.store, self.job) or [exporters_record(self.job)])
+            )
             if self.format.card is not None:
                 files.open("README.md").write(self.format.card(self.job, plan))
             return files.publish(f"{RECORDS}/common.json")
@@ -328,7 +382,11 @@ def _begin(destination: Destination, identity: _Identity, replaces: Collection[s
     ended, begun = destination.read(END), destination.read(PLAN)
     if ended is not None:
         done = _decode(ended, _Finished)
-        if done is not None and done.identity == identity and _incomplete(destination.sizes(), done.files) is None:
+        if (
+            done is not None
+            and done.identity == identity
+            and _incomplete(destination.sizes(), done.files) is None
+        ):
             destination.remove_records()
             return True
         _replace(destination, done and done.identity, done.files if done else [], identity, replaces)
@@ -338,18 +396,29 @@ def _begin(destination: Destination, identity: _Identity, replaces: Collection[s
             return False
         _replace(destination, old, [], identity, replaces)
     elif destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
-        raise invalid(f"{destination.address!r} holds files that no export wrote.", "Export to an empty folder.")
+        raise invalid(
+            f"{destination.address!r} holds files that no export wrote.", "Export to an empty folder."
+        )
     destination.write_record(PLAN, identity)
     return False
 
 
-def _replace(destination: Destination, old: _Identity | None, listed: list[WrittenFile], new: _Identity, replaces: Collection[str]) -> None:
-    """Removes an export that this one replaces, or this one itself where files of it are gone. `replaces`: jobs whose export in this
-    format is replaced.
+def _replace(
+    destination: Destination,
+    old: _Identity | None,
+    listed: list[WrittenFile],
+    new: _Identity,
+    replaces: Collection[str],
+) -> None:
+    """Removes an export that this one replaces, or this one itself where files of it are gone. `replaces`:
+    jobs whose export in this format is replaced.
 
-    Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left it.
+    Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left
+    it.
     """
-    known = old is not None and (old == new or _is_earlier(old, new) or (old.job in replaces and old.format == new.format))
+    known = old is not None and (
+        old == new or _is_earlier(old, new) or (old.job in replaces and old.format == new.format)
+    )
     if old is None or not known:
         advice = "Export to an empty place, or remove what is there."
         raise invalid(f"{destination.address!r} holds another export{_difference(old, new)}.", advice)
@@ -371,8 +440,11 @@ def _replace(destination: Destination, old: _Identity | None, listed: list[Writt
     destination.remove_records()
 
 
-def _written_part(destination: Destination, found: Mapping[str, int], record: str) -> list[WrittenFile] | None:
-    """The files of a part that is complete; None: it has to be written. Raises `config.invalid` for a file that was changed since."""
+def _written_part(
+    destination: Destination, found: Mapping[str, int], record: str
+) -> list[WrittenFile] | None:
+    """The files of a part that is complete; None: it has to be written. Raises `config.invalid` for a file
+    that was changed since."""
     listed = destination.listed(record)
     for file in listed or ():
         if found.get(file.name, file.bytes) != file.bytes:
@@ -388,7 +460,8 @@ def _items_of_splits(plan: Plan) -> Counter[str]:
 
 
 def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
-    """The items of a part. Raises `config.invalid` when the job has others than when the export was planned."""
+    """The items of a part. Raises `config.invalid` when the job has others than when the export was
+    planned."""
     count = audio_bytes = 0
     for item in items:
         count, audio_bytes = count + 1, audio_bytes + item.artifact.bytes
@@ -398,7 +471,9 @@ def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
 
 
 def _changed_job() -> ConfigError:
-    return invalid("The job changed while it was exported.", "Wait until it has ended, then export it to an empty place.")
+    return invalid(
+        "The job changed while it was exported.", "Wait until it has ended, then export it to an empty place."
+    )
 
 
 def _changed_file(destination: Destination, file: WrittenFile) -> ConfigError:
@@ -406,8 +481,12 @@ def _changed_file(destination: Destination, file: WrittenFile) -> ConfigError:
 
 
 def _is_earlier(old: _Identity, new: _Identity) -> bool:
-    """Whether an export is the same one, made while the job was running: what was done since is in the new one."""
-    return old.running and msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running) == new
+    """Whether an export is the same one, made while the job was running: what was done since is in the new
+    one."""
+    return (
+        old.running
+        and msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running) == new
+    )
 
 
 def _difference(old: _Identity | None, new: _Identity) -> str:
@@ -415,8 +494,14 @@ def _difference(old: _Identity | None, new: _Identity) -> str:
     if old is None or (old.job, old.format) != (new.job, new.format):
         return ""
     if old.where != new.where:
-        return f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
-    return " of this job, with other items: it has been continued since" if old.digest != new.digest else " of this job, with other options"
+        return (
+            f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
+        )
+    return (
+        " of this job, with other items: it has been continued since"
+        if old.digest != new.digest
+        else " of this job, with other options"
+    )
 
 
 def _is_record(name: str) -> bool:

@@ -1,4 +1,5 @@
-"""Files that an export writes: one file by itself, the files of a part of a dataset, and where those go, a folder or a bucket.
+"""Files that an export writes: one file by itself, the files of a part of a dataset, and where those go, a
+folder or a bucket.
 
 A file appears there complete or not at all.
 """
@@ -39,11 +40,15 @@ AGAIN = "Move it away; the next export writes the dataset again."
 
 
 @contextmanager
-def output(to: str, wanted: Callable[[Path, Path], bool] = lambda new, path: True) -> Generator[IO[bytes], None, None]:
-    """Opens the file `to` for writing; `-` is standard output. The file appears, complete, once the block ends without an error.
+def output(
+    to: str, wanted: Callable[[Path, Path], bool] = lambda new, path: True
+) -> Generator[IO[bytes], None, None]:
+    """Opens the file `to` for writing; `-` is standard output. The file appears, complete, once the block
+    ends without an error.
 
-    `wanted` is called with the finished file and its target path. The target stays as it is where it returns False or raises.
-    Raises `config.invalid` for a path that cannot be written, `store.full` where the disk is full.
+    `wanted` is called with the finished file and its target path. The target stays as it is where it
+    returns False or raises. Raises `config.invalid` for a path that cannot be written, `store.full` where
+    the disk is full.
     """
     if to == "-":
         yield sys.stdout.buffer
@@ -71,8 +76,8 @@ def output(to: str, wanted: Callable[[Path, Path], bool] = lambda new, path: Tru
 
 
 def _resolved(path: Path) -> Path:
-    """The path that is written: a symbolic link stays, and its target is written. Raises `OSError` for anything that exists and is
-    no regular file."""
+    """The path that is written: a symbolic link stays, and its target is written. Raises `OSError` for
+    anything that exists and is no regular file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -97,7 +102,9 @@ def output_error(path: Path, error: OSError) -> NightjarError:
     """The error for a file of an export that cannot be written."""
     reason = error.strerror or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again.")
+        return StoreError(
+            ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again."
+        )
     return invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.")
 
 
@@ -116,16 +123,19 @@ class _Stamp(msgspec.Struct, frozen=True):
 
     job: str
     sha256: str
-    #: Of the file that this one replaces. That file is still there where a process was killed before the replacement.
+    #: Of the file that this one replaces. That file is still there where a process was killed before the
+    #: replacement.
     before: str | None = None
     schema: str = "nightjar.file/1"
 
 
 @contextmanager
 def own_output(to: str, job_id: str, replaces: Collection[str]) -> Generator[IO[bytes], None, None]:
-    """As `output`, for a file of a job. It replaces a file of a job in `replaces`; a file with the same content stays as it is.
+    """As `output`, for a file of a job. It replaces a file of a job in `replaces`; a file with the same
+    content stays as it is.
 
-    Raises `config.invalid` also for any other file at `to`, and for a file that was changed after it was exported.
+    Raises `config.invalid` also for any other file at `to`, and for a file that was changed after it was
+    exported.
     """
     with output(to, lambda new, path: _may_replace(new, path, job_id, replaces)) as file:
         yield file
@@ -164,10 +174,11 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 
 class PartFiles:
-    """The files of one part of a dataset: written in the scratch folder, then moved to the destination together.
+    """The files of one part of a dataset: written in the scratch folder, then moved to the destination
+    together.
 
-    A context manager. Files that were not published are left to the scratch folder, which is removed with the export.
-    `OSError` becomes `store.full` or `config.invalid`.
+    A context manager. Files that were not published are left to the scratch folder, which is removed with
+    the export. `OSError` becomes `store.full` or `config.invalid`.
     """
 
     def __init__(self, destination: Destination, names: AudioNames | None = None) -> None:
@@ -182,7 +193,8 @@ class PartFiles:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for file in self._open.values():
-            # Closed below its buffer: what is not published need not be written, and a full disk would raise again.
+            # Closed below its buffer: what is not published need not be written, and a full disk would raise
+            # again.
             file.raw.close()
         if isinstance(error, OSError):
             raise output_error(Path(error.filename or self.destination.scratch), error) from error
@@ -202,7 +214,8 @@ class PartFiles:
         return file
 
     def add(self, name: str, data: bytes) -> None:
-        """A whole small file, which is closed at once: a part can have more of them than a process can open. Raises `OSError`."""
+        """A whole small file, which is closed at once: a part can have more of them than a process can
+        open. Raises `OSError`."""
         self._scratch_path(name).write_bytes(data)
         self._written.append(WrittenFile(name, len(data), hashlib.sha256(data).hexdigest()))
 
@@ -213,7 +226,9 @@ class PartFiles:
     @contextmanager
     def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
         """A new gzip file; equal content gives equal bytes."""
-        with gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=self.open(name), mtime=0) as file:
+        with gzip.GzipFile(
+            filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=self.open(name), mtime=0
+        ) as file:
             yield cast("IO[bytes]", file)
 
     def sorted_lines(self, name: str) -> SortedLines:
@@ -223,7 +238,8 @@ class PartFiles:
         return SortedLines(path)
 
     def publish(self, record: str) -> list[WrittenFile]:
-        """Writes every file to the disk, lists all of them under the name `record`, and moves them to their names.
+        """Writes every file to the disk, lists all of them under the name `record`, and moves them to
+        their names.
 
         Raises `OSError`, and as `Destination.publish`.
         """
@@ -248,7 +264,8 @@ class PartFiles:
 
 
 class SortedLines:
-    """Takes lines in any order and iterates over them in the order of their bytes (the C locale's); sorted runs lie in `folder`."""
+    """Takes lines in any order and iterates over them in the order of their bytes (the C locale's); sorted
+    runs lie in `folder`."""
 
     def __init__(self, folder: Path, run_bytes: int = _SORT_BYTES) -> None:
         self._folder = folder
@@ -267,7 +284,9 @@ class SortedLines:
     def __iter__(self) -> Iterator[bytes]:
         self._lines.sort()
         with ExitStack() as stack:
-            yield from heapq.merge(self._lines, *(stack.enter_context(path.open("rb")) for path in self._runs))
+            yield from heapq.merge(
+                self._lines, *(stack.enter_context(path.open("rb")) for path in self._runs)
+            )
 
     def _spill(self) -> None:
         self._lines.sort()
@@ -301,7 +320,8 @@ class Destination:
         self.scratch = scratch
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Name -> bytes of all files, records included; with `below`, such as `_export/`, of those in that subfolder."""
+        """Name -> bytes of all files, records included; with `below`, such as `_export/`, of those in that
+        subfolder."""
         raise NotImplementedError
 
     def read(self, name: str) -> bytes | None:
@@ -333,7 +353,8 @@ class Destination:
         self.publish(name, path, hashlib.sha256(data).hexdigest())
 
     def listed(self, record: str) -> list[WrittenFile] | None:
-        """The files that a record lists. Raises `config.invalid` for a file that is no record of an export."""
+        """The files that a record lists. Raises `config.invalid` for a file that is no record of an
+        export."""
         data = self.read(record)
         if data is None:
             return None
@@ -353,7 +374,8 @@ class Destination:
 
 
 class FolderDestination(Destination):
-    """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that publishing them is a rename."""
+    """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that publishing them is
+    a rename."""
 
     exclusive = True
 
@@ -362,11 +384,16 @@ class FolderDestination(Destination):
         self._folder = folder
 
     def begin(self) -> None:
-        """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that belongs to no export."""
+        """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that
+        belongs to no export."""
         with path_errors(self.scratch):
             left = {path.name for path in self.scratch.glob("*")}
-            if any(not name.startswith(RECORD) for name in left) and not any((self._folder / name).exists() for name in (PLAN, END)):
-                raise invalid(f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder.")
+            if any(not name.startswith(RECORD) for name in left) and not any(
+                (self._folder / name).exists() for name in (PLAN, END)
+            ):
+                raise invalid(
+                    f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder."
+                )
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch.mkdir(parents=True)
 
@@ -385,7 +412,10 @@ class FolderDestination(Destination):
                 here = Path(folder)
                 links = [name for name in folders if (here / name).is_symlink()]
                 folders[:] = [name for name in folders if here / name != self.scratch]
-                found |= {str((here / name).relative_to(self._folder)): (here / name).lstat().st_size for name in (*files, *links)}
+                found |= {
+                    str((here / name).relative_to(self._folder)): (here / name).lstat().st_size
+                    for name in (*files, *links)
+                }
         return found
 
     def read(self, name: str) -> bytes | None:
@@ -411,16 +441,22 @@ class FolderDestination(Destination):
             path.unlink(missing_ok=True)
         with suppress(OSError):
             # Usually not empty.
-            for folder in [folder for folder in path.parents if folder.is_relative_to(self._folder) and folder != self._folder]:
+            for folder in [
+                folder
+                for folder in path.parents
+                if folder.is_relative_to(self._folder) and folder != self._folder
+            ]:
                 folder.rmdir()
 
     def _path(self, name: str) -> Path:
-        """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in the folder."""
+        """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in
+        the folder."""
         return self._folder.joinpath(*split_key(name))
 
 
 class BucketDestination(Destination):
-    """A prefix of a bucket. Its objects are written once, so another export needs another prefix; other objects do not matter."""
+    """A prefix of a bucket. Its objects are written once, so another export needs another prefix; other
+    objects do not matter."""
 
     exclusive = False
 
@@ -451,7 +487,8 @@ class BucketDestination(Destination):
 
 @contextmanager
 def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, None, None]:
-    """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to it."""
+    """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to
+    it."""
     if is_remote(to):
         with tempfile.TemporaryDirectory(prefix="nightjar-export-") as scratch:
             yield BucketDestination(open_store(to, s3), Path(scratch))
@@ -468,7 +505,8 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise invalid(
-                    f"Another export is writing to {str(folder)!r}.", "Wait until it ends, or export to another folder."
+                    f"Another export is writing to {str(folder)!r}.",
+                    "Wait until it ends, or export to another folder.",
                 ) from None
         destination.begin()
         try:

@@ -7,12 +7,14 @@
     ljspeech        train/metadata.csv  train/wavs/000000000-utt1.wav
     webdataset      train/shard-000000.tar: 000000000-utt1.wav  000000000-utt1.json  000000000-utt1.txt  000000001-utt2.wav  ...
 
-Sources: https://kaldi-asr.org/doc/data_prep.html and `utils/validate_data_dir.sh`: all files sorted in the C locale by their first
-field, and the same whether they are sorted by utterance or by speaker. lhotse 1.33, `lhotse.audio.Recording`,
-`lhotse.supervision.SupervisionSegment`, `lhotse.cut.MonoCut` and `lhotse.shar`, whose archives hold for each cut its audio and then
-its recording as JSON. https://keithito.com/LJ-Speech-Dataset, and `torchaudio.datasets.LJSPEECH`, which reads
+Sources: https://kaldi-asr.org/doc/data_prep.html and `utils/validate_data_dir.sh`: all files sorted in the
+C locale by their first field, and the same whether they are sorted by utterance or by speaker. lhotse
+1.33, `lhotse.audio.Recording`, `lhotse.supervision.SupervisionSegment`, `lhotse.cut.MonoCut` and
+`lhotse.shar`, whose archives hold for each cut its audio and then its recording as JSON.
+https://keithito.com/LJ-Speech-Dataset, and `torchaudio.datasets.LJSPEECH`, which reads
 `csv.reader(metadata, delimiter="|", quoting=csv.QUOTE_NONE)` and then `wavs/<first field>.wav`.
-https://github.com/webdataset/webdataset: what comes before the first dot of a name is the key of an example.
+https://github.com/webdataset/webdataset: what comes before the first dot of a name is the key of an
+example.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from jobs.export.line_formats import espnet_line
 from jobs.ledger.records import Job
 
 _encode = msgspec.json.Encoder().encode
-# An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that is kept here.
+# An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that is
+# kept here.
 _ESCAPED_IN_SPEAKERS = re.compile(rb"[^A-Za-z0-9._]")
 _ESCAPED = re.compile(rb"[^A-Za-z0-9._-]")
 #: Unicode's control characters, and its separators of lines and paragraphs.
@@ -44,12 +47,18 @@ _BREAKS = {"Cc", "Zl", "Zp"}
 
 
 def one_line(text: str, separator: str = "") -> str:
-    """A text that is one field of a line: control characters, line breaks and the separator of fields are spaces."""
-    return " ".join("".join(" " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text).split())
+    """A text that is one field of a line: control characters, line breaks and the separator of fields are
+    spaces."""
+    return " ".join(
+        "".join(
+            " " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text
+        ).split()
+    )
 
 
 def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:
-    """The names of a speaker and of an utterance: without white space, others for others, and in one order."""
+    """The names of a speaker and of an utterance: without white space, others for others, and in one
+    order."""
     own = _escaped(_ESCAPED_IN_SPEAKERS, speaker)
     return own, f"{own}-{_escaped(_ESCAPED, id)}"
 
@@ -66,8 +75,14 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Au
         known = item_metadata(job, item)
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
-        lines.add(b"%b\t%b\n" % (utterance.encode(), _encode((speaker, audio, one_line(known.text), f"{item.seconds:.6f}"))))
-    tables = {name: files.open(f"{part.split}/{name}") for name in ("wav.scp", "text", "utt2spk", "utt2dur", "reco2dur")}
+        lines.add(
+            b"%b\t%b\n"
+            % (utterance.encode(), _encode((speaker, audio, one_line(known.text), f"{item.seconds:.6f}")))
+        )
+    tables = {
+        name: files.open(f"{part.split}/{name}")
+        for name in ("wav.scp", "text", "utt2spk", "utt2dur", "reco2dur")
+    }
     utterances = files.open(f"{part.split}/spk2utt")
     decode = msgspec.json.Decoder(tuple[str, str, str, str]).decode
     split = ((utterance, *decode(rest)) for utterance, _, rest in (line.partition(b"\t") for line in lines))
@@ -98,14 +113,20 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
     ):
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
-            cut = _cut(item.id, job, item, {"type": "url" if "://" in where else "file", "channels": [0], "source": named})
+            cut = _cut(
+                item.id,
+                job,
+                item,
+                {"type": "url" if "://" in where else "file", "channels": [0], "source": named},
+            )
             recordings.write(_encode(cut["recording"]) + b"\n")
             supervisions.write(_encode(cut["supervisions"][0]) + b"\n")
             cuts.write(_encode(cut) + b"\n")
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """One shard of an archive. Ids are the names of the audio in the store, since they name members of a tar file."""
+    """One shard of an archive. Ids are the names of the audio in the store, since they name members of a
+    tar file."""
     number = f"{part.number:06d}"
     with (
         tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add,
@@ -126,7 +147,9 @@ def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str
     if about["language"] is not None:
         supervision["language"] = about["language"]
     supervision["speaker"] = about["speaker"]
-    supervision["custom"] = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    supervision["custom"] = picked(
+        about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN
+    )
     recording = {
         "id": id,
         "sources": [source],
@@ -138,7 +161,9 @@ def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str
     return {"id": id, **span, "supervisions": [supervision], "recording": recording, "type": "MonoCut"}
 
 
-def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+def write_espnet_dataset(
+    part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]
+) -> None:
     """The dataset of one split, in one pass over its items."""
     turns, examples = files.sorted_lines("turns"), files.sorted_lines("dialogues")
     texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
@@ -146,7 +171,15 @@ def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator
     def noted() -> Generator[tuple[AudioItem, str], None, None]:
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):
             dialogue = list(group)
-            dialogues.write(espnet_line(job, [(item, files.audio_name(f"{part.split}/dialogue.jsonl", where)) for item, where in dialogue]))
+            dialogues.write(
+                espnet_line(
+                    job,
+                    [
+                        (item, files.audio_name(f"{part.split}/dialogue.jsonl", where))
+                        for item, where in dialogue
+                    ],
+                )
+            )
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
                 texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
@@ -159,7 +192,11 @@ def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator
     write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, noted())
     spoken = [entry("audio1", "audio", "lhotse_audio"), entry("text1", "text.jsonl", "text")]
     _write_dataset(files.open(f"{part.split}/audio_text.json"), spoken, turns)
-    _write_dataset(files.open(f"{part.split}/dialogue.json"), [entry("dialogue1", "dialogue.jsonl", "dialogue")], examples)
+    _write_dataset(
+        files.open(f"{part.split}/dialogue.json"),
+        [entry("dialogue1", "dialogue.jsonl", "dialogue")],
+        examples,
+    )
 
 
 def _sample(id: str) -> bytes:
@@ -181,15 +218,16 @@ def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple
 
 
 def ljspeech_line(job: Job, item: AudioItem) -> bytes:
-    """The row of an item: its name, and its text twice. Readers know no quotes, so there is no `|` in a text. The third field is for a
-    text without figures and abbreviations; nothing here spells them out."""
+    """The row of an item: its name, and its text twice. Readers know no quotes, so there is no `|` in a
+    text. The third field is for a text without figures and abbreviations; nothing here spells them out."""
     text = one_line(item_metadata(job, item).text, "|")
     return f"{item.name}|{text}|{text}\n".encode()
 
 
 @contextmanager
 def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, None]:
-    """A tar archive in `file`; yields the function that adds a member. Equal members give equal bytes: user 0, dated 1970."""
+    """A tar archive in `file`; yields the function that adds a member. Equal members give equal bytes:
+    user 0, dated 1970."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
 
         def add(name: str, data: bytes) -> None:
@@ -202,7 +240,9 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, N
         yield add
 
 
-def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+def write_webdataset(
+    part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
+) -> None:
     """One tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
@@ -213,9 +253,15 @@ def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tup
 
 
 KALDI = ExportFormat(
-    name="kaldi", summary="a Kaldi data directory", write_part=write_kaldi, audio_formats=("wav", "flac"), local_audio=True
+    name="kaldi",
+    summary="a Kaldi data directory",
+    write_part=write_kaldi,
+    audio_formats=("wav", "flac"),
+    local_audio=True,
 )
-LHOTSE = ExportFormat(name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse)
+LHOTSE = ExportFormat(
+    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
+)
 SHAR = ExportFormat(name="shar", summary="Lhotse's archives", write_part=write_shar, embeds_audio=True)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
@@ -233,4 +279,9 @@ LJSPEECH = ExportFormat(
     embeds_audio=True,
     audio_formats=("wav",),
 )
-WEBDATASET = ExportFormat(name="webdataset", summary="tar files of audio, JSON and text", write_part=write_webdataset, embeds_audio=True)
+WEBDATASET = ExportFormat(
+    name="webdataset",
+    summary="tar files of audio, JSON and text",
+    write_part=write_webdataset,
+    embeds_audio=True,
+)

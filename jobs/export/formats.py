@@ -55,7 +55,8 @@ BUILT_IN: dict[str, str] = {
 class ExportFormat:
     """A format. Exactly one of `item_line`, `dialogue_line`, `failure_line` and `write_part` is set.
 
-    Formats of lines are one file; with splits they are a folder with one file a split (`train.jsonl`). Lines end with a newline.
+    Formats of lines are one file; with splits they are a folder with one file a split (`train.jsonl`).
+    Lines end with a newline.
     """
 
     name: str
@@ -69,9 +70,11 @@ class ExportFormat:
     text_line: Callable[[msgspec.Raw, str], bytes] | None = None
     #: The line of a failed item or of a refused line of the input. Such a format is always one file.
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
-    #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with where its audio is.
+    #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with
+    #: where its audio is.
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
-    #: Beside `write_part`: the name of a file in the folder of each split, with a line for each of its items, and that line.
+    #: Beside `write_part`: the name of a file in the folder of each split, with a line for each of its items,
+    #: and that line.
     index: tuple[str, Callable[[Job, AudioItem], bytes]] | None = None
     #: The files hold the audio. A part then ends before its audio passes the size of a part.
     embeds_audio: bool = False
@@ -112,11 +115,20 @@ class ExportFormat:
     ) -> None:
         """Raises `config.invalid` for a destination, a store or audio that this format never supports.
 
-        `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the export makes of it.
+        `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the
+        export makes of it.
         """
         if is_address(to) and not is_remote(to):
-            raise invalid(f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX.")
-        if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
+            raise invalid(
+                f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX."
+            )
+        if (
+            packed
+            and audio_root is None
+            and self.names_audio
+            and not self.embeds_audio
+            and self.failure_line is None
+        ):
             message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
             raise invalid(
                 message,
@@ -127,7 +139,10 @@ class ExportFormat:
         made = (conversion and conversion.format) or stored
         if made not in self.audio_formats:
             message = f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}."
-            raise invalid(message, f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.")
+            raise invalid(
+                message,
+                f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
+            )
         if self.one_file(splits):
             if splits is not None or is_remote(to):
                 raise invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
@@ -135,11 +150,15 @@ class ExportFormat:
         if to in ("", "-"):
             raise invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
         if self.local_folder and is_remote(to):
-            raise invalid(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
+            raise invalid(
+                f"The files of {self.name} name each other by local paths.", "Export to a local folder."
+            )
         if self.embeds_audio and audio_root is not None:
             raise invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
         if self.local_audio and audio_root is None and is_remote(store_url):
-            raise invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
+            raise invalid(
+                f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root."
+            )
 
     def check_library(self) -> None:
         """Raises `config.missing_library` where a library that writing needs is not installed."""
@@ -153,7 +172,10 @@ class ExportFormat:
     def _check_conversion(self, audio_root: Path | None) -> None:
         """Raises `config.invalid` where the export writes no audio that could be converted."""
         if self.failure_line is not None or not (self.names_audio or self.embeds_audio):
-            raise invalid(f"The format {self.name} has no audio of its own.", "Leave --audio-format and --sample-rate out.")
+            raise invalid(
+                f"The format {self.name} has no audio of its own.",
+                "Leave --audio-format and --sample-rate out.",
+            )
         if not self.embeds_audio and audio_root is None:
             message = f"The format {self.name} names the audio of the store, which stays as it is."
             raise invalid(message, "Name a folder for converted copies with --audio-root.")
@@ -186,7 +208,8 @@ def format_names() -> list[str]:
 
 
 def find_format(name: str) -> ExportFormat:
-    """The format of this name. Raises `config.invalid` for an unknown one, `config.missing_library` for one that does not load."""
+    """The format of this name. Raises `config.invalid` for an unknown one, `config.missing_library` for
+    one that does not load."""
     built_in = [EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)] if name in BUILT_IN else []
     for entry in built_in or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
@@ -215,4 +238,8 @@ def describe_formats() -> str:
 
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:
     message = f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}."
-    return ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install what it needs, or uninstall the package that registers it.")
+    return ConfigError(
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        message,
+        "Install what it needs, or uninstall the package that registers it.",
+    )

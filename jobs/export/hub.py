@@ -1,6 +1,7 @@
 """A Parquet export as a dataset of the Hugging Face hub, pushed by the library `datasets`.
 
-The token is that of `huggingface_hub`: `HF_TOKEN`, or what `hf auth login` stored. It is handed to no one but that library.
+The token is that of `huggingface_hub`: `HF_TOKEN`, or what `hf auth login` stored. It is handed to no one
+but that library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ def check_push(format: str, to: str, repository: str) -> None:
     """Raises what keeps an export from being pushed, before it is written: the errors of `push`."""
     if format != "parquet" or "://" in to:
         message = "Only an export in the format parquet to a local folder can be pushed to the hub."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Add --format parquet, and name a local folder with --to, or none.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            message,
+            "Add --format parquet, and name a local folder with --to, or none.",
+        )
     hub = _libraries()[1]
     if hub.get_token() is None:
         raise ConfigError(ErrorCode.CONFIG_INVALID, "There is no token of the Hugging Face hub.", _LOG_IN)
@@ -29,23 +34,31 @@ def check_push(format: str, to: str, repository: str) -> None:
 
 
 def push(folder: Path, repository: str, *, private: bool | None = None) -> str:
-    """Pushes the splits of a Parquet export in `folder`, one shard for each file. Returns the address of the dataset.
+    """Pushes the splits of a Parquet export in `folder`, one shard for each file. Returns the address of
+    the dataset.
 
-    A dataset that is there gets the new content with one commit. `private`: of a dataset that is not there yet; None: as the
-    organization has it. Raises `config.invalid` without a token, for a name that the hub does not take and for what it forbids,
-    `server.unreachable` for a hub that does not answer, `config.missing_library` without `datasets`.
+    A dataset that is there gets the new content with one commit. `private`: of a dataset that is not there
+    yet; None: as the organization has it. Raises `config.invalid` without a token, for a name that the hub
+    does not take and for what it forbids, `server.unreachable` for a hub that does not answer,
+    `config.missing_library` without `datasets`.
     """
     datasets, hub = _libraries()
     files: dict[str, list[str]] = {}
     for path in sorted(folder.glob("data/*.parquet")):
         files.setdefault(path.name.split("-")[0], []).append(str(path))
     if not files:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The export has no items that could be pushed.", "See why with: nightjar items JOB.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            "The export has no items that could be pushed.",
+            "See why with: nightjar items JOB.",
+        )
     with _errors(repository):
         # Streamed: the library would write all audio into its cache first.
         splits = datasets.load_dataset("parquet", data_files=files, streaming=True)
         # The audio is in the files already.
-        pushed = splits.push_to_hub(repository, private=private, embed_external_files=False, commit_message="Made by Nightjar")
+        pushed = splits.push_to_hub(
+            repository, private=private, embed_external_files=False, commit_message="Made by Nightjar"
+        )
         return str(getattr(pushed, "repo_url", "")) or f"{hub.constants.ENDPOINT}/datasets/{repository}"
 
 
@@ -55,14 +68,22 @@ def _libraries() -> tuple[Any, Any]:
         import huggingface_hub
     except ModuleNotFoundError:
         message = "Pushing to the hub needs the library datasets."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install datasets.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install datasets."
+        ) from None
     return datasets, huggingface_hub
 
 
 @contextmanager
 def _errors(repository: str) -> Generator[None, None, None]:
-    """Errors of the hub's library as ours. Their texts name addresses and numbers of requests, and no token."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    """Errors of the hub's library as ours. Their texts name addresses and numbers of requests, and no
+    token."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     # That of the HTTP library that this version uses, whichever it is.
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -72,7 +93,9 @@ def _errors(repository: str) -> Generator[None, None, None]:
         message = f"The hub takes no dataset with the name {repository[:100]!r}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Name it as ORGANIZATION/NAME.") from error
     except LocalTokenNotFoundError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "There is no token of the Hugging Face hub.", _LOG_IN) from error
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "There is no token of the Hugging Face hub.", _LOG_IN
+        ) from error
     except HfHubHTTPError as error:
         raise _refused(repository, error.response.status_code) from error
     except OfflineModeIsEnabled as error:
@@ -82,7 +105,11 @@ def _errors(repository: str) -> Generator[None, None, None]:
 
 
 def _unreachable(message: str) -> ServiceError:
-    return ServiceError(ErrorCode.SERVER_UNREACHABLE, message, "Check the network and HF_ENDPOINT, then give the same command.")
+    return ServiceError(
+        ErrorCode.SERVER_UNREACHABLE,
+        message,
+        "Check the network and HF_ENDPOINT, then give the same command.",
+    )
 
 
 def _refused(repository: str, status: int) -> NightjarError:

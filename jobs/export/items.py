@@ -1,5 +1,5 @@
-"""The items of a job that have audio, with their lines of the input; and which of them go into which part of a dataset, known before the
-first byte is written."""
+"""The items of a job that have audio, with their lines of the input; and which of them go into which part
+of a dataset, known before the first byte is written."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class AudioItem(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its audio in the store without the extension: ASCII, without a dot, unique in the job."""
+        """The name of its audio in the store without the extension: ASCII, without a dot, unique in the
+        job."""
         return self.artifact.key.rpartition("/")[2].partition(".")[0]
 
     @property
@@ -95,7 +96,8 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     role: SpokenRole
     #: Index of the message that is spoken; None: the audio answers the whole dialogue.
     message_index: int | None
-    #: The voice; without one `ref-` and the beginning of the reference audio's SHA-256; without either the model.
+    #: The voice; without one `ref-` and the beginning of the reference audio's SHA-256; without either the
+    #: model.
     speaker: str
     voice: str | None
     language: str | None
@@ -113,10 +115,13 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         role = cast("SpokenRole", dialogue.messages[index][0])
         text, recordings = dialogue.messages[index][2].strip(), reference_places(dialogue.messages, index)
     speaker = _speaker(job, item.references, generation.voice, recordings)
-    return ItemMetadata(text, role, index, speaker, generation.voice, generation.language, generation.instruct)
+    return ItemMetadata(
+        text, role, index, speaker, generation.voice, generation.language, generation.instruct
+    )
 
 
-#: How an item was made and what was measured of it. A job without checks has no `draw`, `scores` and `transcript`.
+#: How an item was made and what was measured of it. A job without checks has no `draw`, `scores` and
+#: `transcript`.
 ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
 
 
@@ -166,22 +171,30 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
 
 
 def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
-    """The settings that the line and the job give to the spoken message at `index`, or to the answer to the whole dialogue."""
+    """The settings that the line and the job give to the spoken message at `index`, or to the answer to
+    the whole dialogue."""
     defaults, own = job.spec.generation, dialogue.generation or Generation()
     if index is None:
         return own.over(defaults)
     role = cast("SpokenRole", dialogue.messages[index][0])
     of_role = own.of(role)
     generation = of_role.over(defaults.of(role))
-    if of_role.voice is None and is_stored(job.spec, generation.voice) and reference_places(dialogue.messages, index):
+    if (
+        of_role.voice is None
+        and is_stored(job.spec, generation.voice)
+        and reference_places(dialogue.messages, index)
+    ):
         # The line's recording went before the job's stored voice.
         return msgspec.structs.replace(generation, voice=None)
     return generation
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow, Artifact | None]]:
-    """Each item, in index order, with its audio if it is exported. `whole`: only with all other items of its dialogue."""
-    for _, dialogue in groupby(rows, key=lambda row: row.example_id) if whole else ((None, [row]) for row in rows):
+    """Each item, in index order, with its audio if it is exported. `whole`: only with all other items of
+    its dialogue."""
+    for _, dialogue in (
+        groupby(rows, key=lambda row: row.example_id) if whole else ((None, [row]) for row in rows)
+    ):
         items = list(dialogue)
         audio = [row.artifact if row.state is ItemState.DONE else None for row in items]
         yield from zip(items, audio if None not in audio else [None] * len(items), strict=True)
@@ -203,9 +216,10 @@ def audio_items(
 ) -> Iterator[AudioItem]:
     """The items of a job that have audio, in index order, with the lines of one shard in memory at a time.
 
-    Indexes are above `after` and up to `last`, and `wanted` chooses by example id. `whole`: a dialogue is left out unless all its
-    spoken turns have audio. `names`: those of the scores, where they are known. `where`: only items that match it, with `dialogues`
-    together with the others of their dialogues. `members`: only these, see `plan.Plan`.
+    Indexes are above `after` and up to `last`, and `wanted` chooses by example id. `whole`: a dialogue is
+    left out unless all its spoken turns have audio. `names`: those of the scores, where they are known.
+    `where`: only items that match it, with `dialogues` together with the others of their dialogues.
+    `members`: only these, see `plan.Plan`.
     """
     job = ledger.job(job_id)
     rows = exported(ledger.items(job_id, after=after, where=where, dialogues=dialogues), whole=whole)
@@ -216,7 +230,11 @@ def audio_items(
         for row, artifact in page:
             if last is not None and row.index > last:
                 return
-            if artifact is None or not wanted(row.example_id) or (members is not None and not is_member(members, row.index)):
+            if (
+                artifact is None
+                or not wanted(row.example_id)
+                or (members is not None and not is_member(members, row.index))
+            ):
                 continue
             line = lines.of(row)
             yield AudioItem(
@@ -233,7 +251,8 @@ def audio_items(
 
 
 def _kept_draws(ledger: Ledger, job: Job, indexes: Sequence[int]) -> dict[int, Draw]:
-    """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs have theirs."""
+    """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs
+    have theirs."""
     if job.spec.quality is None:
         return {}
     return {row.index: row.draw for row in ledger.draws_of(job.id, indexes) if row.draw.kept}
@@ -244,7 +263,9 @@ def is_member(members: bytes, index: int) -> bool:
     return index // 8 < len(members) and bool(members[index // 8] & 1 << index % 8)
 
 
-def text_answers(ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None) -> Iterator[tuple[msgspec.Raw, str]]:
+def text_answers(
+    ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None
+) -> Iterator[tuple[msgspec.Raw, str]]:
     """The lines of items whose answer is text alone, each with that text, in index order."""
     lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), _Texts(ledger, store, job_id)
     for row in ledger.items(job_id, where=where) if texts else ():
@@ -268,10 +289,16 @@ class _Texts:
         """The text that the model wrote for an item, or None."""
         while self._next is not None and self._next.index < row.index:
             self._next = next(self._texts, None)
-        return self._artifacts.read(self._next).decode() if self._next is not None and self._next.index == row.index else None
+        return (
+            self._artifacts.read(self._next).decode()
+            if self._next is not None and self._next.index == row.index
+            else None
+        )
 
 
-def _speaker(job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None) -> str:
+def _speaker(
+    job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None
+) -> str:
     """`recordings`: indexes of the messages whose voice it is; None: any."""
     if voice and voice.strip():
         return voice.strip()
@@ -289,7 +316,8 @@ class Splits:
     bounds: tuple[int, ...]
 
     def of(self, example_id: str) -> str:
-        """The split of an example: the same in every job and on every machine, however many others there are."""
+        """The split of an example: the same in every job and on every machine, however many others there
+        are."""
         if len(self.names) == 1:
             return self.names[0]
         digest = hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest()
@@ -302,7 +330,8 @@ WHOLE = Splits(("train",), (_HASHES,))
 
 
 def parse_splits(text: str) -> Splits:
-    """`train=0.98,dev=0.01,test=0.01` as `Splits`. Raises `config.invalid` unless the shares add up to exactly 1."""
+    """`train=0.98,dev=0.01,test=0.01` as `Splits`. Raises `config.invalid` unless the shares add up to
+    exactly 1."""
     names: list[str] = []
     bounds: list[int] = []
     total = Fraction(0)
@@ -331,7 +360,10 @@ def _share(name: str, share: str) -> Fraction:
 
 
 def _bad(message: str) -> ConfigError:
-    return invalid(message, "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.")
+    return invalid(
+        message,
+        "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
+    )
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -353,7 +385,8 @@ class Part(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """Items that an export leaves out."""
 
-    #: Failed, skipped or still pending, and in a format of dialogues those that are left out with one of them.
+    #: Failed, skipped or still pending, and in a format of dialogues those that are left out with one of
+    #: them.
     without_audio: int = 0
     #: By the conditions of the filter, in its order.
     filtered: tuple[FilteredOut, ...] = ()
@@ -367,7 +400,8 @@ class LeftOut(msgspec.Struct, frozen=True):
         return self.without_audio + sum(out.items for out in self.filtered)
 
     def __str__(self) -> str:
-        """As in `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`; empty where none is left out."""
+        """As in `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`; empty
+        where none is left out."""
         parts = [f"{self.without_audio} without audio"] if self.without_audio else []
         for out in self.filtered:
             unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
@@ -389,9 +423,11 @@ class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same one.
+    #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same
+    #: one.
     digest: str
-    #: Of a job that runs: a bit for each index, set for those that are exported. Others may get their audio while they are written.
+    #: Of a job that runs: a bit for each index, set for those that are exported. Others may get their audio
+    #: while they are written.
     members: bytes | None = None
     #: Why items of the job are not exported.
     reasons: LeftOut = LeftOut()
@@ -401,10 +437,19 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(part.items for part in self.parts)
 
 
-def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False, running: bool = False) -> Plan:
-    """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split.
+def make_plan(
+    rows: Iterable[ItemRow],
+    splits: Splits,
+    part_bytes: int | None,
+    *,
+    whole: bool = False,
+    running: bool = False,
+) -> Plan:
+    """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`;
+    None: one part a split.
 
-    `whole`: a dialogue is left out unless all its spoken turns have audio. `running`: other items may get their audio from now on.
+    `whole`: a dialogue is left out unless all its spoken turns have audio. `running`: other items may get
+    their audio from now on.
     """
     parts: dict[str, list[Part]] = {name: [] for name in splits.names}
     digest, members = hashlib.sha256(), bytearray()
@@ -421,6 +466,8 @@ def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *
             own.append(Part(split, len(own), row.index, row.index, 1, artifact.bytes))
         else:
             part = own[-1]
-            own[-1] = msgspec.structs.replace(part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes)
+            own[-1] = msgspec.structs.replace(
+                part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes
+            )
     counted = [msgspec.structs.replace(part, of=len(own)) for own in parts.values() for part in own]
     return Plan(tuple(counted), digest.hexdigest(), bytes(members) if running else None)

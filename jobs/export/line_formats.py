@@ -1,14 +1,17 @@
-"""Formats of one file: `espnet`, `nemo`, `openai-batch` and `openai-batch-errors`; `manifest` is in `jobs.export.manifest`.
+"""Formats of one file: `espnet`, `nemo`, `openai-batch` and `openai-batch-errors`; `manifest` is in
+`jobs.export.manifest`.
 
-`espnet` is ESPnet SpeechLM's dialogue JSONL with the generated speech in it. The audio of a spoken turn stands right behind its text,
-in its role; that of a dialogue's only text, a user's, is the assistant's. Where a model answered the whole dialogue, its speech and
-text replace the assistant's. The batch formats are the output file and the error file of an OpenAI batch: requests that succeeded
-stand in the one, the others in the other, both by their `custom_id`, which is the item's id. Speech is no JSON, so the body says
+`espnet` is ESPnet SpeechLM's dialogue JSONL with the generated speech in it. The audio of a spoken turn
+stands right behind its text, in its role; that of a dialogue's only text, a user's, is the assistant's.
+Where a model answered the whole dialogue, its speech and text replace the assistant's. The batch formats
+are the output file and the error file of an OpenAI batch: requests that succeeded stand in the one, the
+others in the other, both by their `custom_id`, which is the item's id. Speech is no JSON, so the body says
 where its file is.
 
-Sources: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and `messages`, a list of
-`[role, modality, content]` whose audio content is a path; NVIDIA NeMo, `nemo.collections.common.parts.preprocessing.manifest`:
-`audio_filepath`, `duration` in seconds, `text`; https://platform.openai.com/docs/guides/batch.
+Sources: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and
+`messages`, a list of `[role, modality, content]` whose audio content is a path; NVIDIA NeMo,
+`nemo.collections.common.parts.preprocessing.manifest`: `audio_filepath`, `duration` in seconds, `text`;
+https://platform.openai.com/docs/guides/batch.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
     """The line of a dialogue as it was submitted, with the audio of its items, each given with where it is.
 
-    The answer to a whole dialogue replaces the first assistant audio message, or is added at the end. Text that the model wrote
-    comes before it and replaces assistant texts just before it.
+    The answer to a whole dialogue replaces the first assistant audio message, or is added at the end. Text
+    that the model wrote comes before it and replaces assistant texts just before it.
     """
     first, where = items[0]
     line = _decode(first.dialogue)
@@ -48,7 +51,8 @@ def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
 
 
 def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
-    """The line of an item whose answer is text alone, with that answer at its end: all messages of the line were asked."""
+    """The line of an item whose answer is text alone, with that answer at its end: all messages of the
+    line were asked."""
     line = _decode(dialogue)
     return _with_messages(line, [*_decode_messages(line["messages"]), ["assistant", "text", text]])
 
@@ -79,8 +83,18 @@ def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
 def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
     """The line of a request that succeeded."""
     artifact, about = item.artifact, facts(job, item)
-    audio = {"url": where, "format": item.extension, "bytes": artifact.bytes, **picked(about, "sha256", "sample_rate", "duration")}
-    body = {"object": "audio.speech", "model": job.spec.model, "audio": audio, "metadata": picked(about, *ORIGIN)}
+    audio = {
+        "url": where,
+        "format": item.extension,
+        "bytes": artifact.bytes,
+        **picked(about, "sha256", "sample_rate", "duration"),
+    }
+    body = {
+        "object": "audio.speech",
+        "model": job.spec.model,
+        "audio": audio,
+        "metadata": picked(about, *ORIGIN),
+    }
     return _batch_line(job, item.id, body, None)
 
 
@@ -102,8 +116,16 @@ def _batch_line(job: Job, custom_id: str, body: object, error: object) -> bytes:
 
 
 ESPNET = ExportFormat(
-    name="espnet", summary="dialogues as JSONL", dialogue_line=espnet_line, text_line=espnet_text_line, whole_dialogues=True
+    name="espnet",
+    summary="dialogues as JSONL",
+    dialogue_line=espnet_line,
+    text_line=espnet_text_line,
+    whole_dialogues=True,
 )
 NEMO = ExportFormat(name="nemo", summary="NeMo's manifest", item_line=nemo_line)
-OPENAI_BATCH = ExportFormat(name="openai-batch", summary="the output file of an OpenAI batch", item_line=openai_batch_line)
-OPENAI_BATCH_ERRORS = ExportFormat(name="openai-batch-errors", summary="the error file of an OpenAI batch", failure_line=openai_error_line)
+OPENAI_BATCH = ExportFormat(
+    name="openai-batch", summary="the output file of an OpenAI batch", item_line=openai_batch_line
+)
+OPENAI_BATCH_ERRORS = ExportFormat(
+    name="openai-batch-errors", summary="the error file of an OpenAI batch", failure_line=openai_error_line
+)

@@ -1,6 +1,7 @@
 """Manifests: one JSON line for each item with audio, in index order.
 
-Those of a job and of its shards are in the store beside the audio. Exports add what was measured of each item, also the format `manifest`.
+Those of a job and of its shards are in the store beside the audio. Exports add what was measured of each
+item, also the format `manifest`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     #: Index of the spoken message in the dialogue; None: the audio answers the whole of it.
     message_index: int | None = None
-    #: Key of the pack whose member the audio is, and where its bytes begin in it; left out where it is an object of its own.
+    #: Key of the pack whose member the audio is, and where its bytes begin in it; left out where it is an
+    #: object of its own.
     pack: str | None = None
     pack_offset: int | None = None
 
@@ -56,12 +58,26 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 _OF_THE_ARTIFACT = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
 
 
-def _entry(job: Job, example_id: str, artifact: Artifact | ShardAudio, *, text: str, role: str, message_index: int | None) -> ManifestEntry:
+def _entry(
+    job: Job,
+    example_id: str,
+    artifact: Artifact | ShardAudio,
+    *,
+    text: str,
+    role: str,
+    message_index: int | None,
+) -> ManifestEntry:
     """The line of an audio artifact."""
     known = {name: getattr(artifact, name) for name in _OF_THE_ARTIFACT}
     seconds = round(artifact.samples / artifact.sample_rate, 6)
     return ManifestEntry(
-        example_id=example_id, duration=seconds, spec_sha=job.spec_sha, text=text, role=role, message_index=message_index, **known
+        example_id=example_id,
+        duration=seconds,
+        spec_sha=job.spec_sha,
+        text=text,
+        role=role,
+        message_index=message_index,
+        **known,
     )
 
 
@@ -71,7 +87,14 @@ def _item_entry(job: Job, item: AudioItem, about: Mapping[str, Any]) -> Manifest
 
 def _line_entry(job: Job, audio: ShardAudio, line: ShardLine) -> ManifestEntry:
     index = None if line.role is None else line.message_index
-    return _entry(job, audio.example_id, audio, text=spoken_text(line.messages), role=line.role or "assistant", message_index=index)
+    return _entry(
+        job,
+        audio.example_id,
+        audio,
+        text=spoken_text(line.messages),
+        role=line.role or "assistant",
+        message_index=index,
+    )
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
@@ -81,23 +104,28 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     return msgspec.json.encode(line | picked(about, *ORIGIN)) + b"\n"
 
 
-MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line, names_audio=False)
+MANIFEST = ExportFormat(
+    name="manifest", summary="our own manifest", item_line=manifest_line, names_audio=False
+)
 
 
 def put_shard_manifest(
     store: ObjectStore, job: Job, shard_no: int, items: Iterable[ShardAudio], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
-    """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which the ledger may name now."""
+    """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which
+    the ledger may name now."""
     spoken = {line.index: line for line in lines}
-    data = b"".join(msgspec.json.encode(_line_entry(job, audio, spoken[audio.index])) + b"\n" for audio in items)
+    data = b"".join(
+        msgspec.json.encode(_line_entry(job, audio, spoken[audio.index])) + b"\n" for audio in items
+    )
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, CONTENT_TYPE).info
     store.sync()
     return info.key, info.sha256
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
-    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number if the content has changed. The ledger
-    notes it if the job has ended."""
+    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number if the
+    content has changed. The ledger notes it if the job has ended."""
     job, digest = ledger.job(job_id), hashlib.sha256()
     # A file without a name: a process that is killed leaves none behind.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:

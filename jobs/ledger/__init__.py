@@ -1,4 +1,5 @@
-"""The ledger: jobs, shards, items, artifacts and workers in one database, and the protocol that makes effects exactly once."""
+"""The ledger: jobs, shards, items, artifacts and workers in one database, and the protocol that makes
+effects exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["DuplicateExamples", "Ledger"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports SQLAlchemy only for those who use the ledger itself: `nightjar status` reads its records without."""
+    """Imports SQLAlchemy only for those who use the ledger itself: `nightjar status` reads its records
+    without."""
     if name == "Ledger":
         from jobs.ledger.ledger import Ledger
 

@@ -1,4 +1,5 @@
-"""What users decide about jobs: pause, resume, cancel, retry, priority, delete; and the record of the nights that ran."""
+"""What users decide about jobs: pause, resume, cancel, retry, priority, delete; and the record of the
+nights that ran."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SHARDS_AT_ONCE = 500
 
 
 def pause(connection: sa.Connection, job_id: str) -> None:
-    """Stops claims at once; workers give back what of their leases is not in the engine. Raises `ServiceError` with `ledger.state`."""
+    """Stops claims at once; workers give back what of their leases is not in the engine. Raises
+    `ServiceError` with `ledger.state`."""
     job = lock_known_job(connection, job_id)
     if job["state"] != JobState.PAUSED:
         _require(job, "paused", *DISPATCHED)
@@ -53,36 +55,61 @@ def begin_cancel(connection: sa.Connection, job_id: str) -> None:
     if job["state"] in {JobState.CANCELLING.value, JobState.CANCELLED.value}:
         return
     _require(job, "cancelled", JobState.INGESTING, JobState.READY, JobState.RUNNING, JobState.PAUSED)
-    update_job(connection, job_id, state=JobState.CANCELLING.value, state_reason="cancelled by a person", cancel_requested_at=db_now())
+    update_job(
+        connection,
+        job_id,
+        state=JobState.CANCELLING.value,
+        state_reason="cancelled by a person",
+        cancel_requested_at=db_now(),
+    )
 
 
 def cancel_some(connection: sa.Connection, job_id: str) -> bool:
-    """Skips the open items of some shards of a cancelling job, and ends the job after the last; True while more are left."""
+    """Skips the open items of some shards of a cancelling job, and ends the job after the last; True while
+    more are left."""
     job = lock_job(connection, job_id)
     if job is None or job["state"] != JobState.CANCELLING:
         return False
     columns = schema.shards.c
     query = sa.select(schema.shards).where(columns.job_id == job_id, state_is(columns.state, *OPEN_SHARDS))
-    chunk = connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update()).mappings().all()
+    chunk = (
+        connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update())
+        .mappings()
+        .all()
+    )
     for shard in chunk:
         skipped = connection.execute(
-            sa.update(schema.items).where(items_of(shard), item_is(ItemState.PENDING)).values(state=ITEM_STATE_NUMBERS[ItemState.SKIPPED])
+            sa.update(schema.items)
+            .where(items_of(shard), item_is(ItemState.PENDING))
+            .values(state=ITEM_STATE_NUMBERS[ItemState.SKIPPED])
         ).rowcount
         if shard["state"] == ShardState.LEASED:
             end_attempt(connection, shard, AttemptOutcome.CANCELLED)
-        move_to(connection, shard, ShardState.CANCELLED, n_skipped=columns.n_skipped + skipped, not_before=None)
+        move_to(
+            connection, shard, ShardState.CANCELLED, n_skipped=columns.n_skipped + skipped, not_before=None
+        )
     if len(chunk) == SHARDS_AT_ONCE:
         return True
-    totals = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(columns.job_id == job_id)
+    totals = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(
+        columns.job_id == job_id
+    )
     shards, items = connection.execute(totals).one()
-    update_job(connection, job_id, state=JobState.CANCELLED.value, finished_at=db_now(), total_shards=int(shards), total_items=int(items))
+    update_job(
+        connection,
+        job_id,
+        state=JobState.CANCELLED.value,
+        finished_at=db_now(),
+        total_shards=int(shards),
+        total_items=int(items),
+    )
     return False
 
 
 def retry_some(
     connection: sa.Connection, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
-    """Opens failed and dead items with these codes (None: all) again, in some shards above `after`; hopeless ones only by force.
+    """Opens failed and dead items with these codes (None: all) again, in some shards above `after`;
+    hopeless ones only by force.
 
     Returns (items opened, the last shard looked at, or None after the last).
     """
@@ -90,12 +117,21 @@ def retry_some(
     _require(job, "retried", *RETRYABLE_JOBS)
     columns, items = schema.shards.c, schema.items.c
     query = sa.select(schema.shards).where(columns.job_id == job_id, columns.no > after, columns.n_failed > 0)
-    chunk = connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update()).mappings().all()
+    chunk = (
+        connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update())
+        .mappings()
+        .all()
+    )
     chosen = [code.value for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
     opened = 0
     for shard in chunk:
         broken = sa.and_(items_of(shard), item_is(*BROKEN_ITEMS), items.error_code.in_(chosen))
-        reset = {"state": ITEM_STATE_NUMBERS[ItemState.PENDING], "attempts": 0, "error_code": None, "error_message": None}
+        reset = {
+            "state": ITEM_STATE_NUMBERS[ItemState.PENDING],
+            "attempts": 0,
+            "error_code": None,
+            "error_message": None,
+        }
         count = connection.execute(sa.update(schema.items).where(broken).values(**reset)).rowcount
         if count:
             _reopen(connection, shard, count)
@@ -121,15 +157,19 @@ def _reopen(connection: sa.Connection, shard: sa.RowMapping, count: int) -> None
 
 
 def wake(connection: sa.Connection, job_id: str) -> int:
-    """Ends the backoff of a job's shards, because the user may have repaired what they wait for; returns how many run at once."""
+    """Ends the backoff of a job's shards, because the user may have repaired what they wait for; returns
+    how many run at once."""
     lock_known_job(connection, job_id)
     columns = schema.shards.c
-    statement = sa.update(schema.shards).where(columns.job_id == job_id, state_is(columns.state, ShardState.READY), columns.not_before > 0)
+    statement = sa.update(schema.shards).where(
+        columns.job_id == job_id, state_is(columns.state, ShardState.READY), columns.not_before > 0
+    )
     return connection.execute(statement.values(not_before=None)).rowcount
 
 
 def check_writable(connection: sa.Connection, job_id: str) -> None:
-    """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full disk."""
+    """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full
+    disk."""
     update_job(connection, job_id, priority=schema.jobs.c.priority)
 
 
@@ -141,12 +181,18 @@ def set_priority(connection: sa.Connection, job_id: str, priority: int) -> None:
 
 def _require(job: sa.RowMapping, verb: str, *states: JobState) -> None:
     if JobState(job["state"]) not in states:
-        raise ServiceError(ErrorCode.LEDGER_STATE, f"Job {job['id']} is {job['state']}, so it cannot be {verb}.", "")
+        raise ServiceError(
+            ErrorCode.LEDGER_STATE, f"Job {job['id']} is {job['state']}, so it cannot be {verb}.", ""
+        )
 
 
 def schedule_ran(connection: sa.Connection, name: str, night: str) -> bool:
     """Records that a night ran; False if it was recorded before."""
-    statement = insert(connection, schema.schedules).values(name=name, night=night, ran_at=db_now()).on_conflict_do_nothing()
+    statement = (
+        insert(connection, schema.schedules)
+        .values(name=name, night=night, ran_at=db_now())
+        .on_conflict_do_nothing()
+    )
     return connection.execute(statement.returning(schema.schedules.c.name)).one_or_none() is not None
 
 
@@ -159,17 +205,20 @@ def schedule_forget(connection: sa.Connection, name: str, night: str) -> None:
 def schedule_history(connection: sa.Connection, name: str) -> list[str]:
     """The nights that ran, in order."""
     columns = schema.schedules.c
-    return list(connection.scalars(sa.select(columns.night).where(columns.name == name).order_by(columns.night)))
+    return list(
+        connection.scalars(sa.select(columns.night).where(columns.name == name).order_by(columns.night))
+    )
 
 
-# Deletion: a job is fenced first, then its rows go by ranges, a transaction each, and its own row last. Only a job that has ended is
-# deleted. It becomes `cancelled`, which no retry opens again: a worker that lost its lease finds no shard that it could commit to, and a
-# submit under its idempotency key makes another job. Its id stays in `deleted_jobs`, so that the sweep finds what such a worker still
-# stores.
+# Deletion: a job is fenced first, then its rows go by ranges, a transaction each, and its own row last. Only
+# a job that has ended is deleted. It becomes `cancelled`, which no retry opens again: a worker that lost its
+# lease finds no shard that it could commit to, and a submit under its idempotency key makes another job. Its
+# id stays in `deleted_jobs`, so that the sweep finds what such a worker still stores.
 
 #: Why a job is cancelled that is being deleted.
 BEING_DELETED = "being deleted"
-#: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but those of its rows.
+#: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but
+#: those of its rows.
 ROWS_AT_ONCE = 10_000
 _KEYS = ("job_no", "job_id")
 #: Columns by whose ranges the rows of a job go.
@@ -187,7 +236,9 @@ class DeletedJob(NamedTuple):
 
 def tables_of_jobs() -> list[sa.Table]:
     """Every table with rows of jobs, but the jobs' own; those that refer to others first."""
-    return [table for table in reversed(schema.metadata.sorted_tables) if any(key in table.c for key in _KEYS)]
+    return [
+        table for table in reversed(schema.metadata.sorted_tables) if any(key in table.c for key in _KEYS)
+    ]
 
 
 def check_deletable(job_id: str, state: JobState) -> None:
@@ -198,7 +249,8 @@ def check_deletable(job_id: str, state: JobState) -> None:
 
 
 def begin_delete(connection: sa.Connection, job_id: str) -> None:
-    """Fences a job that has ended; again where that was done before. Raises `ServiceError` with `ledger.state`."""
+    """Fences a job that has ended; again where that was done before. Raises `ServiceError` with
+    `ledger.state`."""
     job = lock_known_job(connection, job_id)
     check_deletable(job_id, JobState(job["state"]))
     ended = job["finished_at"]
@@ -234,7 +286,9 @@ def delete_range(connection: sa.Connection, table: sa.Table, job_id: str, first:
 def end_delete(connection: sa.Connection, job_id: str) -> None:
     """Removes the row of a job that has no others left."""
     jobs, deleted = schema.jobs.c, schema.deleted_jobs.c
-    connection.execute(sa.delete(schema.jobs).where(jobs.id == job_id, sa.exists().where(deleted.id == jobs.id)))
+    connection.execute(
+        sa.delete(schema.jobs).where(jobs.id == job_id, sa.exists().where(deleted.id == jobs.id))
+    )
 
 
 def deleted_jobs(connection: sa.Connection) -> list[DeletedJob]:
@@ -248,7 +302,9 @@ def deleted_jobs(connection: sa.Connection) -> list[DeletedJob]:
 def forget_deleted(connection: sa.Connection, job_id: str) -> None:
     """Forgets a job that was deleted; one that is still being deleted stays."""
     columns = schema.deleted_jobs.c
-    statement = sa.delete(schema.deleted_jobs).where(columns.id == job_id, ~sa.exists().where(schema.jobs.c.id == columns.id))
+    statement = sa.delete(schema.deleted_jobs).where(
+        columns.id == job_id, ~sa.exists().where(schema.jobs.c.id == columns.id)
+    )
     connection.execute(statement)
 
 
@@ -257,7 +313,8 @@ def _range_of(table: sa.Table) -> sa.Column[int]:
 
 
 def _of_job(table: sa.Table, job_id: str) -> sa.ColumnElement[bool]:
-    """The rows of a job. Its number is looked up in the same statement: SQLite gives the number of a row that is gone to a new job."""
+    """The rows of a job. Its number is looked up in the same statement: SQLite gives the number of a row
+    that is gone to a new job."""
     fenced = sa.exists().where(schema.deleted_jobs.c.id == job_id)
     if "job_no" in table.primary_key.columns:
         return sa.and_(table.c.job_no == number_of(job_id), fenced)

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_SECONDS = 5
-#: When either end considers a silent PostgreSQL connection lost: idle before the first probe, between probes, unanswered data.
+#: When either end considers a silent PostgreSQL connection lost: idle before the first probe, between probes,
+#: unanswered data.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
 #: How many times a transaction that lost against another one is tried.
 TRANSACTION_TRIES = 6
@@ -45,9 +46,11 @@ _TIMED_OUT = {"55P03", "57014"}
 class LedgerLimits:
     """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
 
-    #: A transaction whose process is silent for this long is rolled back, so that a stopped process does not keep its locks.
+    #: A transaction whose process is silent for this long is rolled back, so that a stopped process does not
+    #: keep its locks.
     idle_transaction_seconds: float = 10.0
-    #: Maximum wait for a lock; longer than the above, so that a transaction that waits for a stopped process outlasts it.
+    #: Maximum wait for a lock; longer than the above, so that a transaction that waits for a stopped process
+    #: outlasts it.
     lock_seconds: float = 30.0
     statement_seconds: float = 3600.0
 
@@ -56,7 +59,8 @@ NO_LIMITS = LedgerLimits(0, 0, 0)
 
 
 class Database:
-    """One engine for one ledger; every method may be called from any thread. Connects when it is first used."""
+    """One engine for one ledger; every method may be called from any thread. Connects when it is first
+    used."""
 
     def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
         parsed = _parse(url)
@@ -65,7 +69,11 @@ class Database:
         self.path = Path(parsed.database or "") if self.is_sqlite else None
         #: For a person: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
-        engine = _sqlite_engine(self.path) if self.path is not None else _postgresql_engine(parsed, limits or LedgerLimits())
+        engine = (
+            _sqlite_engine(self.path)
+            if self.path is not None
+            else _postgresql_engine(parsed, limits or LedgerLimits())
+        )
         self.place = place_of(self.path)
         self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds, _PLACE: self.place})
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
@@ -73,7 +81,8 @@ class Database:
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
     def write(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs again."""
+        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs
+        again."""
         for attempt in range(1, TRANSACTION_TRIES + 1):
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
@@ -81,7 +90,9 @@ class Database:
             except LostRaceError as error:
                 if attempt == TRANSACTION_TRIES:
                     raise ServiceError(
-                        ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} is too busy.", "Try again in a moment."
+                        ErrorCode.LEDGER_UNREACHABLE,
+                        f"The ledger {self.display_url} is too busy.",
+                        "Try again in a moment.",
                     ) from error
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
         raise AssertionError("unreachable")
@@ -95,7 +106,11 @@ class Database:
         """A connection for statements in plain SQL."""
         if self.is_sqlite:
             return Reader(connection.exec_driver_sql, "sqlite", self.place)
-        return Reader(lambda statement, values: connection.exec_driver_sql(with_percent_names(statement), values), "postgresql", self.place)
+        return Reader(
+            lambda statement, values: connection.exec_driver_sql(with_percent_names(statement), values),
+            "postgresql",
+            self.place,
+        )
 
     def use_write_ahead_log(self) -> None:
         """Lets readers and a writer work side by side. The file remembers it."""
@@ -126,7 +141,8 @@ class Database:
             raise explained from error
 
     def _explain(self, error: BaseException) -> Exception | None:
-        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as it is."""
+        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as
+        it is."""
         disconnected = False
         if isinstance(error, exc.DBAPIError):
             disconnected, error = error.connection_invalidated, error.orig or error
@@ -147,7 +163,11 @@ class Database:
             )
         kind = {base.__name__ for base in type(error).__mro__}
         # SQLite says DatabaseError itself where the file is no database or is damaged.
-        if disconnected or kind & {"OperationalError", "InterfaceError"} or type(error) is sqlite3.DatabaseError:
+        if (
+            disconnected
+            or kind & {"OperationalError", "InterfaceError"}
+            or type(error) is sqlite3.DatabaseError
+        ):
             return self._unreachable(text)
         return None
 
@@ -165,7 +185,9 @@ class Database:
             if self.is_sqlite
             else "Check that PostgreSQL runs and that the database URL is right."
         )
-        return ServiceError(ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice)
+        return ServiceError(
+            ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice
+        )
 
 
 def base_backoff_seconds(connection: sa.Connection) -> float:
@@ -190,7 +212,9 @@ def _parse(url: str) -> sa.URL:
     except (exc.ArgumentError, ValueError):
         # Not chained: the parser's message may hold the password.
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
+            ErrorCode.CONFIG_INVALID,
+            "The database URL cannot be read.",
+            "Write sqlite:///PATH or postgresql://...",
         ) from None
     backend = parsed.get_backend_name()
     if backend == "postgresql":
@@ -209,7 +233,9 @@ def _sqlite_engine(path: Path) -> sa.Engine:
 
     def connect() -> sqlite3.Connection:
         own_ledger(path)
-        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None)
+        connection = sqlite3.connect(
+            uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None
+        )
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -217,13 +243,16 @@ def _sqlite_engine(path: Path) -> sa.Engine:
         connection.execute("PRAGMA temp_store = MEMORY")
         return connection
 
-    engine = sa.create_engine("sqlite://", creator=connect, poolclass=sa.QueuePool, max_overflow=-1, hide_parameters=True)
+    engine = sa.create_engine(
+        "sqlite://", creator=connect, poolclass=sa.QueuePool, max_overflow=-1, hide_parameters=True
+    )
     event.listen(engine, "begin", _begin)
     return engine
 
 
 def _begin(connection: sa.Connection) -> None:
-    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so writers say so at BEGIN.
+    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so
+    # writers say so at BEGIN.
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
@@ -235,7 +264,9 @@ def set_limits(limits: LedgerLimits, *, local: bool = False) -> sa.Select[Any]:
         "lock_timeout": limits.lock_seconds,
         "statement_timeout": limits.statement_seconds,
     }
-    return sa.select(*(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items()))
+    return sa.select(
+        *(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items())
+    )
 
 
 def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
@@ -250,7 +281,9 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
     }
     arguments = {name: value for name, value in defaults.items() if name not in url.query}
     try:
-        engine = sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
+        engine = sa.create_engine(
+            url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments
+        )
     except ModuleNotFoundError:
         raise ConfigError(
             ErrorCode.CONFIG_MISSING_LIBRARY,

@@ -53,7 +53,9 @@ class _InFlight:
     items: int = 0
 
 
-_OPEN_ITEMS = schema.shards.c.n_items - schema.shards.c.n_done - schema.shards.c.n_failed - schema.shards.c.n_skipped
+_OPEN_ITEMS = (
+    schema.shards.c.n_items - schema.shards.c.n_done - schema.shards.c.n_failed - schema.shards.c.n_skipped
+)
 _IN_FLIGHT = [
     sa.select(schema.jobs.c.id, schema.jobs.c.priority, sa.func.count(), sa.func.sum(_OPEN_ITEMS))
     .where(state_is(schema.shards.c.state, state), schema.jobs.c.id == schema.shards.c.job_id)
@@ -65,12 +67,17 @@ _IS_READY = sa.and_(
     sa.or_(schema.shards.c.not_before.is_(None), schema.shards.c.not_before <= db_now()),
 )
 _HIGHEST_READY = sa.select(sa.func.max(schema.jobs.c.priority)).where(
-    state_is(schema.jobs.c.state, *DISPATCHED), sa.exists().where(schema.shards.c.job_id == schema.jobs.c.id, _IS_READY)
+    state_is(schema.jobs.c.state, *DISPATCHED),
+    sa.exists().where(schema.shards.c.job_id == schema.jobs.c.id, _IS_READY),
 )
 _MODEL = schema.jobs.c.spec["model"].as_string().label("model")
-_MODELS = sa.select(schema.jobs.c.id, _MODEL).where(schema.jobs.c.id.in_(sa.bindparam("job_ids", expanding=True)))
+_MODELS = sa.select(schema.jobs.c.id, _MODEL).where(
+    schema.jobs.c.id.in_(sa.bindparam("job_ids", expanding=True))
+)
 _CANDIDATES = (
-    sa.select(schema.jobs.c.id, _MODEL, schema.jobs.c.priority, schema.jobs.c.weight, schema.jobs.c.max_in_flight)
+    sa.select(
+        schema.jobs.c.id, _MODEL, schema.jobs.c.priority, schema.jobs.c.weight, schema.jobs.c.max_in_flight
+    )
     .where(state_is(schema.jobs.c.state, *DISPATCHED))
     .order_by(schema.jobs.c.priority.desc(), schema.jobs.c.created_at, schema.jobs.c.id)
 )
@@ -101,23 +108,29 @@ class _Fleet:
     def serves(self, model: str) -> bool:
         return not self.pinned or model in self._slots
 
-    def candidate(self, job_id: str, model: str, priority: int, weight: int, max_in_flight: int | None) -> _Candidate:
+    def candidate(
+        self, job_id: str, model: str, priority: int, weight: int, max_in_flight: int | None
+    ) -> _Candidate:
         """A job whose model is served; what it gets counts as in flight."""
         if self.pinned:
             self._models[job_id] = model
-        return _Candidate(job_id, model, weight, self.in_flight.setdefault(job_id, _InFlight(priority)), max_in_flight)
+        return _Candidate(
+            job_id, model, weight, self.in_flight.setdefault(job_id, _InFlight(priority)), max_in_flight
+        )
 
     def taken(self, priority: int | None) -> int:
-        """Shards in flight of jobs with this priority or a higher one, whose models are served; None: of any priority."""
+        """Shards in flight of jobs with this priority or a higher one, whose models are served; None: of
+        any priority."""
         return sum(
             in_flight.shards
             for job_id, in_flight in self.in_flight.items()
-            if self.serves(self._models.get(job_id, "")) and (priority is None or in_flight.priority >= priority)
+            if self.serves(self._models.get(job_id, ""))
+            and (priority is None or in_flight.priority >= priority)
         )
 
     def rooms(self, priority: int) -> dict[str, int]:
-        """Shards that jobs of this priority may still get of each pinned model: more would keep the window from the workers of other
-        models."""
+        """Shards that jobs of this priority may still get of each pinned model: more would keep the window
+        from the workers of other models."""
         if not self.pinned:
             return {}
         rooms = {model: slots * self._window_factor for model, slots in self._slots.items()}
@@ -130,7 +143,8 @@ class _Fleet:
 def free_window(connection: sa.Connection, window_factor: int = 2) -> int:
     """How many more shards to queue: `window_factor` a slot of live workers, less those queued or leased.
 
-    What waits for a model that nobody serves takes no room, nor do jobs of a lower priority than one with ready shards.
+    What waits for a model that nobody serves takes no room, nor do jobs of a lower priority than one with
+    ready shards.
     """
     fleet = _Fleet(connection, window_factor)
     return max(0, fleet.window - fleet.taken(fleet.highest_ready))
@@ -139,9 +153,10 @@ def free_window(connection: sa.Connection, window_factor: int = 2) -> int:
 def take_ready(connection: sa.Connection, limit: int, window_factor: int = 2) -> list[Ticket]:
     """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
 
-    Order: priority, then the least share of in-flight items by weight, then the older job. Jobs of the highest priority that has ready
-    shards may get all; others what is left beside the shards that are in flight of jobs between. Where every live worker is
-    pinned to a model, only jobs of these models get some, and each model no more than its own workers' window.
+    Order: priority, then the least share of in-flight items by weight, then the older job. Jobs of the
+    highest priority that has ready shards may get all; others what is left beside the shards that are in
+    flight of jobs between. Where every live worker is pinned to a model, only jobs of these models get
+    some, and each model no more than its own workers' window.
     """
     if limit <= 0:
         return []
@@ -152,7 +167,12 @@ def take_ready(connection: sa.Connection, limit: int, window_factor: int = 2) ->
     window = limit + fleet.taken(fleet.highest_ready)
     for level in _candidates_by_priority(connection, fleet):
         priority = level[0].in_flight.priority
-        tickets += _share_out(connection, level, min(limit - len(tickets), window - fleet.taken(priority)), fleet.rooms(priority))
+        tickets += _share_out(
+            connection,
+            level,
+            min(limit - len(tickets), window - fleet.taken(priority)),
+            fleet.rooms(priority),
+        )
     _mark_queued(connection, tickets)
     return tickets
 
@@ -194,11 +214,15 @@ def _candidates_by_priority(connection: sa.Connection, fleet: _Fleet) -> list[li
     levels: dict[int, list[_Candidate]] = {}
     for job_id, model, priority, weight, max_in_flight in connection.execute(_CANDIDATES):
         if fleet.serves(model):
-            levels.setdefault(priority, []).append(fleet.candidate(job_id, model, priority, weight, max_in_flight))
+            levels.setdefault(priority, []).append(
+                fleet.candidate(job_id, model, priority, weight, max_in_flight)
+            )
     return list(levels.values())
 
 
-def _share_out(connection: sa.Connection, candidates: list[_Candidate], limit: int, rooms: dict[str, int]) -> list[Ticket]:
+def _share_out(
+    connection: sa.Connection, candidates: list[_Candidate], limit: int, rooms: dict[str, int]
+) -> list[Ticket]:
     """Gives one shard after the other to the job with the least share; ties go to the older job.
 
     `rooms` bounds what models that stand in it may get, and is brought up to date.
@@ -223,8 +247,13 @@ def _share_out(connection: sa.Connection, candidates: list[_Candidate], limit: i
     return tickets
 
 
-# The shared lock keeps a pause or a cancel from slipping in between the look at the job and the change of its shards.
-_LOCKED_STATE = sa.select(schema.jobs.c.state).where(schema.jobs.c.id == sa.bindparam("job_id")).with_for_update(read=True)
+# The shared lock keeps a pause or a cancel from slipping in between the look at the job and the change of its
+# shards.
+_LOCKED_STATE = (
+    sa.select(schema.jobs.c.state)
+    .where(schema.jobs.c.id == sa.bindparam("job_id"))
+    .with_for_update(read=True)
+)
 _READY = (
     sa.select(schema.shards.c.no, schema.shards.c.epoch, _OPEN_ITEMS)
     .where(schema.shards.c.job_id == sa.bindparam("job_id"), _IS_READY)
@@ -234,7 +263,10 @@ _READY = (
 )
 _QUEUE = (
     sa.update(schema.shards)
-    .where(schema.shards.c.job_id == sa.bindparam("ticket_job"), schema.shards.c.no == sa.bindparam("ticket_shard"))
+    .where(
+        schema.shards.c.job_id == sa.bindparam("ticket_job"),
+        schema.shards.c.no == sa.bindparam("ticket_shard"),
+    )
     .values(state=ShardState.QUEUED.value, enqueued_epoch=schema.shards.c.epoch, enqueued_at=db_now())
 )
 
@@ -243,10 +275,15 @@ def _ready_shards(connection: sa.Connection, job_id: str, limit: int) -> list[tu
     state = connection.scalar(_LOCKED_STATE, {"job_id": job_id})
     if state is None or JobState(state) not in DISPATCHED:
         return []
-    return [(no, epoch, items) for no, epoch, items in connection.execute(_READY, {"job_id": job_id, "limit": limit})]
+    return [
+        (no, epoch, items)
+        for no, epoch, items in connection.execute(_READY, {"job_id": job_id, "limit": limit})
+    ]
 
 
 def _mark_queued(connection: sa.Connection, tickets: list[Ticket]) -> None:
     """The rows are locked and were seen ready in this transaction."""
     if tickets:
-        connection.execute(_QUEUE, [{"ticket_job": ticket.job_id, "ticket_shard": ticket.shard_no} for ticket in tickets])
+        connection.execute(
+            _QUEUE, [{"ticket_job": ticket.job_id, "ticket_shard": ticket.shard_no} for ticket in tickets]
+        )

@@ -26,16 +26,23 @@ class DuplicateRowsError(Exception):
     """A row of a `bulk_copy` breaks a unique constraint; the transaction has to be rolled back."""
 
 
-def insert_missing(connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    """Inserts `rows` as tuples of `columns`, in the driver's own types; rows whose key is there already are left as they are."""
+def insert_missing(
+    connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: list[tuple[Any, ...]]
+) -> None:
+    """Inserts `rows` as tuples of `columns`, in the driver's own types; rows whose key is there already
+    are left as they are."""
     if rows:
         mark = "?" if connection.dialect.name == "sqlite" else "%s"
         values = ", ".join([mark] * len(columns))
-        statement = f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({values}) ON CONFLICT DO NOTHING"  # noqa: S608 - names of ours
+        statement = (
+            f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({values}) ON CONFLICT DO NOTHING"  # noqa: S608 - names of ours
+        )
         connection.exec_driver_sql(statement, rows)
 
 
-def bulk_copy(connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: Collection[tuple[Any, ...]]) -> None:
+def bulk_copy(
+    connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: Collection[tuple[Any, ...]]
+) -> None:
     """Inserts `rows` as tuples of `columns`: COPY on PostgreSQL, the driver's executemany on SQLite.
 
     Raises `DuplicateRowsError`.
@@ -63,8 +70,9 @@ def bulk_copy(connection: sa.Connection, table: sa.Table, columns: tuple[str, ..
 #: Ids in one IN list.
 _CHUNK = 5000
 _INDEX_BITS = 40
-# Half the time of a row at a time, and other threads run meanwhile: Python's driver lets go of its lock once a statement, not
-# once a row. The keys are a shard's number and first index in one, the values its example ids.
+# Half the time of a row at a time, and other threads run meanwhile: Python's driver lets go of its lock once
+# a statement, not once a row. The keys are a shard's number and first index in one, the values its example
+# ids.
 _ITEMS_OF_JSON = f"""
 INSERT INTO items (job_no, idx, example_id, shard_no)
 SELECT ?, (CAST(shard.key AS INTEGER) & {2**_INDEX_BITS - 1}) + item.key, item.value, CAST(shard.key AS INTEGER) >> {_INDEX_BITS}
@@ -121,11 +129,19 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
     return job_of(connection, connection.execute(by_key).mappings().one())
 
 
-def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
-    """Adds shards with their items, and lines that became none, to an ingesting job; False: these lines are there already.
+def stage(
+    connection: sa.Connection,
+    job_id: str,
+    shards: Sequence[NewShard],
+    rejected: Sequence[RejectedLine],
+    lines_read: int,
+) -> bool:
+    """Adds shards with their items, and lines that became none, to an ingesting job; False: these lines
+    are there already.
 
-    `lines_read` counts from the start of the input. Of the lines that became none all are counted and the first `KEPT_REJECTED_LINES` of
-    the job are kept: a small archive can hold a billion. A caller that lost the connection may stage the same batch again.
+    `lines_read` counts from the start of the input. Of the lines that became none all are counted and the
+    first `KEPT_REJECTED_LINES` of the job are kept: a small archive can hold a billion. A caller that lost
+    the connection may stage the same batch again.
     """
     job = _lock_ingesting(connection, job_id)
     if job["lines_read"] >= lines_read:
@@ -136,27 +152,63 @@ def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], re
     bulk_copy(
         connection,
         schema.shards,
-        ("job_id", "job_no", "no", "first_index", "last_index", "n_items", "input_key", "input_sha256", "estimated_ms"),
+        (
+            "job_id",
+            "job_no",
+            "no",
+            "first_index",
+            "last_index",
+            "n_items",
+            "input_key",
+            "input_sha256",
+            "estimated_ms",
+        ),
         [
-            (job_id, job_no, s.no, s.items[0][0], s.items[-1][0], len(s.items), s.input_key, s.input_sha256, s.estimated_ms)
+            (
+                job_id,
+                job_no,
+                s.no,
+                s.items[0][0],
+                s.items[-1][0],
+                len(s.items),
+                s.input_key,
+                s.input_sha256,
+                s.estimated_ms,
+            )
             for s in shards
             if s.items
         ],
     )
     _add_rejected(connection, job_id, rejected[: max(0, KEPT_REJECTED_LINES - job["rejected_lines"])])
-    update_job(connection, job_id, lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected))
+    update_job(
+        connection, job_id, lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected)
+    )
     return True
 
 
 def _add_items(connection: sa.Connection, job_no: int, shards: Sequence[NewShard]) -> None:
     """Raises `DuplicateRowsError`."""
-    if connection.dialect.name != "sqlite" or any(len(s.items) != s.items[-1][0] - s.items[0][0] + 1 for s in shards if s.items):
-        rows = [(job_no, index, example_id, shard.no, turn) for shard in shards for index, example_id, turn in _numbered(shard)]
+    if connection.dialect.name != "sqlite" or any(
+        len(s.items) != s.items[-1][0] - s.items[0][0] + 1 for s in shards if s.items
+    ):
+        rows = [
+            (job_no, index, example_id, shard.no, turn)
+            for shard in shards
+            for index, example_id, turn in _numbered(shard)
+        ]
         bulk_copy(connection, schema.items, ("job_no", "idx", "example_id", "shard_no", "turn"), rows)
         return
     plain = [shard for shard in shards if shard.items and not shard.turns]
-    ids = {shard.no << _INDEX_BITS | shard.items[0][0]: [example_id for _, example_id in shard.items] for shard in plain}
-    several = [(index, example_id, shard.no, turn) for shard in shards if shard.turns for index, example_id, turn in _numbered(shard)]
+    ids = {
+        shard.no << _INDEX_BITS | shard.items[0][0]: [example_id for _, example_id in shard.items]
+        for shard in plain
+    }
+    several = [
+        (index, example_id, shard.no, turn)
+        for shard in shards
+        if shard.turns
+        for index, example_id, turn in _numbered(shard)
+    ]
     try:
         connection.exec_driver_sql(_ITEMS_OF_JSON, (job_no, msgspec.json.encode(ids).decode()))
         if several:
@@ -184,8 +236,16 @@ def duplicates(connection: sa.Connection, job_id: str, shards: Sequence[NewShard
     known: set[str] = set()
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
-        known.update(connection.scalars(sa.select(items.example_id).where(items.job_no == number_of(job_id), items.example_id.in_(chunk))))
-    return list(dict.fromkeys([example_id for example_id in ids if example_id in known or example_id in twice]))
+        known.update(
+            connection.scalars(
+                sa.select(items.example_id).where(
+                    items.job_no == number_of(job_id), items.example_id.in_(chunk)
+                )
+            )
+        )
+    return list(
+        dict.fromkeys([example_id for example_id in ids if example_id in known or example_id in twice])
+    )
 
 
 def seal_job(connection: sa.Connection, job_id: str) -> Job:
@@ -233,14 +293,20 @@ def staged_shards(connection: sa.Connection, job_id: str) -> tuple[int, int, int
 def _lock_ingesting(connection: sa.Connection, job_id: str) -> sa.RowMapping:
     row = lock_known_job(connection, job_id)
     if row["state"] != JobState.INGESTING:
-        raise ServiceError(ErrorCode.LEDGER_STATE, f"Job {job_id} is {row['state']}, so nothing can be added to it.", "Submit a new job.")
+        raise ServiceError(
+            ErrorCode.LEDGER_STATE,
+            f"Job {job_id} is {row['state']}, so nothing can be added to it.",
+            "Submit a new job.",
+        )
     return row
 
 
 def _refuse_nul(shards: Iterable[NewShard]) -> None:
     for shard in shards:
         if any("\x00" in example_id for _, example_id in shard.items):
-            raise InputError(ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input.")
+            raise InputError(
+                ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input."
+            )
 
 
 def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[RejectedLine]) -> None:
@@ -261,6 +327,8 @@ def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[Rej
 
 def _totals(connection: sa.Connection, job_id: str) -> tuple[int, int]:
     columns = schema.shards.c
-    query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(columns.job_id == job_id)
+    query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(
+        columns.job_id == job_id
+    )
     shards, items = connection.execute(query).one()
     return int(shards), int(items)

@@ -33,14 +33,16 @@ _CURRENT = sa.and_(
     schema.shards.c.enqueued_epoch == sa.bindparam("of_epoch"),
     state_is(schema.shards.c.state, ShardState.QUEUED),
 )
-_STATE_OF_JOB = sa.select(schema.jobs.c.state, sa.select(schema.version.c.version_num).scalar_subquery().label("revision")).where(
-    schema.jobs.c.id == sa.bindparam("of_job"), sa.exists().where(_CURRENT)
-)
+_STATE_OF_JOB = sa.select(
+    schema.jobs.c.state, sa.select(schema.version.c.version_num).scalar_subquery().label("revision")
+).where(schema.jobs.c.id == sa.bindparam("of_job"), sa.exists().where(_CURRENT))
 _TAKE = (
     sa.update(schema.shards)
     .where(
         _CURRENT,
-        sa.exists().where(schema.jobs.c.id == sa.bindparam("of_job"), state_is(schema.jobs.c.state, JobState.RUNNING)),
+        sa.exists().where(
+            schema.jobs.c.id == sa.bindparam("of_job"), state_is(schema.jobs.c.state, JobState.RUNNING)
+        ),
     )
     .values(
         state=ShardState.LEASED.value,
@@ -73,7 +75,8 @@ _OPEN_ITEMS = (
 
 
 def on_trial(connection: sa.Connection, ticket: Ticket) -> bool:
-    """Whether the next crash of this shard splits it or ends its item: it should run with no other shard beside it."""
+    """Whether the next crash of this shard splits it or ends its item: it should run with no other shard
+    beside it."""
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
     row = connection.execute(_ON_TRIAL, of).one_or_none()
     return row is not None and last_attempt(row.attempts, row.max_attempts)
@@ -82,14 +85,17 @@ def on_trial(connection: sa.Connection, ticket: Ticket) -> bool:
 def claim(connection: sa.Connection, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
     """The lease on a queued shard, by compare-and-set on state and epoch.
 
-    None: the message is old, a duplicate, or its job does not run, so drop it. Raises `ServiceError` with `ledger.schema` where the ledger
-    was upgraded since the worker began: what it would write may lack what others look for.
+    None: the message is old, a duplicate, or its job does not run, so drop it. Raises `ServiceError` with
+    `ledger.schema` where the ledger was upgraded since the worker began: what it would write may lack what
+    others look for.
     """
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
     row = connection.execute(_STATE_OF_JOB, of).one_or_none()
     if row is not None and row.revision != SCHEMA_REVISION:
         message = f"The ledger has the tables of another version since this worker began ({row.revision}; this is {SCHEMA_REVISION})."
-        raise ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Start a worker of the version that upgraded it.")
+        raise ServiceError(
+            ErrorCode.LEDGER_SCHEMA, message, "Start a worker of the version that upgraded it."
+        )
     if row is None or JobState(row.state) not in DISPATCHED:
         return None
     if row.state == JobState.READY:
@@ -99,10 +105,19 @@ def claim(connection: sa.Connection, ticket: Ticket, worker_id: str, lease_secon
             .where(jobs.id == ticket.job_id, state_is(jobs.state, JobState.READY))
             .values(state=JobState.RUNNING.value, started_at=sa.func.coalesce(jobs.started_at, db_now()))
         )
-    shard = connection.execute(_TAKE, {**of, "worker": worker_id, "lease_seconds": lease_seconds}).mappings().one_or_none()
+    shard = (
+        connection.execute(_TAKE, {**of, "worker": worker_id, "lease_seconds": lease_seconds})
+        .mappings()
+        .one_or_none()
+    )
     if shard is None:
         return None
-    attempt = {"job_id": ticket.job_id, "shard_no": ticket.shard_no, "epoch": shard["epoch"], "worker_id": worker_id}
+    attempt = {
+        "job_id": ticket.job_id,
+        "shard_no": ticket.shard_no,
+        "epoch": shard["epoch"],
+        "worker_id": worker_id,
+    }
     connection.execute(_BEGIN_ATTEMPT, attempt)
     return _lease(connection, shard)
 
@@ -121,8 +136,11 @@ def _lease(connection: sa.Connection, shard: sa.RowMapping) -> Lease:
     )
 
 
-def heartbeat(connection: sa.Connection, worker_id: str, tickets: Sequence[Ticket], lease_seconds: float) -> set[Ticket]:
-    """Extends the worker's leases and returns those that are lost (taken over, or the job was cancelled): stop their work."""
+def heartbeat(
+    connection: sa.Connection, worker_id: str, tickets: Sequence[Ticket], lease_seconds: float
+) -> set[Ticket]:
+    """Extends the worker's leases and returns those that are lost (taken over, or the job was cancelled):
+    stop their work."""
     if not tickets:
         return set()
     jobs, columns = schema.jobs.c, schema.shards.c
@@ -135,7 +153,9 @@ def heartbeat(connection: sa.Connection, worker_id: str, tickets: Sequence[Ticke
     )
     if connection.dialect.name == "postgresql":
         # An UPDATE locks its rows in no order; locked in order first, it cannot meet another one crosswise.
-        connection.execute(sa.select(columns.no).where(held).order_by(columns.job_id, columns.no).with_for_update())
+        connection.execute(
+            sa.select(columns.no).where(held).order_by(columns.job_id, columns.no).with_for_update()
+        )
     statement = (
         sa.update(schema.shards)
         .where(held)
@@ -146,8 +166,14 @@ def heartbeat(connection: sa.Connection, worker_id: str, tickets: Sequence[Ticke
     return set(tickets) - kept
 
 
-def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None) -> bool:
-    """Ends a lease: the shard is done, or its open items wait for another attempt. False: the lease was lost."""
+def finish_shard(
+    connection: sa.Connection,
+    ticket: Ticket,
+    manifest_key: str | None = None,
+    manifest_sha256: str | None = None,
+) -> bool:
+    """Ends a lease: the shard is done, or its open items wait for another attempt. False: the lease was
+    lost."""
     held = _lock_held(connection, ticket)
     if held is None:
         return False
@@ -162,8 +188,20 @@ def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | 
     elif progressed(shard) or _recorded_errors(connection, shard):
         end_attempt(connection, shard, AttemptOutcome.PARTIAL)
         items = schema.items.c
-        tries = connection.scalar(sa.select(sa.func.max(items.attempts)).where(items_of(shard), item_is(ItemState.PENDING))) or 0
-        move_to(connection, shard, ShardState.READY, attempts=0, outages=0, not_before=next_attempt_at(connection, tries))
+        tries = (
+            connection.scalar(
+                sa.select(sa.func.max(items.attempts)).where(items_of(shard), item_is(ItemState.PENDING))
+            )
+            or 0
+        )
+        move_to(
+            connection,
+            shard,
+            ShardState.READY,
+            attempts=0,
+            outages=0,
+            not_before=next_attempt_at(connection, tries),
+        )
     else:
         message = "The worker ended the shard without an outcome for any of its open items."
         end_attempt(connection, shard, AttemptOutcome.FAILED, ErrorCode.WORKER_CRASH, message)
@@ -174,7 +212,8 @@ def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | 
 
 
 def release(connection: sa.Connection, ticket: Ticket, reason: str) -> bool:
-    """Gives a shard back at once, for a worker that drains: counts as no attempt. False: the lease was lost."""
+    """Gives a shard back at once, for a worker that drains: counts as no attempt. False: the lease was
+    lost."""
     held = _lock_held(connection, ticket)
     if held is None:
         return False
@@ -190,13 +229,15 @@ def release(connection: sa.Connection, ticket: Ticket, reason: str) -> bool:
 
 
 def refuse(connection: sa.Connection, ticket: Ticket, code: ErrorCode, message: str) -> bool:
-    """Gives back a shard that this worker cannot run and another one may: counts as no attempt. False: no other one may, or the lease was
-    lost."""
+    """Gives back a shard that this worker cannot run and another one may: counts as no attempt. False: no
+    other one may, or the lease was lost."""
     held = _lock_held(connection, ticket)
     if held is None or not others_may_run(connection, ticket.job_id, held[1]["worker_id"]):
         return False
     _, shard = held
-    note_refusal(connection, shard["worker_id"], f"It cannot run job {ticket.job_id} ({code.value}): {message}")
+    note_refusal(
+        connection, shard["worker_id"], f"It cannot run job {ticket.job_id} ({code.value}): {message}"
+    )
     end_attempt(connection, shard, AttemptOutcome.REFUSED, code, message)
     move_to(connection, shard, ShardState.READY, not_before=None)
     return True
@@ -205,7 +246,8 @@ def refuse(connection: sa.Connection, ticket: Ticket, code: ErrorCode, message: 
 def fail_shard(connection: sa.Connection, ticket: Ticket, code: ErrorCode, message: str) -> bool:
     """The shard as a whole could not run. False: the lease was lost.
 
-    A service that is down costs only time; another retryable code counts like a crash; any other ends the open items.
+    A service that is down costs only time; another retryable code counts like a crash; any other ends the
+    open items.
     """
     held = _lock_held(connection, ticket)
     if held is None:
@@ -215,7 +257,14 @@ def fail_shard(connection: sa.Connection, ticket: Ticket, code: ErrorCode, messa
     if code in OUTAGES:
         outages = 1 if progressed(shard) else shard["outages"] + 1
         attempts = 0 if progressed(shard) else shard["attempts"]
-        move_to(connection, shard, ShardState.READY, attempts=attempts, outages=outages, not_before=next_attempt_at(connection, outages))
+        move_to(
+            connection,
+            shard,
+            ShardState.READY,
+            attempts=attempts,
+            outages=outages,
+            not_before=next_attempt_at(connection, outages),
+        )
     elif code.retryable:
         crash(connection, job, shard, code, message)
     else:
@@ -228,7 +277,8 @@ def fail_shard(connection: sa.Connection, ticket: Ticket, code: ErrorCode, messa
 
 
 def _lock_held(connection: sa.Connection, ticket: Ticket) -> tuple[sa.RowMapping, sa.RowMapping] | None:
-    """The rows of the job and of the shard under this lease, locked in this order; None: the lease was lost."""
+    """The rows of the job and of the shard under this lease, locked in this order; None: the lease was
+    lost."""
     job = lock_job(connection, ticket.job_id)
     if job is None or JobState(job["state"]) not in WORKING:
         return None

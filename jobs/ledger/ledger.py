@@ -28,7 +28,18 @@ from jobs.ledger.database import Database, LedgerLimits
 from jobs.ledger.ingest import DuplicateExamples, DuplicateRowsError
 from jobs.ledger.location import recorded
 from jobs.ledger.outcomes import commit as commit_outcomes
-from jobs.ledger.records import ArtifactFacts, CommitResult, DrawRow, ItemRow, ItemState, Job, NewShard, Outcome, RejectedLine, Ticket
+from jobs.ledger.records import (
+    ArtifactFacts,
+    CommitResult,
+    DrawRow,
+    ItemRow,
+    ItemState,
+    Job,
+    NewShard,
+    Outcome,
+    RejectedLine,
+    Ticket,
+)
 from jobs.ledger.status import JobStatus, Reader
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
@@ -73,13 +84,14 @@ def _reads_plainly(work: Callable[Concatenate[Reader, P], T]) -> Callable[Concat
 
 
 class Ledger:
-    """A ledger on SQLite or PostgreSQL; its methods may be called from any thread. Each is one transaction, unless it says otherwise.
+    """A ledger on SQLite or PostgreSQL; its methods may be called from any thread. Each is one
+    transaction, unless it says otherwise.
 
-    Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` where the database cannot be
-    reached (nothing is half-written: call again), and with `ledger.schema` where its tables are of another version, and `StoreError` with
-    `store.full` for a file on a full disk; methods
-    that take a job id raise `NotFoundError` for one that does not exist, and `ServiceError` with `ledger.state` where the job's
-    state forbids what they do.
+    Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` where the
+    database cannot be reached (nothing is half-written: call again), and with `ledger.schema` where its
+    tables are of another version, and `StoreError` with `store.full` for a file on a full disk; methods
+    that take a job id raise `NotFoundError` for one that does not exist, and `ServiceError` with
+    `ledger.state` where the job's state forbids what they do.
     """
 
     def __init__(self, database: Database) -> None:
@@ -87,9 +99,11 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> Ledger:
-        """A ledger at `sqlite:///PATH` or `postgresql://...`; connects at its first use. Raises `ConfigError` for other URLs.
+        """A ledger at `sqlite:///PATH` or `postgresql://...`; connects at its first use. Raises
+        `ConfigError` for other URLs.
 
-        `backoff_seconds`: pause of a shard that failed; it doubles with each attempt. `limits`: of waiting, on PostgreSQL.
+        `backoff_seconds`: pause of a shard that failed; it doubles with each attempt. `limits`: of
+        waiting, on PostgreSQL.
         """
         return cls(Database(url, backoff_seconds, limits))
 
@@ -104,7 +118,8 @@ class Ledger:
         return self.database.display_url
 
     def migrate(self) -> None:
-        """Makes or upgrades the tables, and the folder of a SQLite file; several processes may do so at once."""
+        """Makes or upgrades the tables, and the folder of a SQLite file; several processes may do so at
+        once."""
         migrate.upgrade(self.database)
 
     def check_schema(self) -> None:
@@ -127,12 +142,14 @@ class Ledger:
     abandon_job = _writes(ingest.abandon_job)
     staged_shards = _reads(ingest.staged_shards)
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+    def stage(
+        self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
+    ) -> bool:
         """Adds shards with their items, and lines that became none, in one transaction.
 
-        `lines_read` counts from the start of the input. Returns False with nothing written where these lines are there
-        already, also where another process staged them. Raises `DuplicateExamples` with nothing written, and `ServiceError`
-        with `ledger.state` where the job is not ingesting.
+        `lines_read` counts from the start of the input. Returns False with nothing written where these
+        lines are there already, also where another process staged them. Raises `DuplicateExamples` with
+        nothing written, and `ServiceError` with `ledger.state` where the job is not ingesting.
         """
         try:
             return self.database.write(ingest.stage, job_id, shards, rejected, lines_read)
@@ -144,7 +161,9 @@ class Ledger:
             if example_ids:
                 raise DuplicateExamples(example_ids) from error
             raise ServiceError(
-                ErrorCode.LEDGER_STATE, f"Job {job_id} has other items under the same indexes.", "Ingest a job from one process at a time."
+                ErrorCode.LEDGER_STATE,
+                f"Job {job_id} has other items under the same indexes.",
+                "Ingest a job from one process at a time.",
             ) from error
 
     # Dispatch and workers
@@ -169,7 +188,8 @@ class Ledger:
     fail_shard = _writes(leases.fail_shard)
 
     def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
-        """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again changes nothing.
+        """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again
+        changes nothing.
 
         Pauses the job, in a second transaction, where its error budget is spent by them.
         """
@@ -178,9 +198,11 @@ class Ledger:
             self.database.write(lifecycle.judge_budget, ticket.job_id)
         return result
 
-    def reconcile(self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60) -> reconciler.ReconcileReport:
-        """One pass over expired leases, lost messages, stale workers, wrong times, error budgets and unfinished cancels; one
-        transaction for each repair."""
+    def reconcile(
+        self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
+    ) -> reconciler.ReconcileReport:
+        """One pass over expired leases, lost messages, stale workers, wrong times, error budgets and
+        unfinished cancels; one transaction for each repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     def note_manifest(self, job: Job) -> None:
@@ -197,7 +219,8 @@ class Ledger:
     schedule_history = _reads(control.schedule_history)
 
     def check_writable(self, job_id: str) -> None:
-        """Changes nothing. Raises `store.full` for a ledger on a full disk, and `ServiceError` where it can be read but not written."""
+        """Changes nothing. Raises `store.full` for a ledger on a full disk, and `ServiceError` where it
+        can be read but not written."""
         self.database.check_room()
         self.database.write(control.check_writable, job_id)
 
@@ -208,8 +231,9 @@ class Ledger:
             pass
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
-        """Opens failed and dead items with these codes (None: all) again, one transaction for some shards; returns how many. What
-        can never succeed as it is (`ErrorCode.hopeless`) stays as it is, unless `force`.
+        """Opens failed and dead items with these codes (None: all) again, one transaction for some shards;
+        returns how many. What can never succeed as it is (`ErrorCode.hopeless`) stays as it is, unless
+        `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
@@ -233,7 +257,8 @@ class Ledger:
     forget_deleted = _writes(control.forget_deleted)
 
     def delete_rows(self, job_id: str) -> None:
-        """Removes every row of a job whose deletion began, its own one last; one transaction for some rows."""
+        """Removes every row of a job whose deletion began, its own one last; one transaction for some
+        rows."""
         for table in control.tables_of_jobs():
             last = self.database.read(control.last_of, table, job_id)
             for first in range(0, last + 1, control.ROWS_AT_ONCE):
@@ -258,7 +283,8 @@ class Ledger:
         return self.read(lambda reader: job_status.status_of(reader, job_status.read_job(reader, job_id)))
 
     def worked_on(self, job_id: str) -> list[tuple[float, float]]:
-        """(start, end) of every time in which workers held shards of a job, in order, by the ledger's clock."""
+        """(start, end) of every time in which workers held shards of a job, in order, by the ledger's
+        clock."""
         return self.read(lambda reader: job_status.worked_on(reader, [job_id])).get(job_id, [])
 
     def store_address(self, store_url: str) -> str:
@@ -269,7 +295,8 @@ class Ledger:
         """By what the store at a URL is known to this ledger's jobs, if it is."""
         return self.database.read(queries.store_identity, self.store_address(store_url))
 
-    # What was made. Methods that give an iterator hold a page in memory at a time, and read each in a transaction of its own.
+    # What was made. Methods that give an iterator hold a page in memory at a time, and read each in a
+    # transaction of its own.
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)
     shard_ends = _reads(queries.shard_ends)
@@ -295,9 +322,11 @@ class Ledger:
         where: Where | None = None,
         dialogues: bool = False,
     ) -> Iterator[ItemRow]:
-        """Items with an index above `after`, in index order. `dialogues`: with those that match `where` the others of their dialogues.
+        """Items with an index above `after`, in index order. `dialogues`: with those that match `where`
+        the others of their dialogues.
 
-        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the job has.
+        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the
+        job has.
         """
         job = self.job(job_id)
         if where is not None:
@@ -325,7 +354,9 @@ class Ledger:
 
     def artifact_facts(self, job_id: str, kind: str) -> Iterator[ArtifactFacts]:
         """Where the artifacts of one kind are, in index order."""
-        return self._pages(partial(queries.artifacts_page, kind=kind), job_id, -1, lambda artifact: artifact.index)
+        return self._pages(
+            partial(queries.artifacts_page, kind=kind), job_id, -1, lambda artifact: artifact.index
+        )
 
     def draws(self, job_id: str) -> Iterator[DrawRow]:
         """What the quality checks said of every draw, in order of index and draw."""
@@ -336,7 +367,11 @@ class Ledger:
         return self._pages(queries.attempts_page, job_id, (-1, -1), lambda row: (row.shard_no, row.epoch))
 
     def _pages(
-        self, read_page: Callable[[sa.Connection, str, Key, int], list[Row]], job_id: str, after: Key, key: Callable[[Row], Key]
+        self,
+        read_page: Callable[[sa.Connection, str, Key, int], list[Row]],
+        job_id: str,
+        after: Key,
+        key: Callable[[Row], Key],
     ) -> Iterator[Row]:
         """The rows of a job above `after`; `read_page` gives some of them in the order of `key`."""
         while page := self.database.read(read_page, job_id, after, queries.PAGE_ROWS):

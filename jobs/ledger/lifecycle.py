@@ -30,7 +30,13 @@ from jobs.ledger.states import (
 from pipelines.errors import ErrorCode
 
 #: What a shard without a lease and without a message holds.
-_UNHELD = {"worker_id": None, "lease_until": None, "heartbeat_at": None, "enqueued_epoch": None, "enqueued_at": None}
+_UNHELD = {
+    "worker_id": None,
+    "lease_until": None,
+    "heartbeat_at": None,
+    "enqueued_epoch": None,
+    "enqueued_at": None,
+}
 #: What a queued shard becomes whose message is void.
 UNQUEUED = {"state": ShardState.READY.value, "enqueued_epoch": None, "enqueued_at": None}
 
@@ -49,15 +55,20 @@ _END_ATTEMPT = (
     )
     .values(
         ended_at=sa.func.coalesce(sa.bindparam("at", type_=sa.Double), db_now()),
-        **{name: sa.bindparam(name) for name in ("outcome", "n_ok", "n_failed", "error_code", "error_message")},
+        **{
+            name: sa.bindparam(name)
+            for name in ("outcome", "n_ok", "n_failed", "error_code", "error_message")
+        },
     )
 )
-#: One EXISTS for each state, so that each uses its partial index; in one statement, so that a shard that changes its state meanwhile
-#: is in one of them.
+#: One EXISTS for each state, so that each uses its partial index; in one statement, so that a shard that
+#: changes its state meanwhile is in one of them.
 _HAS_OPEN_SHARD = sa.select(
     sa.or_(
         *[
-            sa.exists().where(schema.shards.c.job_id == sa.bindparam("job_id"), state_is(schema.shards.c.state, state))
+            sa.exists().where(
+                schema.shards.c.job_id == sa.bindparam("job_id"), state_is(schema.shards.c.state, state)
+            )
             for state in (ShardState.READY, ShardState.LEASED, ShardState.QUEUED)
         ]
     )
@@ -66,7 +77,9 @@ _HAS_OPEN_SHARD = sa.select(
 
 def lock_shard(connection: sa.Connection, job_id: str, shard_no: int) -> sa.RowMapping | None:
     """The row of a shard, locked until the end of the transaction."""
-    return connection.execute(_LOCKED_SHARD, {"job_id": job_id, "shard_no": shard_no}).mappings().one_or_none()
+    return (
+        connection.execute(_LOCKED_SHARD, {"job_id": job_id, "shard_no": shard_no}).mappings().one_or_none()
+    )
 
 
 def update_shard(connection: sa.Connection, shard: sa.RowMapping, **values: object) -> None:
@@ -91,7 +104,9 @@ def update_job(connection: sa.Connection, job_id: str, **values: object) -> None
 def ended_items(connection: sa.Connection, job_id: str) -> tuple[int, int]:
     """(items done, items failed) of a job."""
     columns = schema.shards.c
-    sums = sa.select(sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0))
+    sums = sa.select(
+        sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0)
+    )
     done, failed = connection.execute(sums.where(columns.job_id == job_id)).one()
     return int(done), int(failed)
 
@@ -112,9 +127,14 @@ def next_attempt_at(connection: sa.Connection, attempts: int) -> sa.ColumnElemen
 
 
 def end_attempt(
-    connection: sa.Connection, shard: sa.RowMapping, outcome: AttemptOutcome, code: ErrorCode | None = None, message: str | None = None
+    connection: sa.Connection,
+    shard: sa.RowMapping,
+    outcome: AttemptOutcome,
+    code: ErrorCode | None = None,
+    message: str | None = None,
 ) -> None:
-    """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is found."""
+    """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is
+    found."""
     connection.execute(
         _END_ATTEMPT,
         {
@@ -122,7 +142,9 @@ def end_attempt(
             "of_shard": shard["no"],
             "of_epoch": shard["epoch"],
             # No lease ends before its last heartbeat.
-            "at": max(shard["lease_until"], shard["heartbeat_at"]) if outcome is AttemptOutcome.EXPIRED else None,
+            "at": max(shard["lease_until"], shard["heartbeat_at"])
+            if outcome is AttemptOutcome.EXPIRED
+            else None,
             "outcome": outcome.value,
             "n_ok": shard["n_done"] - shard["claimed_done"],
             "n_failed": max(0, shard["n_failed"] - shard["claimed_failed"]),
@@ -137,12 +159,21 @@ def progressed(shard: sa.RowMapping) -> bool:
     return shard["n_done"] + shard["n_failed"] > shard["claimed_done"] + shard["claimed_failed"]
 
 
-def crash(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping, code: ErrorCode, message: str) -> Verdict:
-    """Ends a lease that gave no outcome for its open items: another attempt, a bisection, or a single item that is dead."""
+def crash(
+    connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping, code: ErrorCode, message: str
+) -> Verdict:
+    """Ends a lease that gave no outcome for its open items: another attempt, a bisection, or a single item
+    that is dead."""
     still_open = open_items(shard)
     after = after_crash(still_open, shard["attempts"], job["max_attempts"], progressed(shard))
     if after.verdict is Verdict.RETRY:
-        move_to(connection, shard, ShardState.READY, attempts=after.attempts, not_before=next_attempt_at(connection, after.attempts))
+        move_to(
+            connection,
+            shard,
+            ShardState.READY,
+            attempts=after.attempts,
+            not_before=next_attempt_at(connection, after.attempts),
+        )
     elif after.verdict is Verdict.BISECT:
         bisect(connection, job, shard)
     elif after.verdict is Verdict.MARK_DEAD:
@@ -155,13 +186,22 @@ def crash(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping, c
 
 
 def bisect(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping) -> None:
-    """Moves the upper half of the open items to a new shard, which reads the same input object; the lower half stays."""
+    """Moves the upper half of the open items to a new shard, which reads the same input object; the lower
+    half stays."""
     items, columns = schema.items.c, schema.shards.c
-    pending = list(connection.scalars(sa.select(items.idx).where(items_of(shard), item_is(ItemState.PENDING)).order_by(items.idx)))
+    pending = list(
+        connection.scalars(
+            sa.select(items.idx).where(items_of(shard), item_is(ItemState.PENDING)).order_by(items.idx)
+        )
+    )
     upper = pending[len(pending) // 2 :]
-    number = connection.scalar(sa.select(sa.func.max(columns.no) + 1).where(columns.job_id == shard["job_id"]))
+    number = connection.scalar(
+        sa.select(sa.func.max(columns.no) + 1).where(columns.job_id == shard["job_id"])
+    )
     moved = connection.execute(
-        sa.update(schema.items).where(items_of(shard), items.idx >= upper[0], item_is(ItemState.PENDING)).values(shard_no=number)
+        sa.update(schema.items)
+        .where(items_of(shard), items.idx >= upper[0], item_is(ItemState.PENDING))
+        .values(shard_no=number)
     ).rowcount
     kept = len(pending) - moved
     upper_estimate = shard["estimated_ms"] * moved // max(1, shard["n_items"])
@@ -194,21 +234,32 @@ def bisect(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping) 
     update_job(connection, shard["job_id"], total_shards=schema.jobs.c.total_shards + 1)
 
 
-def end_items(connection: sa.Connection, shard: sa.RowMapping, state: ItemState, code: ErrorCode, message: str) -> int:
+def end_items(
+    connection: sa.Connection, shard: sa.RowMapping, state: ItemState, code: ErrorCode, message: str
+) -> int:
     """Ends every open item of a shard with one error, and counts them; returns how many."""
     items = schema.items.c
-    pending = list(connection.scalars(sa.select(items.idx).where(items_of(shard), item_is(ItemState.PENDING))))
+    pending = list(
+        connection.scalars(sa.select(items.idx).where(items_of(shard), item_is(ItemState.PENDING)))
+    )
     record_errors(connection, shard, [(index, code, message) for index in pending])
     ended = connection.execute(
         sa.update(schema.items)
         .where(items_of(shard), item_is(ItemState.PENDING))
-        .values(state=ITEM_STATE_NUMBERS[state], error_code=code.value, error_message=clean(message), attempts=items.attempts + 1)
+        .values(
+            state=ITEM_STATE_NUMBERS[state],
+            error_code=code.value,
+            error_message=clean(message),
+            attempts=items.attempts + 1,
+        )
     ).rowcount
     update_shard(connection, shard, n_failed=schema.shards.c.n_failed + ended)
     return ended
 
 
-def record_errors(connection: sa.Connection, shard: sa.RowMapping, errors: Sequence[tuple[int, ErrorCode, str]]) -> None:
+def record_errors(
+    connection: sa.Connection, shard: sa.RowMapping, errors: Sequence[tuple[int, ErrorCode, str]]
+) -> None:
     """Rows of `item_errors`: the last error of an item under a lease is the one that is kept."""
     if not errors:
         return
@@ -235,7 +286,8 @@ def has_open_shards(connection: sa.Connection, job_id: str) -> bool:
 
 
 def complete_if_over(connection: sa.Connection, job_id: str) -> bool:
-    """Completes a job whose shards have all ended. The lock on the job makes the last shard the only one to do so."""
+    """Completes a job whose shards have all ended. The lock on the job makes the last shard the only one
+    to do so."""
     if has_open_shards(connection, job_id):
         return False
     jobs = schema.jobs.c
@@ -250,7 +302,8 @@ def complete_if_over(connection: sa.Connection, job_id: str) -> bool:
 
 
 def judge_budget(connection: sa.Connection, job_id: str) -> None:
-    """Pauses a job that fails too often. Runs after a commit, whose own transaction has locked a shard and must not lock the job."""
+    """Pauses a job that fails too often. Runs after a commit, whose own transaction has locked a shard and
+    must not lock the job."""
     job = lock_job(connection, job_id)
     if job is not None:
         pause_if_over_budget(connection, job)
@@ -277,7 +330,11 @@ def spent_budget(connection: sa.Connection, job: sa.RowMapping) -> str | None:
 
 def pause_job(connection: sa.Connection, job_id: str, reason: str) -> None:
     """Pauses a job: its messages are void at once; its leases go on."""
-    update_job(connection, job_id, state=JobState.PAUSED.value, state_reason=clean(reason), paused_at=db_now())
+    update_job(
+        connection, job_id, state=JobState.PAUSED.value, state_reason=clean(reason), paused_at=db_now()
+    )
     columns = schema.shards.c
-    queued = sa.update(schema.shards).where(columns.job_id == job_id, state_is(columns.state, ShardState.QUEUED))
+    queued = sa.update(schema.shards).where(
+        columns.job_id == job_id, state_is(columns.state, ShardState.QUEUED)
+    )
     connection.execute(queued.values(**UNQUEUED))

@@ -1,4 +1,5 @@
-"""Where a SQLite ledger's home is, and how a ledger records where its stores are, so that a home can be moved."""
+"""Where a SQLite ledger's home is, and how a ledger records where its stores are, so that a home can be
+moved."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _RELATIVE = "home:"
 
 
 def place_of(ledger: Path | None) -> Path | None:
-    """The folder that a SQLite ledger's stores are recorded relative to: its home, or the folder of a file that is in no home."""
+    """The folder that a SQLite ledger's stores are recorded relative to: its home, or the folder of a file
+    that is in no home."""
     if ledger is None:
         return None
     folder = ledger.absolute().parent
@@ -31,8 +33,8 @@ def home_of(ledger: Path | None) -> Path | None:
 
 
 def embedded_broker_url(state_folder: Path) -> str | None:
-    """Address of the broker that runs in a home, or None when none runs: its socket is asked, since another process may have its id by now,
-    and one that was killed keeps it until somebody takes note."""
+    """Address of the broker that runs in a home, or None when none runs: its socket is asked, since
+    another process may have its id by now, and one that was killed keeps it until somebody takes note."""
     try:
         url = str(json.loads(read_own(state_folder / "broker.json"))["url"])
         with socket.socket(socket.AF_UNIX) as probe:
@@ -53,14 +55,16 @@ def embedded_workers(state_folder: Path) -> list[tuple[str, int]]:
 
 
 def killed_workers(place: Path | None) -> list[tuple[str, int]]:
-    """Hosts and processes of workers that no longer run, whatever the ledger heard of them lately: those of a home without a broker."""
+    """Hosts and processes of workers that no longer run, whatever the ledger heard of them lately: those
+    of a home without a broker."""
     if place is None or embedded_broker_url(place / STATE_FOLDER) is not None:
         return []
     return embedded_workers(place / STATE_FOLDER)
 
 
 def own_ledger(ledger: Path) -> Path:
-    """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its home names, is a link."""
+    """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its
+    home names, is a link."""
     if home_of(ledger) is not None:
         for ending in ("", "-wal", "-shm", "-journal", ".migrate"):
             own_path(ledger.absolute().with_name(ledger.name + ending))
@@ -68,7 +72,8 @@ def own_ledger(ledger: Path) -> Path:
 
 
 def recorded(store_url: str, place: Path | None) -> str:
-    """The address of a store as the ledger keeps it: `home:` and a relative path for a folder in `place`, else as it is."""
+    """The address of a store as the ledger keeps it: `home:` and a relative path for a folder in `place`,
+    else as it is."""
     folder = _folder(store_url)
     if place is None or folder is None or not folder.is_relative_to(place):
         return store_url

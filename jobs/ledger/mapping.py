@@ -60,7 +60,8 @@ def read_job(connection: sa.Connection, job_id: str) -> Job:
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
-    """The row of a job, locked until the end of the transaction. Lock it before any of its shards; otherwise transactions deadlock."""
+    """The row of a job, locked until the end of the transaction. Lock it before any of its shards;
+    otherwise transactions deadlock."""
     return connection.execute(_LOCKED_JOB, {"job_id": job_id}).mappings().one_or_none()
 
 

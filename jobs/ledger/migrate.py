@@ -27,16 +27,21 @@ MIGRATION_LOCK = 0x6E69676874
 
 
 def upgrade(database: Database) -> None:
-    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do the same.
+    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do
+    the same.
 
-    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program, `ledger.unreachable` otherwise;
-    `StoreError` (`store.forbidden`) for a link in a home.
+    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program,
+    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
     """
     with _one_process(database):
         current = database.read(_revision)
         if current is None and database.path is not None and database.read(_has_tables):
             message = f"The file {database.path} is the database of another program."
-            raise ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Find out whose it is, and move it away or name another file.")
+            raise ServiceError(
+                ErrorCode.LEDGER_SCHEMA,
+                message,
+                "Find out whose it is, and move it away or name another file.",
+            )
         if current is not None and current > SCHEMA_REVISION:
             raise _too_new(database, current)
         if database.path is not None:
@@ -88,7 +93,9 @@ def _one_process(database: Database) -> Iterator[None]:
     try:
         own_ledger(database.path).parent.mkdir(parents=True, exist_ok=True)
         database.path.touch(exist_ok=True)
-        lock = open_own(database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1)
+        lock = open_own(
+            database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1
+        )
     except OSError as error:
         database.check_room()
         raise ServiceError(
@@ -123,8 +130,12 @@ def _config() -> Config:
 
     spec = find_spec("migrations")
     if spec is None or not spec.submodule_search_locations:
-        raise ServiceError(ErrorCode.LEDGER_SCHEMA, "The package `migrations` is not installed.", "Install nightjar again.")
+        raise ServiceError(
+            ErrorCode.LEDGER_SCHEMA, "The package `migrations` is not installed.", "Install nightjar again."
+        )
     config = Config()
-    config.set_main_option("script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%"))
+    config.set_main_option(
+        "script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%")
+    )
     config.attributes["metadata"] = schema.metadata
     return config

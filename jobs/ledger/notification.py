@@ -43,12 +43,18 @@ class JobEnd:
 
 def unreported_ends(connection: sa.Connection) -> list[JobEnd]:
     """Some ends that are due, the oldest first."""
-    query = sa.select(_JOBS.id, _JOBS.finished_at).where(_UNREPORTED).order_by(_JOBS.finished_at, _JOBS.id).limit(ENDS_AT_ONCE)
+    query = (
+        sa.select(_JOBS.id, _JOBS.finished_at)
+        .where(_UNREPORTED)
+        .order_by(_JOBS.finished_at, _JOBS.id)
+        .limit(ENDS_AT_ONCE)
+    )
     return [JobEnd(job_id, finished_at) for job_id, finished_at in connection.execute(query)]
 
 
 def claim_end(connection: sa.Connection, end: JobEnd, seconds: float) -> int | None:
-    """Makes the caller the only one who reports an end, for some seconds: the number of the try; None where another one does."""
+    """Makes the caller the only one who reports an end, for some seconds: the number of the try; None
+    where another one does."""
     statement = (
         sa.update(schema.jobs)
         .where(_is(end), _UNREPORTED)
@@ -59,7 +65,8 @@ def claim_end(connection: sa.Connection, end: JobEnd, seconds: float) -> int | N
 
 
 def note_reported(connection: sa.Connection, end: JobEnd) -> None:
-    """Notes that an end was reported, or that nobody tries any more; does nothing where the job continued meanwhile."""
+    """Notes that an end was reported, or that nobody tries any more; does nothing where the job continued
+    meanwhile."""
     connection.execute(sa.update(schema.jobs).where(_is(end)).values(notified_finished_at=end.finished_at))
 
 

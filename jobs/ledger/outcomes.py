@@ -58,14 +58,25 @@ def draws_page(connection: sa.Connection, job_id: str, after: int, limit: int) -
     """The draws of up to `limit` items with an index above `after`, in order of index and draw."""
     columns = schema.draws.c
     of_job = columns.job_no == number_of(job_id)
-    indexes = sa.select(columns.idx).where(of_job, columns.idx > after).distinct().order_by(columns.idx).limit(limit)
+    indexes = (
+        sa.select(columns.idx)
+        .where(of_job, columns.idx > after)
+        .distinct()
+        .order_by(columns.idx)
+        .limit(limit)
+    )
     last = sa.select(sa.func.max(indexes.subquery().c.idx)).scalar_subquery()
-    query = sa.select(schema.draws).where(of_job, columns.idx > after, columns.idx <= last).order_by(columns.idx, columns.draw)
+    query = (
+        sa.select(schema.draws)
+        .where(of_job, columns.idx > after, columns.idx <= last)
+        .order_by(columns.idx, columns.draw)
+    )
     return [draw_from(row) for row in connection.execute(query).mappings()]
 
 
 def drawn_before(connection: sa.Connection, job_id: str, first: int, last: int) -> dict[int, int]:
-    """Index -> number of draws of the items from `first` to `last` that have some: those that `nightjar retry` opened again."""
+    """Index -> number of draws of the items from `first` to `last` that have some: those that
+    `nightjar retry` opened again."""
     columns = schema.draws.c
     query = (
         sa.select(columns.idx, (sa.func.max(columns.draw) + 1).label("drawn"))
@@ -79,7 +90,9 @@ def draw_from(row: sa.RowMapping) -> DrawRow:
     """A row of `draws` as a record."""
     code = None if row["code"] is None else ErrorCode(row["code"])
     scores = msgspec.convert(row["scores"], dict[str, Score])
-    return DrawRow(row["idx"], Draw(row["draw"], row["seed"], code, bool(row["kept"]), row["duration_ms"], scores))
+    return DrawRow(
+        row["idx"], Draw(row["draw"], row["seed"], code, bool(row["kept"]), row["duration_ms"], scores)
+    )
 
 
 _PENDING, _DONE = ITEM_STATE_NUMBERS[ItemState.PENDING], ITEM_STATE_NUMBERS[ItemState.DONE]
@@ -123,17 +136,28 @@ def commit(connection: sa.Connection, ticket: Ticket, outcomes: Sequence[Outcome
     done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
     failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
     n_done = _commit_done(connection, shard, done)
-    n_failed, n_waiting, failed_ms = _commit_failed(connection, shard, failed, attempts) if failed else (0, 0, 0)
+    n_failed, n_waiting, failed_ms = (
+        _commit_failed(connection, shard, failed, attempts) if failed else (0, 0, 0)
+    )
     more = {
         "n_done": n_done,
         "n_failed": n_failed,
-        "audio_ms": sum([artifact.duration_ms for outcome in done for artifact in outcome.artifacts if artifact.kind == "audio"]),
+        "audio_ms": sum(
+            [
+                artifact.duration_ms
+                for outcome in done
+                for artifact in outcome.artifacts
+                if artifact.kind == "audio"
+            ]
+        ),
         "engine_ms": sum([outcome.engine_ms for outcome in done]) + failed_ms,
         "bytes_out": sum([artifact.bytes for outcome in done for artifact in outcome.artifacts]),
     }
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no}
     connection.execute(_COUNT, {**of, **{f"more_{name}": count for name, count in more.items()}})
-    return CommitResult(n_done + n_failed + n_waiting, failed=n_failed if shard["error_budget"] is not None else 0)
+    return CommitResult(
+        n_done + n_failed + n_waiting, failed=n_failed if shard["error_budget"] is not None else 0
+    )
 
 
 def _open_items(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> dict[int, int]:
@@ -197,8 +221,11 @@ def _pending(shard: sa.RowMapping, indexes: Iterable[int]) -> str:
     return f"job_no = {shard['job_no']:d} AND idx IN ({numbers}) AND shard_no = {shard['no']:d} AND state = {_PENDING}"
 
 
-def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]) -> tuple[int, int, int]:
-    """(items that failed for good, items that wait for another attempt, engine milliseconds of what was not recorded before)."""
+def _commit_failed(
+    connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]
+) -> tuple[int, int, int]:
+    """(items that failed for good, items that wait for another attempt, engine milliseconds of what was
+    not recorded before)."""
     recorded = _recorded_before(connection, shard, [outcome.index for outcome in failed])
     ended = waiting = engine_ms = 0
     errors = []
@@ -214,7 +241,12 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
         changed = connection.execute(
             sa.update(schema.items)
             .where(items.job_no == shard["job_no"], items.idx == outcome.index, item_is(ItemState.PENDING))
-            .values(state=ITEM_STATE_NUMBERS[state], attempts=tries, error_code=outcome.code.value, error_message=clean(outcome.message))
+            .values(
+                state=ITEM_STATE_NUMBERS[state],
+                attempts=tries,
+                error_code=outcome.code.value,
+                error_message=clean(outcome.message),
+            )
         ).rowcount
         if state is ItemState.PENDING:
             waiting += changed
@@ -226,7 +258,11 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
     if refused:
         _forget_quarantined(connection, shard, [outcome.index for outcome in refused])
         _add_artifacts(connection, shard, [artifact for outcome in refused for artifact in outcome.artifacts])
-        add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in refused for draw in outcome.draws])
+        add_draws(
+            connection,
+            shard["job_no"],
+            [(outcome.index, draw) for outcome in refused for draw in outcome.draws],
+        )
     return ended, waiting, engine_ms
 
 
@@ -235,7 +271,9 @@ def _recorded_before(connection: sa.Connection, shard: sa.RowMapping, indexes: l
     if not indexes:
         return set()
     errors = schema.item_errors.c
-    query = sa.select(errors.idx).where(errors.job_no == shard["job_no"], errors.idx.in_(indexes), errors.epoch == shard["epoch"])
+    query = sa.select(errors.idx).where(
+        errors.job_no == shard["job_no"], errors.idx.in_(indexes), errors.epoch == shard["epoch"]
+    )
     return set(connection.scalars(query))
 
 
@@ -243,13 +281,20 @@ _REPLACED = ("sha256", "bytes", "duration_ms", "sample_rate", "samples", "pack",
 
 
 def replace_artifact(connection: sa.Connection, job_id: str, artifact: Artifact, sha256: str) -> bool:
-    """Puts what was made again into the place of an artifact whose hash is still `sha256`, and counts it in its shard."""
+    """Puts what was made again into the place of an artifact whose hash is still `sha256`, and counts it
+    in its shard."""
     items, artifacts = schema.items.c, schema.artifacts.c
-    shard_no = connection.scalar(sa.select(items.shard_no).where(items.job_no == number_of(job_id), items.idx == artifact.index))
+    shard_no = connection.scalar(
+        sa.select(items.shard_no).where(items.job_no == number_of(job_id), items.idx == artifact.index)
+    )
     shard = None if shard_no is None else lock_shard(connection, job_id, shard_no)
     if shard is None:
         return False
-    of_artifact = (artifacts.job_no == shard["job_no"], artifacts.idx == artifact.index, artifacts.kind == artifact.kind)
+    of_artifact = (
+        artifacts.job_no == shard["job_no"],
+        artifacts.idx == artifact.index,
+        artifacts.kind == artifact.kind,
+    )
     known = sa.select(artifacts.bytes, artifacts.duration_ms).where(*of_artifact, artifacts.sha256 == sha256)
     before = connection.execute(known).one_or_none()
     if before is None:
@@ -259,7 +304,12 @@ def replace_artifact(connection: sa.Connection, job_id: str, artifact: Artifact,
     connection.execute(sa.update(schema.artifacts).where(*of_artifact).values(**changed, meta=meta))
     if artifact.kind != QUARANTINE:
         audio_ms = artifact.duration_ms - before.duration_ms if artifact.kind == "audio" else 0
-        update_shard(connection, shard, audio_ms=shard["audio_ms"] + audio_ms, bytes_out=shard["bytes_out"] + artifact.bytes - before.bytes)
+        update_shard(
+            connection,
+            shard,
+            audio_ms=shard["audio_ms"] + audio_ms,
+            bytes_out=shard["bytes_out"] + artifact.bytes - before.bytes,
+        )
     return True
 
 
@@ -267,4 +317,6 @@ def set_shard_manifest(connection: sa.Connection, job_id: str, shard_no: int, ke
     """Names the manifest of a shard that has ended."""
     columns = schema.shards.c
     ended = (columns.job_id == job_id, columns.no == shard_no, state_is(columns.state, ShardState.DONE))
-    connection.execute(sa.update(schema.shards).where(*ended).values(manifest_key=key, manifest_sha256=sha256))
+    connection.execute(
+        sa.update(schema.shards).where(*ended).values(manifest_key=key, manifest_sha256=sha256)
+    )

@@ -36,7 +36,10 @@ _SHARD_AUDIO = (
     sa.select(
         schema.items.c.idx,
         schema.items.c.example_id,
-        *(schema.artifacts.c[name] for name in ("key", "sha256", "bytes", "sample_rate", "samples", "seed", "pack", "pack_offset")),
+        *(
+            schema.artifacts.c[name]
+            for name in ("key", "sha256", "bytes", "sample_rate", "samples", "seed", "pack", "pack_offset")
+        ),
     )
     .select_from(
         schema.shards.join(
@@ -81,18 +84,30 @@ _MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
 
 
 def measured_rtf(connection: sa.Connection, model: str) -> float | None:
-    """RTF of a model on the workers that ran its newest jobs: their engine time over their audio. None: they made too little."""
+    """RTF of a model on the workers that ran its newest jobs: their engine time over their audio. None:
+    they made too little."""
     jobs, shards = schema.jobs.c, schema.shards.c
-    newest = sa.select(jobs.id).where(jobs.spec["model"].as_string() == model).order_by(jobs.no.desc()).limit(_MEASURED_JOBS)
+    newest = (
+        sa.select(jobs.id)
+        .where(jobs.spec["model"].as_string() == model)
+        .order_by(jobs.no.desc())
+        .limit(_MEASURED_JOBS)
+    )
     sums = sa.select(sa.func.sum(shards.engine_ms), sa.func.sum(shards.audio_ms))
-    ended = sums.where(shards.job_id.in_(list(connection.scalars(newest))), state_is(shards.state, ShardState.DONE))
+    ended = sums.where(
+        shards.job_id.in_(list(connection.scalars(newest))), state_is(shards.state, ShardState.DONE)
+    )
     engine_ms, audio_ms = connection.execute(ended).one()
     return None if (audio_ms or 0) < _MEASURED_AUDIO_MS else float(engine_ms) / float(audio_ms)
 
 
 def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
     """The job that was submitted under a key."""
-    row = connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key)).mappings().one_or_none()
+    row = (
+        connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key))
+        .mappings()
+        .one_or_none()
+    )
     return None if row is None else job_of(connection, row)
 
 
@@ -104,9 +119,14 @@ def store_identity(connection: sa.Connection, address: str) -> str | None:
 
 
 def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]:
-    """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
+    """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a
+    slash, in the order of submit."""
     key = schema.jobs.c.idempotency_key
-    query = sa.select(schema.jobs).where((key == first) | key.startswith(f"{first}/", autoescape=True)).order_by(schema.jobs.c.no)
+    query = (
+        sa.select(schema.jobs)
+        .where((key == first) | key.startswith(f"{first}/", autoescape=True))
+        .order_by(schema.jobs.c.no)
+    )
     # The LIKE of SQLite knows no case.
     rows = [row for row in connection.execute(query).mappings() if row["idempotency_key"].startswith(first)]
     return [(row["idempotency_key"], job_of(connection, row)) for row in rows]
@@ -115,7 +135,11 @@ def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]
 def jobs_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[Job]:
     """The jobs of one input and spec, the oldest first."""
     columns = schema.jobs.c
-    query = sa.select(schema.jobs).where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha).order_by(columns.no)
+    query = (
+        sa.select(schema.jobs)
+        .where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha)
+        .order_by(columns.no)
+    )
     return [job_of(connection, row) for row in connection.execute(query).mappings()]
 
 
@@ -133,7 +157,8 @@ class ItemsPage(NamedTuple):
     """Items in index order."""
 
     items: list[ItemRow]
-    #: Where the next page begins; None: there is none. Items whose state changes while the page is read may be missing, or more.
+    #: Where the next page begins; None: there is none. Items whose state changes while the page is read may
+    #: be missing, or more.
     after: int | None
 
 
@@ -151,7 +176,9 @@ def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, 
         page = list(connection.scalars(query.order_by(items.idx).limit(limit)))
     else:
         rest = sa.and_(*conditions) if conditions else None
-        page = matching_page(connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest)
+        page = matching_page(
+            connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest
+        )
     if not page:
         return ItemsPage([], None)
     # To list nearly all indexes between two takes longer than to read all rows between them.
@@ -168,11 +195,15 @@ def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[S
     return [ShardAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
-def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: int, kind: str) -> list[ArtifactFacts]:
+def artifacts_page(
+    connection: sa.Connection, job_id: str, after: int, limit: int, kind: str
+) -> list[ArtifactFacts]:
     """Up to `limit` artifacts of a kind with an index above `after`, in index order."""
     artifacts = schema.artifacts.c
     columns = [artifacts[name] for name in ("idx", *ArtifactFacts.__struct_fields__[1:])]
-    query = sa.select(*columns).where(artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind)
+    query = sa.select(*columns).where(
+        artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind
+    )
     rows = connection.execute(query.order_by(artifacts.idx).limit(limit))
     return [ArtifactFacts(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
@@ -180,14 +211,20 @@ def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: in
 def packs(connection: sa.Connection, job_id: str) -> set[str]:
     """The keys of the packs that artifacts of a job are in."""
     artifacts = schema.artifacts.c
-    query = sa.select(artifacts.pack).where(artifacts.job_no == number_of(job_id), artifacts.pack.is_not(None)).distinct()
+    query = (
+        sa.select(artifacts.pack)
+        .where(artifacts.job_no == number_of(job_id), artifacts.pack.is_not(None))
+        .distinct()
+    )
     return set(connection.scalars(query))
 
 
 def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:
     """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
     columns = schema.shards.c
-    rows = connection.execute(sa.select(columns.no, columns.input_key, columns.input_sha256).where(columns.job_id == job_id))
+    rows = connection.execute(
+        sa.select(columns.no, columns.input_key, columns.input_sha256).where(columns.job_id == job_id)
+    )
     return {no: (key, sha256) for no, key, sha256 in rows}
 
 
@@ -204,12 +241,20 @@ def shard_ends(connection: sa.Connection, job_id: str) -> list[ShardEnds]:
     """Of the shards of a job some of whose items have ended, by number."""
     columns = schema.shards.c
     ended = columns.n_done + columns.n_failed + columns.n_skipped
-    query = sa.select(columns.no, columns.first_index, columns.last_index, ended).where(columns.job_id == job_id, ended > 0)
-    return [ShardEnds(*row) for row in cast("Sequence[tuple[Any, ...]]", connection.execute(query.order_by(columns.no)).all())]
+    query = sa.select(columns.no, columns.first_index, columns.last_index, ended).where(
+        columns.job_id == job_id, ended > 0
+    )
+    return [
+        ShardEnds(*row)
+        for row in cast("Sequence[tuple[Any, ...]]", connection.execute(query.order_by(columns.no)).all())
+    ]
 
 
-def _with_audio(page: list[int], number: sa.ScalarSelect[int], *, listed: bool) -> sa.Select[tuple[object, ...]]:
-    """The items of a page with their audio: those that are `listed` in it, else all from its first to its last."""
+def _with_audio(
+    page: list[int], number: sa.ScalarSelect[int], *, listed: bool
+) -> sa.Select[tuple[object, ...]]:
+    """The items of a page with their audio: those that are `listed` in it, else all from its first to its
+    last."""
 
     def on_page(column: sa.ColumnElement[int], shift: int = 0) -> sa.ColumnElement[bool]:
         # Said of each table: PostgreSQL would read the whole job's rows of the others for each page.
@@ -218,10 +263,17 @@ def _with_audio(page: list[int], number: sa.ScalarSelect[int], *, listed: bool) 
         return column.in_([index + shift for index in page])
 
     items, artifacts, following = schema.items.c, schema.artifacts.c, schema.items.alias("following")
-    audio = sa.and_(artifacts.job_no == items.job_no, artifacts.idx == items.idx, artifacts.kind == "audio", on_page(artifacts.idx))
+    audio = sa.and_(
+        artifacts.job_no == items.job_no,
+        artifacts.idx == items.idx,
+        artifacts.kind == "audio",
+        on_page(artifacts.idx),
+    )
     wanted = [column for column in artifacts if column.name not in {"job_no", "idx", "epoch", "worker_id"}]
     # The items of a dialogue have indexes that follow one another.
-    next_one = sa.and_(following.c.job_no == number, following.c.idx == items.idx + 1, on_page(following.c.idx, 1))
+    next_one = sa.and_(
+        following.c.job_no == number, following.c.idx == items.idx + 1, on_page(following.c.idx, 1)
+    )
     several = sa.or_(items.turn > 0, sa.func.coalesce(following.c.turn, 0) > 0).label("several")
     tables = schema.items.outerjoin(schema.artifacts, audio).outerjoin(following, next_one)
     return sa.select(schema.items, *wanted, several).select_from(tables).where(on_page(items.idx))
@@ -231,7 +283,10 @@ def rejected_page(connection: sa.Connection, job_id: str, after: int, limit: int
     columns = schema.rejected_lines.c
     query = sa.select(columns.line, columns.code, columns.message, columns.example_id)
     query = query.where(columns.job_id == job_id, columns.line > after).order_by(columns.line).limit(limit)
-    return [RejectedLine(line, ErrorCode(code), message, example_id) for line, code, message, example_id in connection.execute(query)]
+    return [
+        RejectedLine(line, ErrorCode(code), message, example_id)
+        for line, code, message, example_id in connection.execute(query)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +314,9 @@ class Commit:
     audio_ms: float
 
 
-def attempts_page(connection: sa.Connection, job_id: str, after: tuple[int, int], limit: int) -> list[Attempt]:
+def attempts_page(
+    connection: sa.Connection, job_id: str, after: tuple[int, int], limit: int
+) -> list[Attempt]:
     """Up to `limit` attempts after (shard, epoch), in this order."""
     attempts, shards = schema.attempts.c, schema.shards.c
     query = (
@@ -270,7 +327,10 @@ def attempts_page(connection: sa.Connection, job_id: str, after: tuple[int, int]
             sa.func.coalesce(attempts.ended_at, now(connection)),
             attempts.n_ok,
             attempts.n_failed,
-            sa.case((shards.n_done > 0, sa.cast(shards.audio_ms, sa.Double) / shards.n_done * attempts.n_ok), else_=0.0),
+            sa.case(
+                (shards.n_done > 0, sa.cast(shards.audio_ms, sa.Double) / shards.n_done * attempts.n_ok),
+                else_=0.0,
+            ),
         )
         .join(schema.shards, sa.and_(shards.job_id == attempts.job_id, shards.no == attempts.shard_no))
         .where(attempts.job_id == job_id, sa.tuple_(attempts.shard_no, attempts.epoch) > after)
@@ -296,11 +356,17 @@ def draws_of(connection: sa.Connection, job_id: str, indexes: Collection[int]) -
     """The draws of these items, in order of index and draw."""
     columns = schema.draws.c
     query = sa.select(schema.draws).where(columns.job_no == number_of(job_id), columns.idx.in_(indexes))
-    return [draw_from(row) for row in connection.execute(query.order_by(columns.idx, columns.draw)).mappings()]
+    return [
+        draw_from(row) for row in connection.execute(query.order_by(columns.idx, columns.draw)).mappings()
+    ]
 
 
-def artifacts_of(connection: sa.Connection, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
+def artifacts_of(
+    connection: sa.Connection, job_id: str, kind: str, indexes: Collection[int]
+) -> dict[int, Artifact]:
     """Index -> artifact of one kind, of those of these items that have one."""
     columns = schema.artifacts.c
-    query = sa.select(schema.artifacts).where(columns.job_no == number_of(job_id), columns.kind == kind, columns.idx.in_(indexes))
+    query = sa.select(schema.artifacts).where(
+        columns.job_no == number_of(job_id), columns.kind == kind, columns.idx.in_(indexes)
+    )
     return {row["idx"]: artifact_from(row) for row in connection.execute(query).mappings()}

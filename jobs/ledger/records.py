@@ -40,7 +40,12 @@ class JobState(StrEnum):
 
     @property
     def final(self) -> bool:
-        return self in {JobState.CANCELLED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.FAILED}
+        return self in {
+            JobState.CANCELLED,
+            JobState.COMPLETED,
+            JobState.COMPLETED_WITH_ERRORS,
+            JobState.FAILED,
+        }
 
 
 class ShardState(StrEnum):
@@ -102,7 +107,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: Quality | None = None
     #: Whose turns are spoken. Of a model that answers dialogues it becomes `answer` at submit.
     speak: Speak = "auto"
-    #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has the hash it always had.
+    #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has
+    #: the hash it always had.
     pack: bool | msgspec.UnsetType = msgspec.UNSET
     #: What of the input is read. Unset is all of it: such a spec has the hash it always had.
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
@@ -142,7 +148,11 @@ class NewJob:
         # The comparison is also false for NaN.
         if self.error_budget is not None and not 0 <= self.error_budget <= 1:
             message = f"The error budget is {self.error_budget}."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Give the share of failed items that pauses the job, from 0 to 1.")
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID,
+                message,
+                "Give the share of failed items that pauses the job, from 0 to 1.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +189,9 @@ class Job:
 
     @property
     def speaks_turns(self) -> bool:
-        """Whether a dialogue of the job may have several spoken turns. Not in jobs of before turns could be chosen, nor where a model
-        answers whole dialogues, nor in batches, whose lines have one text each."""
+        """Whether a dialogue of the job may have several spoken turns. Not in jobs of before turns could
+        be chosen, nor where a model answers whole dialogues, nor in batches, whose lines have one text
+        each."""
         return self.spec.speak != "answer" and self.labels.get(INPUT_FORMAT) != "openai-batch"
 
 
@@ -207,7 +218,8 @@ class NewShard:
     input_sha256: str
     #: Estimated audio of all its items.
     estimated_ms: int
-    #: Index -> which of its dialogue's spoken turns an item is, from 1; items that are not in it are number 0.
+    #: Index -> which of its dialogue's spoken turns an item is, from 1; items that are not in it are number
+    #: 0.
     turns: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
@@ -245,7 +257,8 @@ QUARANTINE = "quarantine"
 
 
 class Artifact(msgspec.Struct, frozen=True):
-    """What the store has of an item: an object under its key, or a part of a pack. `jobs.packs.read_artifact` reads both."""
+    """What the store has of an item: an object under its key, or a part of a pack.
+    `jobs.packs.read_artifact` reads both."""
 
     index: int
     #: `audio`, `text`, or `quarantine` for the audio of an item that no draw of passed its checks.
@@ -402,6 +415,7 @@ class WorkerInfo:
     slots: int
 
 
-# msgspec inspects a class at its first use and crashes where two threads do so at once. Here the lock of the import keeps them apart.
+# msgspec inspects a class at its first use and crashes where two threads do so at once. Here the lock of the
+# import keeps them apart.
 msgspec.json.Decoder(JobSpec)
 msgspec.json.Decoder(Score)

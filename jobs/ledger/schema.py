@@ -1,7 +1,7 @@
 """The tables of the ledger, with portable types; `migrations/` brings a database to this shape.
 
-Times are UTC epoch seconds of the database's clock. Lock order on PostgreSQL: job, then shards by number, then items;
-whoever changes an item holds the lock of its shard, so shard counters are exact.
+Times are UTC epoch seconds of the database's clock. Lock order on PostgreSQL: job, then shards by number,
+then items; whoever changes an item holds the lock of its shard, so shard counters are exact.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _postgresql_now(element: db_now, compiler: SQLCompiler, **kwargs: object) ->
 
 
 def literal(value: StrEnum | int) -> sa.ColumnElement[object]:
-    """A constant in the SQL text: SQLite uses a partial index only where its condition is no bound parameter."""
+    """A constant in the SQL text: SQLite uses a partial index only where its condition is no bound
+    parameter."""
     return sa.literal_column(str(value) if isinstance(value, int) else f"'{value.value}'")
 
 
@@ -88,7 +89,8 @@ def _partial_index(name: str, *columns: sa.Column[Any], where: str) -> None:
 jobs = sa.Table(
     "jobs",
     metadata,
-    # The short key of the tables that have a row for each item: with the id instead, they would be twice as large and half as fast.
+    # The short key of the tables that have a row for each item: with the id instead, they would be twice as
+    # large and half as fast.
     sa.Column("no", sa.Integer, primary_key=True),
     sa.Column("id", sa.Text, nullable=False),
     sa.Column("name", sa.Text, nullable=False),
@@ -121,8 +123,8 @@ jobs = sa.Table(
     sa.Column("cancel_requested_at", sa.Double),
     # The `finished_at` of the end whose manifest is in the store; another one, or NULL: it has to be written.
     sa.Column("manifest_finished_at", sa.Double),
-    # The `finished_at` of the end that was reported to the operator's hook; how often that was tried for the present end, and when the
-    # next try is due: while one sends, that is the time at which it counts as lost.
+    # The `finished_at` of the end that was reported to the operator's hook; how often that was tried for the
+    # present end, and when the next try is due: while one sends, that is the time at which it counts as lost.
     sa.Column("notified_finished_at", sa.Double),
     sa.Column("notify_attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
     sa.Column("notify_due_at", sa.Double),
@@ -191,7 +193,8 @@ items = sa.Table(
     sa.Column("attempts", sa.SmallInteger, nullable=False, server_default=sa.text("0")),
     sa.Column("error_code", sa.Text),
     sa.Column("error_message", sa.Text),
-    # Which of its dialogue's spoken turns it is: each dialogue has one 0, so the first items keep example ids apart.
+    # Which of its dialogue's spoken turns it is: each dialogue has one 0, so the first items keep example ids
+    # apart.
     sa.Column("turn", sa.Integer, nullable=False, server_default=sa.text("0")),
     sa.UniqueConstraint("job_no", "example_id", "turn"),
     sa.CheckConstraint("state BETWEEN 0 AND 4", name="state"),
@@ -241,9 +244,22 @@ draws = sa.Table(
 )
 
 #: The checks whose scores have a column of their own, in `scores`.
-SCORE_COLUMNS = ("ended", "duration", "clipped", "silence", "pause", "loudness", "wer", "cer", "distillmos", "dnsmos", "similarity")
+SCORE_COLUMNS = (
+    "ended",
+    "duration",
+    "clipped",
+    "silence",
+    "pause",
+    "loudness",
+    "wer",
+    "cer",
+    "distillmos",
+    "dnsmos",
+    "similarity",
+)
 
-# What was measured of the audio of an item, as numbers that filters compare: the draw that is kept says it again, with its details.
+# What was measured of the audio of an item, as numbers that filters compare: the draw that is kept says it
+# again, with its details.
 scores = sa.Table(
     "scores",
     metadata,
@@ -315,7 +331,8 @@ workers = sa.Table(
     sa.Column("heartbeat_at", sa.Double, nullable=False),
 )
 
-# Jobs that were deleted, or are being deleted: what a worker that lost its lease still writes of them belongs to nothing.
+# Jobs that were deleted, or are being deleted: what a worker that lost its lease still writes of them belongs
+# to nothing.
 deleted_jobs = sa.Table(
     "deleted_jobs",
     metadata,

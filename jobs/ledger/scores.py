@@ -1,7 +1,8 @@
 """Scores of items as columns, and the filters that compare them.
 
-A filter reads one table by its primary key, from the last item of a page on: that of the scores where every item that matches has a
-row there, else that of the items. So pages come in the order of the input, and none is sorted.
+A filter reads one table by its primary key, from the last item of a page on: that of the scores where
+every item that matches has a row there, else that of the items. So pages come in the order of the input,
+and none is sorted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def add_scores(connection: sa.Connection, job_no: int, draws: Iterable[tuple[int, Draw]]) -> None:
-    """Adds the scores of the draws that are kept, of (index, draw); those that are there stay as they are, as draws do."""
+    """Adds the scores of the draws that are kept, of (index, draw); those that are there stay as they are,
+    as draws do."""
     rows = [_row(job_no, index, draw) for index, draw in draws if draw.kept]
     insert_missing(connection, schema.scores, _COLUMNS, rows)
 
@@ -89,7 +91,9 @@ def _source(where: Where, items: sa.FromClause | None = None) -> _Source:
     measured = frozenset(where.names) - OF_ALL_ITEMS
     if items is None and where.needs_scores:
         first: sa.FromClause = scores
-        beside: list[tuple[sa.FromClause, bool]] = [(items := schema.items.alias("tried"), _ATTEMPTS in where.names)]
+        beside: list[tuple[sa.FromClause, bool]] = [
+            (items := schema.items.alias("tried"), _ATTEMPTS in where.names)
+        ]
     else:
         first = items = schema.items.alias("tried") if items is None else items
         beside = [(scores, bool(measured))]
@@ -97,9 +101,14 @@ def _source(where: Where, items: sa.FromClause | None = None) -> _Source:
     for table, wanted in (*beside, (audio, _SECONDS in where.names)):
         if wanted:
             same = [table.c.job_no == first.c.job_no, table.c.idx == first.c.idx]
-            tables = tables.outerjoin(table, sa.and_(*same, *([table.c.kind == "audio"] if table is audio else [])))
+            tables = tables.outerjoin(
+                table, sa.and_(*same, *([table.c.kind == "audio"] if table is audio else []))
+            )
     # In this order a score that another package calls as a fact is called is the fact.
-    values = {name: scores.c[name] if name in _COLUMN_NAMES else scores.c.others[name].as_float() for name in measured}
+    values = {
+        name: scores.c[name] if name in _COLUMN_NAMES else scores.c.others[name].as_float()
+        for name in measured
+    }
     # Exactly as items say it in Python.
     seconds = sa.cast(audio.c.samples, sa.Double) / audio.c.sample_rate
     values |= {_SECONDS: seconds, _ATTEMPTS: items.c.attempts, "draw": scores.c.draw}
@@ -107,18 +116,28 @@ def _source(where: Where, items: sa.FromClause | None = None) -> _Source:
 
 
 def matching_page(
-    connection: sa.Connection, job: Job, where: Where, after: int, limit: int, *, dialogues: bool, conditions: sa.ColumnElement[bool] | None
+    connection: sa.Connection,
+    job: Job,
+    where: Where,
+    after: int,
+    limit: int,
+    *,
+    dialogues: bool,
+    conditions: sa.ColumnElement[bool] | None,
 ) -> list[int]:
     """The indexes of up to `limit` items above `after` that match, in order.
 
-    `dialogues`: also the other items of their dialogues. `conditions`: what else is asked of the row in `items`.
+    `dialogues`: also the other items of their dialogues. `conditions`: what else is asked of the row in
+    `items`.
     """
     dialogues = dialogues and job.speaks_turns
     number = number_of(job.id)
     if not dialogues and conditions is None:
         source = _source(where)
         query = sa.select(source.idx).select_from(source.tables)
-        query = query.where(source.job_no == number, source.idx > after, source.true(where.condition)).order_by(source.idx)
+        query = query.where(
+            source.job_no == number, source.idx > after, source.true(where.condition)
+        ).order_by(source.idx)
         return list(connection.scalars(query.limit(limit)))
     items = schema.items
     query = sa.select(items.c.idx).where(items.c.job_no == number, items.c.idx > after).order_by(items.c.idx)
@@ -131,11 +150,16 @@ def _matches(where: Where, items: sa.FromClause, *, dialogues: bool) -> sa.Colum
     source = _source(where, other := items.alias("other") if dialogues else schema.items.alias("same"))
     same = other.c.example_id == items.c.example_id if dialogues else other.c.idx == items.c.idx
     found = sa.select(sa.literal(1)).select_from(source.tables)
-    return sa.exists(found.where(other.c.job_no == items.c.job_no, same, source.true(where.condition)).correlate(items))
+    return sa.exists(
+        found.where(other.c.job_no == items.c.job_no, same, source.true(where.condition)).correlate(items)
+    )
 
 
-def filtered_out(connection: sa.Connection, job_id: str, where: Where, *, dialogues: bool = False) -> list[FilteredOut]:
-    """What a filter leaves out of the items that have audio, by condition, in its order; the database counts them."""
+def filtered_out(
+    connection: sa.Connection, job_id: str, where: Where, *, dialogues: bool = False
+) -> list[FilteredOut]:
+    """What a filter leaves out of the items that have audio, by condition, in its order; the database
+    counts them."""
     job = read_job(connection, job_id)
     items, audio = schema.items, schema.artifacts.alias("audio")
     source = _source(where, items)
@@ -150,7 +174,10 @@ def filtered_out(connection: sa.Connection, job_id: str, where: Where, *, dialog
         query = query.where(sa.not_(_matches(where, items, dialogues=True)))
     group = query.subquery().c.first
     # Sums and no GROUP BY, for which SQLite would hold a row of each item in memory.
-    sums = [sa.func.coalesce(sa.func.sum(sa.case((group == number, 1), else_=0)), 0) for number in range(2 * len(where.conditions))]
+    sums = [
+        sa.func.coalesce(sa.func.sum(sa.case((group == number, 1), else_=0)), 0)
+        for number in range(2 * len(where.conditions))
+    ]
     counts = [int(count) for count in connection.execute(sa.select(*sums)).one()]
     found: list[FilteredOut] = []
     for number, condition in enumerate(where.conditions):
@@ -160,16 +187,23 @@ def filtered_out(connection: sa.Connection, job_id: str, where: Where, *, dialog
 
 
 def check_names(connection: sa.Connection, job: Job, where: Where) -> None:
-    """Raises `config.invalid` for a score that no item of the job has; while the job runs its checks may still measure theirs."""
+    """Raises `config.invalid` for a score that no item of the job has; while the job runs its checks may
+    still measure theirs."""
     quality = None if job.state.final else job.spec.quality
     expected = set() if quality is None else scores_with(quality.meters)
     if quality is not None and any(meter not in METERS for meter in quality.meters):
         # What another package's meter measures is known when it has.
         return
-    unknown = [name for name in where.names if name not in FACTS and name not in expected and not _is_measured(connection, job, name)]
+    unknown = [
+        name
+        for name in where.names
+        if name not in FACTS and name not in expected and not _is_measured(connection, job, name)
+    ]
     if unknown:
         there = sorted(expected.union(_measured_names(connection, job)))
-        raise no_such_score(job.id, unknown[0], there, () if job.spec.quality is None else job.spec.quality.meters)
+        raise no_such_score(
+            job.id, unknown[0], there, () if job.spec.quality is None else job.spec.quality.meters
+        )
 
 
 def _is_measured(connection: sa.Connection, job: Job, name: str) -> bool:
@@ -182,7 +216,12 @@ def _is_measured(connection: sa.Connection, job: Job, name: str) -> bool:
 def _measured_names(connection: sa.Connection, job: Job) -> set[str]:
     """The scores of the job's first items."""
     columns = schema.scores.c
-    query = sa.select(schema.scores).where(columns.job_no == number_of(job.id)).order_by(columns.idx).limit(_SAMPLED_ROWS)
+    query = (
+        sa.select(schema.scores)
+        .where(columns.job_no == number_of(job.id))
+        .order_by(columns.idx)
+        .limit(_SAMPLED_ROWS)
+    )
     found: set[str] = set()
     for row in connection.execute(query).mappings():
         found.update(name for name in SCORE_COLUMNS if row[name] is not None)

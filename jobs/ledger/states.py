@@ -22,10 +22,12 @@ BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
 
 #: From this number of ended items, their share of failures is compared with the error budget as it is.
 BUDGET_MIN_ITEMS = 100
-#: With fewer, the budget is spent when a job within its budget would have that many failures in one of a thousand cases.
+#: With fewer, the budget is spent when a job within its budget would have that many failures in one of a
+#: thousand cases.
 BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
-#: How far a time of the ledger may lie ahead of its clock: one statement reads the clock a moment before another writes.
+#: How far a time of the ledger may lie ahead of its clock: one statement reads the clock a moment before
+#: another writes.
 CLOCK_SLACK_SECONDS = 10.0
 #: How long the worker that ended a job may take to write its manifest.
 MANIFEST_GRACE_SECONDS = 60.0
@@ -60,7 +62,8 @@ QUARANTINED = "quarantined"
 #: A worker whose last heartbeat is older is not counted as live.
 LIVE_SECONDS = 60.0
 
-#: Outages that end a lease at once: a person has to repair them, and other jobs may need the worker until then.
+#: Outages that end a lease at once: a person has to repair them, and other jobs may need the worker until
+#: then.
 LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
 
 
@@ -100,7 +103,8 @@ class AfterCrash:
 
 
 def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> AfterCrash:
-    """Judges a crashed lease. A lease that ended items before it crashed starts the count of attempts anew."""
+    """Judges a crashed lease. A lease that ended items before it crashed starts the count of attempts
+    anew."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
         return AfterCrash(Verdict.RETRY, attempts)
@@ -117,7 +121,8 @@ def last_attempt(attempts: int, max_attempts: int) -> bool:
 
 
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:
-    """Attempts that a half starts with: a half of several items splits at its next crash; a single item gets all its attempts alone."""
+    """Attempts that a half starts with: a half of several items splits at its next crash; a single item
+    gets all its attempts alone."""
     return 0 if open_items == 1 else max_attempts - 1
 
 
@@ -127,15 +132,17 @@ def after_failure(attempts: int, max_attempts: int, code: ErrorCode) -> ItemStat
 
 
 def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> float:
-    """Seconds to wait before attempt `attempts` + 1: `base_seconds` * 2^attempts up to 300, times 0.5 to 1 by `jitter` in [0, 1)."""
+    """Seconds to wait before attempt `attempts` + 1: `base_seconds` * 2^attempts up to 300, times 0.5 to 1
+    by `jitter` in [0, 1)."""
     return min(MAX_BACKOFF_SECONDS, base_seconds * 2.0 ** min(attempts, 16)) * (0.5 + jitter / 2)
 
 
 def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
     """Whether a job has failed too often since its start or its last resume.
 
-    It has when it cannot end within its budget any more, even if all pending items succeed. Before that, the ended items count: a
-    hundred and more by their share of failures, fewer by the probability of that many failures at the budget's rate.
+    It has when it cannot end within its budget any more, even if all pending items succeed. Before that,
+    the ended items count: a hundred and more by their share of failures, fewer by the probability of that
+    many failures at the budget's rate.
     """
     ended = done + failed
     if error_budget is None or not failed or failed / ended <= error_budget:
@@ -146,8 +153,11 @@ def over_budget(error_budget: float | None, done: int, failed: int, pending: int
 
 
 def _chance(failed: int, ended: int, rate: float) -> float:
-    """The probability of `failed` failures or more among `ended` items that fail at this rate, each for itself (binomial)."""
-    return sum(comb(ended, count) * rate**count * (1 - rate) ** (ended - count) for count in range(failed, ended + 1))
+    """The probability of `failed` failures or more among `ended` items that fail at this rate, each for
+    itself (binomial)."""
+    return sum(
+        comb(ended, count) * rate**count * (1 - rate) ** (ended - count) for count in range(failed, ended + 1)
+    )
 
 
 def final_state(failed: int, rejected_lines: int) -> JobState:

@@ -1,7 +1,8 @@
-"""The status of jobs, from shard counters and never from a scan of items: the one way to read it, in plain SQL.
+"""The status of jobs, from shard counters and never from a scan of items: the one way to read it, in plain
+SQL.
 
-`Ledger` runs these statements on its own connection. `nightjar status` and `nightjar list` run them by the bare driver, since the
-import of SQLAlchemy takes longer than the whole command should.
+`Ledger` runs these statements on its own connection. `nightjar status` and `nightjar list` run them by the
+bare driver, since the import of SQLAlchemy takes longer than the whole command should.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pipelines.errors import ErrorCode, NotFoundError
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
-#: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out work.
+#: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out
+#: work.
 GAP_SECONDS = 10.0
 
 #: UTC epoch seconds by each engine's clock.
@@ -52,7 +54,8 @@ _OUTAGE = """
 SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
-#: Workers that live and take shards of :model, of any state but those that have ended; without those that refused :job the last time.
+#: Workers that live and take shards of :model, of any state but those that have ended; without those that
+#: refused :job the last time.
 _LIVE_WORKERS = f"""
 SELECT host, pid, state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
@@ -87,7 +90,19 @@ RECENT_SECONDS = 600.0
 #: Workers that were lost before are shown only with those that retired.
 LOST_SECONDS = 24 * 3600.0
 
-_COLUMNS = ("id", "host", "pid", "gpu", "model", "version", "slots", "state", "state_reason", "started_at", "heartbeat_at")
+_COLUMNS = (
+    "id",
+    "host",
+    "pid",
+    "gpu",
+    "model",
+    "version",
+    "slots",
+    "state",
+    "state_reason",
+    "started_at",
+    "heartbeat_at",
+)
 _WORKERS = f"SELECT {', '.join(_COLUMNS)} FROM workers"  # noqa: S608 - names of ours
 _PRESENT = f"""
 WHERE state NOT IN ('{RETIRED}', '{LOST}') OR (state = '{LOST}' AND heartbeat_at >= <now> - {LOST_SECONDS})
@@ -188,8 +203,8 @@ def with_percent_names(statement: str) -> str:
 def read_with_driver(url: str, work: Callable[[Reader], T]) -> T | None:
     """What `work` reads by the bare driver, in one snapshot.
 
-    None where it cannot be read so: another schema, a database that is away, a driver that is missing. `Ledger` then raises the error
-    that says why.
+    None where it cannot be read so: another schema, a database that is away, a driver that is missing.
+    `Ledger` then raises the error that says why.
     """
     scheme = url.partition(":")[0]
     opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
@@ -197,7 +212,9 @@ def read_with_driver(url: str, work: Callable[[Reader], T]) -> T | None:
         return None
     try:
         with opened(url) as reader:
-            if reader.execute("SELECT version_num FROM alembic_version", {}).fetchall() != [(SCHEMA_REVISION,)]:
+            if reader.execute("SELECT version_num FROM alembic_version", {}).fetchall() != [
+                (SCHEMA_REVISION,)
+            ]:
                 return None
             return work(reader)
     except ModuleNotFoundError:
@@ -224,18 +241,27 @@ def _postgresql(url: str) -> Iterator[Reader]:
 
     with psycopg.connect(url, connect_timeout=CONNECT_SECONDS, application_name="nightjar") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        yield Reader(lambda statement, values: connection.execute(with_percent_names(statement).encode(), values), "postgresql", None)
+        yield Reader(
+            lambda statement, values: connection.execute(with_percent_names(statement).encode(), values),
+            "postgresql",
+            None,
+        )
 
 
 def find_job(reader: Reader, prefix: str) -> Job:
     """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
     wanted = prefix.strip().lower().replace("\x00", "")
-    rows = reader.execute(f"{_JOBS} WHERE substr(id, 1, length(:wanted)) = :wanted ORDER BY id LIMIT 2", {"wanted": clean(wanted)})
+    rows = reader.execute(
+        f"{_JOBS} WHERE substr(id, 1, length(:wanted)) = :wanted ORDER BY id LIMIT 2",
+        {"wanted": clean(wanted)},
+    )
     found = rows.fetchall() if wanted else []
     if not found:
         raise no_such_job(wanted)
     if len(found) > 1:
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id.")
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id."
+        )
     return _job(reader, found[0])
 
 
@@ -250,18 +276,34 @@ def read_job(reader: Reader, job_id: str) -> Job:
 def no_such_job(job_id: str) -> NotFoundError:
     """The error for an id that no job has."""
     return NotFoundError(
-        ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`nightjar list` shows the jobs of this ledger."
+        ErrorCode.LEDGER_NOT_FOUND,
+        f"There is no job {clean(job_id)!r}.",
+        "`nightjar list` shows the jobs of this ledger.",
     )
 
 
 def newest_jobs(
-    reader: Reader, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
+    reader: Reader,
+    limit: int = 50,
+    states: Collection[JobState] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> list[Job]:
     """The newest jobs first, of those in these states (None: any) with all of these labels."""
-    where = "" if states is None else f" WHERE state IN ({', '.join(repr(state.value) for state in states) or 'NULL'})"
-    rows = reader.execute(f"{_JOBS}{where} ORDER BY created_at DESC, id DESC" + ("" if labels else f" LIMIT {limit:d}"), {})
-    # Labels are compared here: a label's key may be any text, and the databases write paths into JSON in different ways.
-    found = (job for job in (_job(reader, row) for row in rows) if not labels or labels.items() <= job.labels.items())
+    where = (
+        ""
+        if states is None
+        else f" WHERE state IN ({', '.join(repr(state.value) for state in states) or 'NULL'})"
+    )
+    rows = reader.execute(
+        f"{_JOBS}{where} ORDER BY created_at DESC, id DESC" + ("" if labels else f" LIMIT {limit:d}"), {}
+    )
+    # Labels are compared here: a label's key may be any text, and the databases write paths into JSON in
+    # different ways.
+    found = (
+        job
+        for job in (_job(reader, row) for row in rows)
+        if not labels or labels.items() <= job.labels.items()
+    )
     return list(islice(found, limit))
 
 
@@ -274,7 +316,8 @@ def _job(reader: Reader, row: Sequence[Any]) -> Job:
 
 
 def job_from(row: Mapping[str, Any], place: Path | None) -> Job:
-    """The job with the values of its fields as `jobs` holds them, in a ledger that records stores relative to `place`."""
+    """The job with the values of its fields as `jobs` holds them, in a ledger that records stores relative
+    to `place`."""
     values = dict(row)
     values["store_url"] = located(row["store_url"], place)
     values["state"] = JobState(row["state"])
@@ -283,7 +326,8 @@ def job_from(row: Mapping[str, Any], place: Path | None) -> Job:
 
 
 def status_and_errors(reader: Reader, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
-    """Status and error counts of the job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
+    """Status and error counts of the job with this id, or the only one whose id begins so. Raises
+    `NotFoundError`."""
     job = find_job(reader, prefix)
     return status_of(reader, job), error_counts(reader, job.id)
 
@@ -298,11 +342,19 @@ def status_of(reader: Reader, job: Job) -> JobStatus:
     heard = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), asked).fetchall()
     states = [state for host, pid, state in heard if (host, pid) not in killed]
     quarantined = states.count(QUARANTINED)
-    return replace(status, outage=_last_outage(reader, job.id), workers=len(states) - quarantined, quarantined_workers=quarantined)
+    return replace(
+        status,
+        outage=_last_outage(reader, job.id),
+        workers=len(states) - quarantined,
+        quarantined_workers=quarantined,
+    )
 
 
 def newest_statuses(
-    reader: Reader, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
+    reader: Reader,
+    limit: int = 50,
+    states: Collection[JobState] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> list[JobStatus]:
     """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
     return statuses_of(reader, newest_jobs(reader, limit, states, labels))
@@ -314,7 +366,9 @@ def statuses_of(reader: Reader, found: Sequence[Job]) -> list[JobStatus]:
     shards: dict[str, dict[ShardState, int]] = {job.id: {} for job in found}
     spreads: dict[str, ShardSpread] = {}
     sums: dict[str, dict[str, int]] = {job.id: dict.fromkeys(_SUMS, 0) for job in found}
-    for job_id, state, count, made, item_ms, item_ms_squared, *values in _of_jobs(reader, _SHARDS, list(shards)):
+    for job_id, state, count, made, item_ms, item_ms_squared, *values in _of_jobs(
+        reader, _SHARDS, list(shards)
+    ):
         shards[job_id][ShardState(state)] = count
         if state == ShardState.DONE:
             spreads[job_id] = ShardSpread(made, float(item_ms or 0), float(item_ms_squared or 0))
@@ -323,7 +377,9 @@ def statuses_of(reader: Reader, found: Sequence[Job]) -> list[JobStatus]:
     return [
         JobStatus(
             job=job,
-            items=ItemCounts(*(sums[job.id][name] for name in ("n_items", "n_done", "n_failed", "n_skipped"))),
+            items=ItemCounts(
+                *(sums[job.id][name] for name in ("n_items", "n_done", "n_failed", "n_skipped"))
+            ),
             shards=shards[job.id],
             audio_ms=sums[job.id]["audio_ms"],
             engine_ms=sums[job.id]["engine_ms"],
@@ -337,7 +393,8 @@ def statuses_of(reader: Reader, found: Sequence[Job]) -> list[JobStatus]:
 
 
 def worked_on(reader: Reader, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have some.
+    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have
+    some.
 
     Times that overlap or lie no more than `GAP_SECONDS` apart are one.
     """
@@ -442,19 +499,42 @@ class _Leases:
     held: list[HeldShard] = field(default_factory=list[HeldShard])
 
     def add(self, started_at: float, ended_at: float, done: int, failed: int, audio_ms: float) -> None:
-        self.done, self.failed, self.audio_ms = self.done + done, self.failed + failed, self.audio_ms + audio_ms
+        self.done, self.failed, self.audio_ms = (
+            self.done + done,
+            self.failed + failed,
+            self.audio_ms + audio_ms,
+        )
         self.times.append((started_at, ended_at))
 
 
 def worker_statuses(reader: Reader, *, everyone: bool = False) -> list[WorkerStatus]:
-    """The workers, the newest first; `everyone`: also those that retired, and those that were lost more than a day ago."""
+    """The workers, the newest first; `everyone`: also those that retired, and those that were lost more
+    than a day ago."""
     now, clock = reader.now, NOW[reader.engine]
     leases: dict[str, _Leases] = {}
-    for worker_id, started_at, ended_at, done, failed, audio_ms, made in reader.execute(_ENDED.replace("<now>", clock), {}).fetchall():
-        leases.setdefault(worker_id, _Leases()).add(started_at, ended_at, done, failed, _share(audio_ms, done, made))
-    for worker_id, job_id, name, no, items, made, failed, before, failed_before, audio_ms, since in reader.execute(_HELD, {}).fetchall():
+    for worker_id, started_at, ended_at, done, failed, audio_ms, made in reader.execute(
+        _ENDED.replace("<now>", clock), {}
+    ).fetchall():
+        leases.setdefault(worker_id, _Leases()).add(
+            started_at, ended_at, done, failed, _share(audio_ms, done, made)
+        )
+    for (
+        worker_id,
+        job_id,
+        name,
+        no,
+        items,
+        made,
+        failed,
+        before,
+        failed_before,
+        audio_ms,
+        since,
+    ) in reader.execute(_HELD, {}).fetchall():
         of_worker = leases.setdefault(worker_id, _Leases())
-        of_worker.add(since, now, made - before, max(0, failed - failed_before), _share(audio_ms, made - before, made))
+        of_worker.add(
+            since, now, made - before, max(0, failed - failed_before), _share(audio_ms, made - before, made)
+        )
         of_worker.held.append(HeldShard(job_id, name, no, items, made + failed, since))
     where = "" if everyone else _PRESENT.replace("<now>", clock)
     rows = reader.execute(f"{_WORKERS} {where} ORDER BY started_at DESC, id", {}).fetchall()
@@ -462,7 +542,9 @@ def worker_statuses(reader: Reader, *, everyone: bool = False) -> list[WorkerSta
     return [_status(row, now, leases.get(row[0], _Leases()), killed) for row in rows]
 
 
-def _status(row: Sequence[Any], now: float, leases: _Leases, killed: Sequence[tuple[str, int]]) -> WorkerStatus:
+def _status(
+    row: Sequence[Any], now: float, leases: _Leases, killed: Sequence[tuple[str, int]]
+) -> WorkerStatus:
     values: dict[str, Any] = dict(zip(_COLUMNS, row, strict=True))
     values["silent_seconds"] = max(0.0, now - values["heartbeat_at"])
     is_gone = values["silent_seconds"] > LIVE_SECONDS or (values["host"], values["pid"]) in killed

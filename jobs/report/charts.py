@@ -1,5 +1,6 @@
-"""Numbers as the geometry of charts, which the page's template draws in one way, as SVG; and how a job went over its time at work: from its
-commits, or for a large job from the leases of its shards, each spread over its time."""
+"""Numbers as the geometry of charts, which the page's template draws in one way, as SVG; and how a job
+went over its time at work: from its commits, or for a large job from the leases of its shards, each spread
+over its time."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LEFT, BOTTOM, TOP, RIGHT = 52, 34, 10, 24
 MAX_BARS = 24
 #: Steps of a timeline; one of few commits has fewer.
 BINS, MIN_BINS = 60, 12
-#: With fewer spans a chart would show an even spread and not what happened. An ETA is judged from more spans only.
+#: With fewer spans a chart would show an even spread and not what happened. An ETA is judged from more spans
+#: only.
 MIN_SPANS, MIN_FOR_ETA = 4, 10
 #: Maximum time that the work of one commit is spread over.
 COMMIT_SECONDS = 10.0
@@ -96,7 +98,10 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
         title=title,
         unit=unit,
         summary=summary,
-        x_ticks=[(LEFT + at * width, number((first + at) * step)) for at in range(0, steps + 1, max(1, math.ceil(steps / 7)))],
+        x_ticks=[
+            (LEFT + at * width, number((first + at) * step))
+            for at in range(0, steps + 1, max(1, math.ceil(steps / 7)))
+        ],
         y_ticks=y_ticks,
         heads=("Range", "Items"),
         rows=[(bar.label, bar.count) for bar in bars],
@@ -105,26 +110,41 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
     )
 
 
-def lines(key: str, title: str, unit: str, seconds: float, summary: str, series: Mapping[str, Points]) -> Chart | None:
-    """Named lines through (seconds, value), the first of which is the table's; None with fewer than two points."""
+def lines(
+    key: str, title: str, unit: str, seconds: float, summary: str, series: Mapping[str, Points]
+) -> Chart | None:
+    """Named lines through (seconds, value), the first of which is the table's; None with fewer than two
+    points."""
     name, points = next(iter(series.items()))
     if len(points) < 2:
         return None
     y, y_ticks = _y_axis(max(value for line in series.values() for _, value in line) or 1.0, whole=False)
     x_scale = (WIDTH - LEFT - RIGHT) / max(seconds, 1e-9)
     # The largest unit of which there are two, and its sign.
-    size, sign = next(((size, sign) for size, sign in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s"))
+    size, sign = next(
+        ((size, sign) for size, sign in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size),
+        (1, "s"),
+    )
     step = nice_step(max(seconds, 1e-3) / size / 6) * size
     return Chart(
         key=key,
         title=title,
         unit=unit,
         summary=summary,
-        x_ticks=[(LEFT + at * step * x_scale, f"{number(at * step / size)} {sign}") for at in range(int(seconds / step) + 1)],
+        x_ticks=[
+            (LEFT + at * step * x_scale, f"{number(at * step / size)} {sign}")
+            for at in range(int(seconds / step) + 1)
+        ],
         y_ticks=y_ticks,
         heads=("Time", name.capitalize() or title),
-        rows=[(f"{number(at / size)} {sign}", f"{number(value)}{_spaced(unit)}") for at, value in points[:: max(1, len(points) // 12)]],
-        lines={name: " ".join(f"{LEFT + at * x_scale:.1f},{y(value):.1f}" for at, value in line) for name, line in series.items()},
+        rows=[
+            (f"{number(at / size)} {sign}", f"{number(value)}{_spaced(unit)}")
+            for at, value in points[:: max(1, len(points) // 12)]
+        ],
+        lines={
+            name: " ".join(f"{LEFT + at * x_scale:.1f},{y(value):.1f}" for at, value in line)
+            for name, line in series.items()
+        },
     )
 
 
@@ -189,7 +209,10 @@ class Timeline:
 
     def rates(self, values: Sequence[float]) -> list[tuple[float, float]]:
         """(middle of a step, value a second) of what is counted in each step."""
-        return [((index + 0.5) * self.step_seconds, value / self.step_seconds) for index, value in enumerate(values)]
+        return [
+            ((index + 0.5) * self.step_seconds, value / self.step_seconds)
+            for index, value in enumerate(values)
+        ]
 
 
 class EtaCheck(NamedTuple):
@@ -207,7 +230,8 @@ class EtaCheck(NamedTuple):
 
 
 class WorkClock:
-    """Counts only the time in which workers held shards of a job, as its rates do: without pauses, and without the time before a retry."""
+    """Counts only the time in which workers held shards of a job, as its rates do: without pauses, and
+    without the time before a retry."""
 
     def __init__(self, busy: Sequence[tuple[float, float]]) -> None:
         """`busy`: (start, end) by the ledger's clock, in order and apart from each other."""
@@ -226,7 +250,9 @@ class WorkClock:
 
     def at_work(self, spans: Iterable[Span]) -> Iterator[Span]:
         """The spans on this clock."""
-        return (Span(self.at(span.start), self.at(span.end), span.items, span.audio_seconds) for span in spans)
+        return (
+            Span(self.at(span.start), self.at(span.end), span.items, span.audio_seconds) for span in spans
+        )
 
 
 def spans_of_commits(commits: Iterable[Commit], start: float) -> Iterator[Span]:
@@ -241,7 +267,9 @@ def spans_of_commits(commits: Iterable[Commit], start: float) -> Iterator[Span]:
 def spans_of_attempts(attempts: Iterable[Attempt]) -> Iterator[Span]:
     """Each lease with its items and audio."""
     for attempt in attempts:
-        yield Span(attempt.started_at, attempt.ended_at, attempt.done + attempt.failed, attempt.audio_ms / 1000)
+        yield Span(
+            attempt.started_at, attempt.ended_at, attempt.done + attempt.failed, attempt.audio_ms / 1000
+        )
 
 
 def timeline(spans: Iterable[Span], seconds: float, bins: int = BINS) -> Timeline:
@@ -261,7 +289,8 @@ def timeline(spans: Iterable[Span], seconds: float, bins: int = BINS) -> Timelin
 
 
 def eta_checks(line: Timeline) -> list[EtaCheck]:
-    """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the truth."""
+    """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the
+    truth."""
     total = sum(line.items)
     times = [index * line.step_seconds for index in range(1, len(line.items))]
     return [
@@ -273,4 +302,11 @@ def eta_checks(line: Timeline) -> list[EtaCheck]:
 
 def checkpoints(checks: Sequence[EtaCheck], seconds: float) -> list[tuple[float, EtaCheck]]:
     """(share of the time, check) nearest to each of `CHECKPOINTS`."""
-    return [(share, min(checks, key=lambda check: abs(check.at_seconds - share * seconds))) for share in CHECKPOINTS] if checks else []
+    return (
+        [
+            (share, min(checks, key=lambda check: abs(check.at_seconds - share * seconds)))
+            for share in CHECKPOINTS
+        ]
+        if checks
+        else []
+    )

@@ -72,7 +72,8 @@ def _wave(samples: NDArray[np.float32]) -> str:
 
 
 def _spectrogram(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.uint8]:
-    """Levels 0 to `_LEVELS` - 1: uint8 [SPECTROGRAM_HEIGHT, columns]; low frequencies at the bottom, on the mel scale."""
+    """Levels 0 to `_LEVELS` - 1: uint8 [SPECTROGRAM_HEIGHT, columns]; low frequencies at the bottom, on
+    the mel scale."""
     size = max(16, round(_WINDOW_SECONDS * sample_rate))
     padded = np.pad(samples, (0, max(0, size - len(samples))))
     columns = min(WIDTH, max(1, len(padded) - size + 1))
@@ -88,15 +89,23 @@ def _spectrogram(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.u
 
 
 def _mel_rows(size: int, sample_rate: int) -> list[tuple[int, int]]:
-    """First and last-but-one bin of each row: equal steps on the mel scale (O'Shaughnessy, 1987), none empty."""
+    """First and last-but-one bin of each row: equal steps on the mel scale (O'Shaughnessy, 1987), none
+    empty."""
     top = 2595 * math.log10(1 + min(sample_rate / 2, 8000) / 700)
-    edges = [700 * (10 ** (top * row / SPECTROGRAM_HEIGHT / 2595) - 1) * size / sample_rate for row in range(SPECTROGRAM_HEIGHT + 1)]
+    edges = [
+        700 * (10 ** (top * row / SPECTROGRAM_HEIGHT / 2595) - 1) * size / sample_rate
+        for row in range(SPECTROGRAM_HEIGHT + 1)
+    ]
     last = size // 2
-    return [(min(int(low), last), min(max(int(low) + 1, int(high)), last + 1)) for low, high in pairwise(edges)]
+    return [
+        (min(int(low), last), min(max(int(low) + 1, int(high)), last + 1)) for low, high in pairwise(edges)
+    ]
 
 
 _CHANNELS = np.array(_ANCHORS).T
-_PALETTE = np.stack([np.interp(np.linspace(0, len(one) - 1, _LEVELS), range(len(one)), one) for one in _CHANNELS], axis=1)
+_PALETTE = np.stack(
+    [np.interp(np.linspace(0, len(one) - 1, _LEVELS), range(len(one)), one) for one in _CHANNELS], axis=1
+)
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
@@ -109,7 +118,10 @@ def _png(levels: NDArray[np.uint8]) -> bytes:
         (b"IDAT", zlib.compress(rows.tobytes(), 9)),
         (b"IEND", b""),
     )
-    chunks = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts]
+    chunks = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 

@@ -77,7 +77,8 @@ class ReportOptions:
 
     #: Rows of the table of items.
     items: int = SHOWN_ITEMS
-    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket or in packs is always embedded.
+    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket or in packs is
+    #: always embedded.
     embed: bool = False
     price_per_gpu_hour: float | None = None
 
@@ -107,8 +108,8 @@ def write_report(
     options: ReportOptions | None = None,
     opened: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
 ) -> ReportResult:
-    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. The report of a job that has ended
-    has the same bytes each time.
+    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. The report
+    of a job that has ended has the same bytes each time.
 
     It reads a bounded number of items, so that time and memory do not grow with the job; leases are all read.
     Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
@@ -120,7 +121,11 @@ def write_report(
     # A player opens files, and what is in a pack is none.
     sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
     line = _timeline(ledger, status)
-    checks = checkpoints(eta_checks(line), line.seconds) if line and job.state.final and line.spans >= MIN_FOR_ETA else []
+    checks = (
+        checkpoints(eta_checks(line), line.seconds)
+        if line and job.state.final and line.spans >= MIN_FOR_ETA
+        else []
+    )
     page = {
         "status": status,
         "job": job,
@@ -140,12 +145,16 @@ def write_report(
         "timeline": _charts(line, checks) if line and line.spans >= MIN_SPANS else [],
         "checks": checks,
         "histograms": _histograms(sample),
-        "constant": [(name, values[0]) for name, values in sorted(sample.scores.items()) if _constant(values)],
+        "constant": [
+            (name, values[0]) for name, values in sorted(sample.scores.items()) if _constant(values)
+        ],
         "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
         "failures": status.items.failed + job.rejected_lines,
         "scores": sorted(name for name in sample.scores if name != PACE),
         "sample": sample,
-        "rows": ((item, None if item.artifact is None else sounds.clip(item.artifact)) for item in sample.items),
+        "rows": (
+            (item, None if item.artifact is None else sounds.clip(item.artifact)) for item in sample.items
+        ),
         "linked": sounds.linked,
     }
     size = 0
@@ -158,19 +167,26 @@ def write_report(
 
 
 def render(page: Mapping[str, Any]) -> Iterable[str]:
-    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows only these."""
+    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows
+    only these."""
     style, script = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
     )
-    return _template().generate(page, policy=policy, style=style, script=script, charts=charts, pictures=clips, PACE=PACE)
+    return _template().generate(
+        page, policy=policy, style=style, script=script, charts=charts, pictures=clips, PACE=PACE
+    )
 
 
 @lru_cache(maxsize=1)
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text, "signed": _signed}
     environment.filters |= {"clean": clean, "redact": redact}
@@ -187,7 +203,8 @@ def _hash(text: str) -> str:
 
 
 def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input, and for the records of a program, whose file is named by its hash."""
+    """The file's name without its folders; empty for standard input, and for the records of a program,
+    whose file is named by its hash."""
     folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
     return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
 
@@ -230,7 +247,8 @@ def _charts(line: Timeline, checks: Sequence[tuple[float, EtaCheck]]) -> list[Ch
         summary = f"Highest {number(max(rate for _, rate in points))}, on average {number(sum(values) / line.seconds)} {words}."
         found.append(lines(key, title, unit, line.seconds, summary, {"": points}))
     if checks:
-        # The first estimate, after one item, may be a hundred times too long and would flatten the rest of the chart.
+        # The first estimate, after one item, may be a hundred times too long and would flatten the rest of
+        # the chart.
         every, limit = eta_checks(line), 3 * line.seconds
         said = [(check.at_seconds, min(check.said_seconds, limit)) for check in every]
         was = [(check.at_seconds, check.was_seconds) for check in every]
@@ -249,7 +267,9 @@ def _signed(share: float, digits: int) -> str:
 
 def _histograms(sample: Sample) -> list[Chart]:
     found = [histogram("duration", "Length of an item", "s", sample.durations)]
-    for index, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
+    for index, (name, values) in enumerate(
+        sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))
+    ):
         if _constant(values):
             continue
         title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"

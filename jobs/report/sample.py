@@ -1,4 +1,5 @@
-"""Which items a report looks at and which it shows: a bounded number of either, whatever the size of the job."""
+"""Which items a report looks at and which it shows: a bounded number of either, whatever the size of the
+job."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pipelines.errors import ErrorCode
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-#: Maximum of items in the histograms of lengths and scores. A larger job is sampled in blocks, evenly over its items.
+#: Maximum of items in the histograms of lengths and scores. A larger job is sampled in blocks, evenly over
+#: its items.
 MAX_MEASURED = 4000
 BLOCKS = 20
 #: Maximum share of failed items among the shown ones, and share that is chosen evenly over the job.
@@ -54,7 +56,11 @@ class SampleItem:
 
     @property
     def seconds(self) -> float | None:
-        return self.artifact.samples / self.artifact.sample_rate if self.artifact and self.artifact.sample_rate else None
+        return (
+            self.artifact.samples / self.artifact.sample_rate
+            if self.artifact and self.artifact.sample_rate
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +79,34 @@ class Sample:
     items: Sequence[SampleItem]
 
 
-def take_sample(ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]) -> Sample:
+def take_sample(
+    ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]
+) -> Sample:
     """Reads items of a job and chooses `shown` of them. Raises `StoreError`, `ServiceError`."""
     rows = list(_population(ledger, job))
     broken = list(_broken(ledger, job, codes, max(1, int(shown * _FAILED_SHARE))))
     quarantined: dict[int, Artifact] = {}
     for some in _some([row.index for row in broken]):
         quarantined |= ledger.artifacts_of(job.id, QUARANTINE, some)
-    done = [SampleItem(row, row.artifact) for row in rows if row.state is ItemState.DONE and row.artifact is not None]
+    done = [
+        SampleItem(row, row.artifact)
+        for row in rows
+        if row.state is ItemState.DONE and row.artifact is not None
+    ]
     failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
     _add_texts(ledger, store, job, [*done, *failed])
     _add_scores(ledger, job, [*done, *failed])
     _judge(done, failed)
     durations = [seconds for item in done if (seconds := item.seconds) is not None]
     voices = frozenset(filter(None, (item.voice for item in (*done, *failed))))
-    return Sample(len(done), job.total_items <= MAX_MEASURED, durations, _values(done), voices, _chosen(done, failed, shown))
+    return Sample(
+        len(done),
+        job.total_items <= MAX_MEASURED,
+        durations,
+        _values(done),
+        voices,
+        _chosen(done, failed, shown),
+    )
 
 
 def _values(items: Sequence[SampleItem]) -> dict[str, list[float]]:
@@ -138,20 +157,28 @@ def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:
         item.draws = known.get(item.row.index, [])
         counts = _draw_that_counts(item)
         if counts is not None:
-            item.values = {name: score.value for name, score in counts.scores.items() if score.value is not None}
+            item.values = {
+                name: score.value for name, score in counts.scores.items() if score.value is not None
+            }
             item.refused = sorted(name for name, score in counts.scores.items() if score.passed is False)
         if (seconds := item.seconds) and item.text:
             item.values[PACE] = text_units(item.text) / seconds
 
 
 def _draw_that_counts(item: SampleItem) -> Draw | None:
-    """The draw whose audio is shown: the kept one, or the one in quarantine if the item failed; else the last."""
-    shown = [draw for draw in item.draws if draw.kept or (item.artifact is not None and draw.seed == item.artifact.seed)]
+    """The draw whose audio is shown: the kept one, or the one in quarantine if the item failed; else the
+    last."""
+    shown = [
+        draw
+        for draw in item.draws
+        if draw.kept or (item.artifact is not None and draw.seed == item.artifact.seed)
+    ]
     return next(iter(shown or item.draws[-1:]), None)
 
 
 def _judge(done: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
-    """Sets `badness` and `why`: failed items, then items that a check refused, then by how far a score is from the others."""
+    """Sets `badness` and `why`: failed items, then items that a check refused, then by how far a score is
+    from the others."""
     for item in failed:
         code = item.row.error_code
         item.badness, item.why = math.inf, code.value if code else "no reason is known"

@@ -13,9 +13,20 @@ from pipelines.errors import ConfigError, ErrorCode
 if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
-__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "PutResult", "S3Settings", "S3Store", "is_remote", "open_store", "store_of"]
+__all__ = [
+    "FolderStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "PutResult",
+    "S3Settings",
+    "S3Store",
+    "is_remote",
+    "open_store",
+    "store_of",
+]
 
-#: The kind of store by the scheme of its address; what a store can do is asked of its class (`ObjectStore.remote`, `root`).
+#: The kind of store by the scheme of its address; what a store can do is asked of its class
+#: (`ObjectStore.remote`, `root`).
 STORES: dict[str, type[FolderStore | S3Store]] = {"file": FolderStore, "s3": S3Store}
 
 
@@ -24,7 +35,8 @@ def _scheme(address: str) -> str:
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address leads to a remote store, such as `s3://bucket/prefix`, rather than to a file or folder of this host."""
+    """Whether an address leads to a remote store, such as `s3://bucket/prefix`, rather than to a file or
+    folder of this host."""
     kind = STORES.get(_scheme(address))
     return kind is not None and kind.remote
 
@@ -32,8 +44,8 @@ def is_remote(address: str) -> bool:
 def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     """Opens the store at `url`: a folder (a path or `file:///abs/dir`) or `s3://bucket/prefix`.
 
-    Does no I/O, so a store that cannot be reached shows at its first use or in `check()`. Raises `config.invalid` for an
-    address of another kind.
+    Does no I/O, so a store that cannot be reached shows at its first use or in `check()`. Raises
+    `config.invalid` for an address of another kind.
     """
     kind = STORES.get(_scheme(str(url)))
     if kind is None:
@@ -46,7 +58,8 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
 
 
 def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:
-    """The store of a job, which is there. Raises `store.unreachable` where another or none is in its place, and as `open_store`."""
+    """The store of a job, which is there. Raises `store.unreachable` where another or none is in its
+    place, and as `open_store`."""
     store = open_store(job.store_url, s3)
     store.confirm(job.store_identity)
     return store

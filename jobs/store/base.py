@@ -36,7 +36,8 @@ class PutResult:
 
 
 class ObjectStore:
-    """A bucket or a folder. Keys are relative POSIX paths; every method raises `StoreError` with a `store.*` code."""
+    """A bucket or a folder. Keys are relative POSIX paths; every method raises `StoreError` with a
+    `store.*` code."""
 
     #: Whether each request goes over a network, so that several at once are faster than one after the other.
     remote: ClassVar[bool]
@@ -45,7 +46,8 @@ class ObjectStore:
     root: Path | None
 
     def establish(self, identity: str | None = None) -> str:
-        """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one.
+        """The store's identity, which is compared from here on. A store without one gets `identity`, or a
+        new one.
 
         For a submit. Nothing else makes the folder of a store that is not there.
         """
@@ -62,26 +64,40 @@ class ObjectStore:
         return found
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the store has this identity, with which each later doubt is settled; None: its job has recorded none.
+        """Proves that the store has this identity, with which each later doubt is settled; None: its job
+        has recorded none.
 
         Raises `store.unreachable` where it is missing or another one: the store is away.
         """
         raise NotImplementedError
 
     def put(
-        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+        self,
+        key: str,
+        data: bytes,
+        *,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
         return self._put(key, data, content_type, metadata or {})
 
     def put_file(
-        self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        """As `put`, with the content of a local file that may be larger than memory; S3 takes a maximum of 5 GiB."""
+        """As `put`, with the content of a local file that may be larger than memory; S3 takes a maximum of
+        5 GiB."""
         with path.open("rb") as file:
             return self._put(key, file, content_type, metadata or {})
 
-    def _put(self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+    def _put(
+        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    ) -> PutResult:
         raise NotImplementedError
 
     def get(self, key: str) -> bytes:
@@ -89,7 +105,8 @@ class ObjectStore:
         raise NotImplementedError
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        `store.missing`."""
         raise NotImplementedError
 
     def open(self, key: str) -> BinaryIO:
@@ -97,7 +114,8 @@ class ObjectStore:
         raise NotImplementedError
 
     def head(self, key: str) -> ObjectInfo | None:
-        """The object's facts with its SHA-256, or None. Where the store keeps no SHA-256 the object is read to know it."""
+        """The object's facts with its SHA-256, or None. Where the store keeps no SHA-256 the object is
+        read to know it."""
         with missing_allowed():
             return self._facts(key)
         return None
@@ -115,11 +133,13 @@ class ObjectStore:
         raise NotImplementedError
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes up to 1,000 objects, and in a folder the folders below `jobs/` that become empty; missing ones are no error."""
+        """Removes up to 1,000 objects, and in a folder the folders below `jobs/` that become empty;
+        missing ones are no error."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """What was put by now, or found there by a put, survives a power cut; to be called before the ledger names it."""
+        """What was put by now, or found there by a put, survives a power cut; to be called before the
+        ledger names it."""
         raise NotImplementedError
 
     def uri(self, key: str) -> str:
@@ -127,10 +147,11 @@ class ObjectStore:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Proves that the store can be written, read and honours write-once: puts an object twice, reads it and removes it.
+        """Proves that the store can be written, read and honours write-once: puts an object twice, reads
+        it and removes it.
 
-        Raises also `store.conflict` when the second put replaced the first: on such a store a worker that lost its lease could
-        overwrite good audio.
+        Raises also `store.conflict` when the second put replaced the first: on such a store a worker that
+        lost its lease could overwrite good audio.
         """
         key = f"probe-{secrets.token_hex(8)}"
         first = key.encode()
@@ -143,7 +164,9 @@ class ObjectStore:
         wrong = advice = ""
         if again.created or content != first:
             wrong = "replaced an object that was there"
-            advice = "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."
+            advice = (
+                "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."
+            )
         elif part != first[2:7]:
             wrong = "gave other bytes than the range that was asked for"
             advice = "Use a store that honours ranged reads (`Range`), or jobs without --pack."
@@ -179,8 +202,9 @@ _PLAIN = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-
 def split_key(key: str) -> list[str]:
     """The segments of `key`, which is a relative POSIX path.
 
-    Refused with `store.bad_key`: empty segments (and so absolute paths), segments that begin with a dot (`..`, and the
-    names a folder store keeps for itself), backslashes, control characters, lone surrogates and what is too long.
+    Refused with `store.bad_key`: empty segments (and so absolute paths), segments that begin with a dot
+    (`..`, and the names a folder store keeps for itself), backslashes, control characters, lone surrogates
+    and what is too long.
     """
     segments = key.split("/")
     if _PLAIN.fullmatch(key):
@@ -190,7 +214,9 @@ def split_key(key: str) -> list[str]:
     except UnicodeEncodeError:
         raise _bad_key(key, "is not valid Unicode") from None
     if sum(sizes) + len(sizes) - 1 > MAX_KEY_BYTES or max(sizes) > MAX_SEGMENT_BYTES:
-        raise _bad_key(key, f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}")
+        raise _bad_key(
+            key, f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}"
+        )
     if any(not segment or segment[0] == "." for segment in segments):
         raise _bad_key(key, "has an empty part or one that begins with a dot")
     if not key.isprintable() or "\\" in key:
@@ -206,11 +232,14 @@ def split_prefix(prefix: str) -> tuple[list[str], str]:
 
 def _bad_key(key: str, why: str) -> StoreError:
     return StoreError(
-        ErrorCode.STORE_BAD_KEY, f"The key {key[:80]!a} {why}.", "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav."
+        ErrorCode.STORE_BAD_KEY,
+        f"The key {key[:80]!a} {why}.",
+        "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav.",
     )
 
 
-#: Key of a store's identity: a random line, written once, by which a store is told from an empty folder or bucket in its place.
+#: Key of a store's identity: a random line, written once, by which a store is told from an empty folder or
+#: bucket in its place.
 IDENTITY_KEY = "nightjar-store"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 

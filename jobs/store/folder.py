@@ -1,4 +1,5 @@
-"""The object store in a folder: atomic write-once files, and no symbolic link below the folder is followed."""
+"""The object store in a folder: atomic write-once files, and no symbolic link below the folder is
+followed."""
 
 from __future__ import annotations
 
@@ -64,10 +65,12 @@ _ADVICE = {
 
 
 class FolderStore(ObjectStore):
-    """Objects as files under `root`. A file appears under its name complete or not at all, and is never replaced.
+    """Objects as files under `root`. A file appears under its name complete or not at all, and is never
+    replaced.
 
-    Metadata is kept in the extended attribute `user.nightjar`; on file systems without such attributes it is dropped.
-    Data is left to the operating system until `sync`: a killed process loses nothing, a power cut what was not synced.
+    Metadata is kept in the extended attribute `user.nightjar`; on file systems without such attributes it
+    is dropped. Data is left to the operating system until `sync`: a killed process loses nothing, a power
+    cut what was not synced.
     """
 
     remote: ClassVar[bool] = False
@@ -90,7 +93,11 @@ class FolderStore(ObjectStore):
             parts = urlsplit(address)
             path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
         if not path:
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"{address[:200]!r} is not a folder.", "Use a folder or file:///DIR.")
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID,
+                f"{address[:200]!r} is not a folder.",
+                "Use a folder or file:///DIR.",
+            )
         return cls(Path(path))
 
     def establish(self, identity: str | None = None) -> str:
@@ -100,11 +107,14 @@ class FolderStore(ObjectStore):
         return super().establish(identity)
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the folder has this identity, with which each later doubt is settled. Raises `store.unreachable`."""
+        """Proves that the folder has this identity, with which each later doubt is settled. Raises
+        `store.unreachable`."""
         self._top = self._compared(identity)
         self._identity = identity or self._identity
 
-    def _put(self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+    def _put(
+        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    ) -> PutResult:
         *folders, name = split_key(key)
         digest, size = hashlib.sha256(), 0
 
@@ -120,7 +130,9 @@ class FolderStore(ObjectStore):
             if isinstance(content, bytes):
                 if self._write(folder.fd, name, [content], metadata):
                     digest.update(content)
-                    return PutResult(ObjectInfo(key, len(content), digest.hexdigest(), dict(metadata)), created=True)
+                    return PutResult(
+                        ObjectInfo(key, len(content), digest.hexdigest(), dict(metadata)), created=True
+                    )
             elif not _exists(folder.fd, name) and self._write(folder.fd, name, chunks(content), metadata):
                 return PutResult(ObjectInfo(key, size, digest.hexdigest(), dict(metadata)), created=True)
             return PutResult(_describe(key, folder.fd, name), created=False)
@@ -131,7 +143,8 @@ class FolderStore(ObjectStore):
             return file.read()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        `store.missing`."""
         with self.open(key) as file, self._errors(key):
             file.seek(offset)
             return file.read(length)
@@ -146,7 +159,8 @@ class FolderStore(ObjectStore):
             return _describe(key, folder, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a time."""
+        """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
+        time."""
         segments, stem = split_prefix(prefix)
         below = self._entries(segments)
         yield from self._walk(segments, [entry for entry in below if entry[0].startswith(stem)])
@@ -157,7 +171,8 @@ class FolderStore(ObjectStore):
             os.unlink(name, dir_fd=folder)
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects, and the folders that become empty but for those at the root, where others make theirs."""
+        """Removes objects, and the folders that become empty but for those at the root, where others make
+        theirs."""
         names: dict[tuple[str, ...], list[str]] = {}
         for key in keys:
             *folders, name = split_key(key)
@@ -174,7 +189,8 @@ class FolderStore(ObjectStore):
                 os.rmdir(folders[-1], dir_fd=parent)
 
     def sync(self) -> None:
-        """Waits until what was put by now, or found there by a put, is on the disk with its name, and the store is there."""
+        """Waits until what was put by now, or found there by a put, is on the disk with its name, and the
+        store is there."""
         self._opened_top()
         for folder in list(self._written.values()):
             with self._errors(""):
@@ -185,20 +201,24 @@ class FolderStore(ObjectStore):
         return str(self._root.joinpath(*split_key(key)))
 
     def _opened_top(self) -> Handle:
-        """The root, open: everything is done below the folder whose identity was compared, whatever is mounted or renamed meanwhile."""
+        """The root, open: everything is done below the folder whose identity was compared, whatever is
+        mounted or renamed meanwhile."""
         top = self._top
         if top is None or not top.current:
             top = self._top = self._compared(self._identity)
         return top
 
     def _compared(self, identity: str | None) -> Handle:
-        """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or has another identity."""
+        """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or
+        has another identity."""
         try:
             top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
             found = None if identity is None else _identity_in(top.fd)
         except (FileNotFoundError, NotADirectoryError) as error:
             message = f"The store {self._root} is away: there is no such folder."
-            raise StoreError(ErrorCode.STORE_UNREACHABLE, message, "Mount it, or move it back; the work continues.") from error
+            raise StoreError(
+                ErrorCode.STORE_UNREACHABLE, message, "Mount it, or move it back; the work continues."
+            ) from error
         except OSError as error:
             raise self._explained(error, "", putting=False) from error
         if identity is not None and found != identity:
@@ -224,7 +244,9 @@ class FolderStore(ObjectStore):
             return _entries(folder)
         return []
 
-    def _write(self, folder: int, name: str, chunks: Iterator[bytes] | list[bytes], metadata: Mapping[str, str]) -> bool:
+    def _write(
+        self, folder: int, name: str, chunks: Iterator[bytes] | list[bytes], metadata: Mapping[str, str]
+    ) -> bool:
         """Writes a nameless file and links it to its name. False: another writer was first."""
         file, temporary = -1, ""
         try:
@@ -288,7 +310,9 @@ class FolderStore(ObjectStore):
             raise self._explained(error, key, putting=putting) from error
 
     def _explained(self, error: OSError, key: str, *, putting: bool) -> StoreError:
-        code = next((code for code, numbers in _CODES.items() if error.errno in numbers), ErrorCode.STORE_UNREACHABLE)
+        code = next(
+            (code for code, numbers in _CODES.items() if error.errno in numbers), ErrorCode.STORE_UNREACHABLE
+        )
         if putting and error.errno == errno.ENOENT:
             # The folder was removed while it was written to; the next try makes it again.
             code = ErrorCode.STORE_UNREACHABLE
@@ -297,7 +321,8 @@ class FolderStore(ObjectStore):
 
 
 def _identity_in(folder: int) -> str | None:
-    """The identity in a store's open root; None: it has none, or something else than a file is in its place."""
+    """The identity in a store's open root; None: it has none, or something else than a file is in its
+    place."""
     try:
         file = _open_file(folder, IDENTITY_KEY)
     except OSError as error:
@@ -331,7 +356,8 @@ def _describe(key: str, folder: int, name: str) -> ObjectInfo:
 
 
 def _entries(folder: int) -> list[tuple[str, int, float]]:
-    """Names, sizes and times of change, folders with a slash at their end, so that sorted names are keys in order."""
+    """Names, sizes and times of change, folders with a slash at their end, so that sorted names are keys
+    in order."""
     found: list[tuple[str, int, float]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -374,7 +400,8 @@ def _get_metadata(file: int) -> dict[str, str]:
 
 
 def sync_file_system(folder: int) -> None:
-    """Waits until everything on the file system of an open folder is on its disk, names included. Raises `OSError`.
+    """Waits until everything on the file system of an open folder is on its disk, names included. Raises
+    `OSError`.
 
     One call for a few hundred new files takes a tenth of the time of an fsync for each (syncfs(2)).
     """
@@ -389,7 +416,8 @@ def sync_file_system(folder: int) -> None:
 def walk_down(top: int, segments: list[str], create: bool = False) -> int:
     """A file descriptor of a folder below the open folder `top`, for the caller to close.
 
-    Goes from descriptor to descriptor, so that no symbolic link on the way, not even one set meanwhile, leads out.
+    Goes from descriptor to descriptor, so that no symbolic link on the way, not even one set meanwhile,
+    leads out.
     """
     current = os.open(".", FOLDER_FLAGS, dir_fd=top)
     try:
@@ -454,7 +482,8 @@ class FolderHandles(threading.local):
         self._handles: dict[tuple[str, ...], Handle] = {}
 
     def open(self, segments: list[str], top: Callable[[], Handle]) -> Handle:
-        """The handle of a folder, which is made where it is missing; `top` opens the root. Raises `OSError`, and as `top`."""
+        """The handle of a folder, which is made where it is missing; `top` opens the root. Raises
+        `OSError`, and as `top`."""
         name = tuple(segments)
         handle = self._handles.get(name)
         if handle is not None and handle.current:
@@ -464,5 +493,7 @@ class FolderHandles(threading.local):
             del self._handles[next(iter(self._handles))]
         # Held until its descriptor was used: another thread may open the root anew.
         root = top()
-        handle = self._handles[name] = Handle(walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments))
+        handle = self._handles[name] = Handle(
+            walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments)
+        )
         return handle

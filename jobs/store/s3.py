@@ -40,7 +40,14 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
         507,
     },
     ErrorCode.STORE_FORBIDDEN: {
-        *("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AllAccessDisabled"),
+        *(
+            "AccessDenied",
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "ExpiredToken",
+            "InvalidToken",
+            "AllAccessDisabled",
+        ),
         *(401, 403),
     },
     ErrorCode.STORE_MISSING: {404},
@@ -79,13 +86,16 @@ def _code_of(signs: set[str | int]) -> ErrorCode:
 def _signs(error: ClientError) -> tuple[str, int]:
     """The name of an error and its status."""
     response: Mapping[str, Any] = error.response
-    return str(response.get("Error", {}).get("Code", "")), int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return str(response.get("Error", {}).get("Code", "")), int(
+        response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    )
 
 
 CONNECT_TIMEOUT_SECONDS = 5
 READ_TIMEOUT_SECONDS = 60
 MAX_ATTEMPTS = 5
-#: Two writers at one key at the same moment: S3 answers 409 to one, which tries again and then learns who won.
+#: Two writers at one key at the same moment: S3 answers 409 to one, which tries again and then learns who
+#: won.
 CONFLICT_ATTEMPTS = 6
 _METADATA_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
@@ -126,7 +136,8 @@ class S3Store(ObjectStore):
         self._identity: str | None = None
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the store has this identity, with which each later doubt is settled. Raises `store.unreachable`."""
+        """Proves that the store has this identity, with which each later doubt is settled. Raises
+        `store.unreachable`."""
         if identity is None:
             return
         found: str | None = None
@@ -141,14 +152,16 @@ class S3Store(ObjectStore):
         return self._sought(key, lambda: self._get(key)["Body"].read())
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        `store.missing`."""
         if length == 0:
             # HTTP has no empty range.
             return b""
         return self._sought(key, lambda: self._get_range(key, f"bytes={offset}-{offset + length - 1}"))
 
     def open(self, key: str) -> BinaryIO:
-        """The object as a readable stream. Raises `store.missing`; a connection lost while reading is `store.unreachable`."""
+        """The object as a readable stream. Raises `store.missing`; a connection lost while reading is
+        `store.unreachable`."""
         return self.opened(key, self._name(key))
 
     def opened(self, key: str, name: str) -> BinaryIO:
@@ -157,7 +170,10 @@ class S3Store(ObjectStore):
         return cast(BinaryIO, _Body(response["Body"], f"s3://{self.bucket}/{name}"))
 
     def _facts(self, key: str) -> ObjectInfo:
-        response = self._sought(key, lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"))
+        response = self._sought(
+            key,
+            lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"),
+        )
         metadata = {name: unquote(value) for name, value in response.get("Metadata", {}).items()}
         checksum = response.get("ChecksumSHA256", "")
         # A checksum of a multipart upload ends in -PARTS and is not the content's.
@@ -176,7 +192,11 @@ class S3Store(ObjectStore):
             request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix, **token}
             page = self._call(prefix, lambda request=request: self._client.list_objects_v2(**request))
             for entry in page.get("Contents", []):
-                yield ObjectInfo(entry["Key"][len(self.prefix) :], int(entry["Size"]), modified_at=entry["LastModified"].timestamp())
+                yield ObjectInfo(
+                    entry["Key"][len(self.prefix) :],
+                    int(entry["Size"]),
+                    modified_at=entry["LastModified"].timestamp(),
+                )
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
@@ -193,7 +213,11 @@ class S3Store(ObjectStore):
         answer = self._call(keys[0], lambda: self._client.delete_objects(Bucket=self.bucket, Delete=wanted))
         if refused := answer.get("Errors"):
             reason = refused[0].get("Code", "")
-            code = ErrorCode.STORE_FORBIDDEN if _code_of({reason}) is ErrorCode.STORE_FORBIDDEN else ErrorCode.STORE_UNREACHABLE
+            code = (
+                ErrorCode.STORE_FORBIDDEN
+                if _code_of({reason}) is ErrorCode.STORE_FORBIDDEN
+                else ErrorCode.STORE_UNREACHABLE
+            )
             message = f"S3 answered {reason or 'with an error'} and did not delete {len(refused)} objects of {self.url}."
             raise StoreError(code, message, _ADVICE[code])
 
@@ -216,14 +240,18 @@ class S3Store(ObjectStore):
         from botocore.exceptions import ClientError
 
         try:
-            return self._client.get_object(Bucket=self.bucket, Key=self._name(key), Range=asked)["Body"].read()
+            return self._client.get_object(Bucket=self.bucket, Key=self._name(key), Range=asked)[
+                "Body"
+            ].read()
         except ClientError as error:
             if _signs(error)[1] == 416:
                 # The object ends before the range begins.
                 return b""
             raise
 
-    def _put(self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]) -> PutResult:
+    def _put(
+        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    ) -> PutResult:
         if isinstance(content, bytes):
             sha256, size = hashlib.sha256(content).hexdigest(), len(content)
         else:
@@ -243,7 +271,11 @@ class S3Store(ObjectStore):
             if outcome == "exists" and (info := self.head(key)) is not None:
                 return PutResult(info, created=False)
             time.sleep(0.05 * 2**attempt)
-        raise StoreError(ErrorCode.STORE_UNREACHABLE, f"Other writers kept {self.uri(key)} busy.", "It is tried again later.")
+        raise StoreError(
+            ErrorCode.STORE_UNREACHABLE,
+            f"Other writers kept {self.uri(key)} busy.",
+            "It is tried again later.",
+        )
 
     def _put_once(self, content: bytes | BinaryIO, request: dict[str, Any]) -> str:
         from botocore.exceptions import ClientError
@@ -262,7 +294,8 @@ class S3Store(ObjectStore):
         return "created"
 
     def _sought(self, key: str, request: Callable[[], Result]) -> Result:
-        """The answer to a request for an object. That it is missing is believed where the identity is there before and after."""
+        """The answer to a request for an object. That it is missing is believed where the identity is
+        there before and after."""
         try:
             return self._answer(key, request)
         except StoreError as error:
@@ -332,7 +365,10 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        message, advice = "S3 needs the library boto3.", "Install Nightjar with its extra `s3` (docs/install.md)."
+        message, advice = (
+            "S3 needs the library boto3.",
+            "Install Nightjar with its extra `s3` (docs/install.md).",
+        )
         raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
     config = Config(
         signature_version="s3v4",
@@ -340,7 +376,9 @@ def make_client(settings: S3Settings | None) -> Any:
         read_timeout=READ_TIMEOUT_SECONDS,
         retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
         max_pool_connections=64,
-        s3={"addressing_style": settings.addressing_style} if settings and settings.addressing_style else None,
+        s3={"addressing_style": settings.addressing_style}
+        if settings and settings.addressing_style
+        else None,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
@@ -351,19 +389,27 @@ def make_client(settings: S3Settings | None) -> Any:
             "endpoint_url": settings.endpoint_url,
             "region_name": settings.region,
             "aws_access_key_id": settings.access_key_id,
-            "aws_secret_access_key": secret if isinstance(secret, str) or secret is None else secret.get_secret_value(),
+            "aws_secret_access_key": secret
+            if isinstance(secret, str) or secret is None
+            else secret.get_secret_value(),
         }
     try:
-        return boto3.Session().client("s3", config=config, **{name: value for name, value in given.items() if value})
+        return boto3.Session().client(
+            "s3", config=config, **{name: value for name, value in given.items() if value}
+        )
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"S3 cannot be set up: {error}.", "Check the `s3` settings.") from error
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"S3 cannot be set up: {error}.", "Check the `s3` settings."
+        ) from error
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
     """Bucket and key (or prefix) of `s3://bucket/key`. Raises `config.invalid`."""
     parts = urlsplit(url, allow_fragments=False)
     if parts.scheme != "s3" or not parts.netloc or parts.query:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is no S3 address.", "Write it as s3://BUCKET/KEY.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is no S3 address.", "Write it as s3://BUCKET/KEY."
+        )
     return parts.netloc, parts.path.strip("/")
 
 

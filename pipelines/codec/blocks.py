@@ -1,7 +1,9 @@
-"""Building blocks of causal codecs: convolutions, and a transformer over a sliding window. Activations are [rows, steps, channels].
+"""Building blocks of causal codecs: convolutions, and a transformer over a sliding window. Activations are
+[rows, steps, channels].
 
-A block reaches back in time only through `Past`, so one code path serves whole utterances (no past: zeros) and chunks of a stream.
-The blocks are those of the DAC decoder (Kumar et al., 2023), made causal; a family says how its checkpoint names and stores them.
+A block reaches back in time only through `Past`, so one code path serves whole utterances (no past: zeros)
+and chunks of a stream. The blocks are those of the DAC decoder (Kumar et al., 2023), made causal; a family
+says how its checkpoint names and stores them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ _ops = torch.ops.nightjar
 
 
 class CodecLoader(Protocol):
-    """How blocks get their weights: a `pipelines.nn.checkpoint.Loader` that knows how a family stores convolutions and snakes."""
+    """How blocks get their weights: a `pipelines.nn.checkpoint.Loader` that knows how a family stores
+    convolutions and snakes."""
 
     @property
     def unit_names(self) -> tuple[str, str, str, str]:
-        """Where a residual unit keeps its first snake, wide convolution, second snake and narrow convolution."""
+        """Where a residual unit keeps its first snake, wide convolution, second snake and narrow
+        convolution."""
         ...
 
     def __call__(self, name: str, *shape: int) -> Tensor: ...
@@ -62,7 +66,8 @@ class StateSpan:
 
 
 class StateLayout:
-    """Lays out what all blocks keep of the past in one flat vector a row, so that rows are gathered and scattered in one copy."""
+    """Lays out what all blocks keep of the past in one flat vector a row, so that rows are gathered and
+    scattered in one copy."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -77,7 +82,8 @@ class StateLayout:
 class Past:
     """What came before a chunk, for a batch of rows.
 
-    `before`: [B, size] state before the chunk; `after`: [B, size], filled during the pass; `positions`: [B] int64, frames already decoded.
+    `before`: [B, size] state before the chunk; `after`: [B, size], filled during the pass; `positions`:
+    [B] int64, frames already decoded.
     """
 
     def __init__(self, before: Tensor, positions: Tensor) -> None:
@@ -86,7 +92,8 @@ class Past:
         self.positions = positions
 
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
-        """Returns the inputs before x ([B, span.steps, C]) and keeps the last ones, x: [B, T, C] included, for the next chunk."""
+        """Returns the inputs before x ([B, span.steps, C]) and keeps the last ones, x: [B, T, C] included,
+        for the next chunk."""
         rows, steps, _ = x.shape
         history = self.before[:, span.offset : span.end].view(rows, span.steps, span.channels)
         kept = self.after[:, span.offset : span.end].view(rows, span.steps, span.channels)
@@ -99,10 +106,18 @@ class Past:
 
 
 class CausalConv:
-    """Causal convolution: [B, T, Cin] -> [B, T / stride, Cout], T a multiple of the stride. `groups` = Cin makes it depthwise."""
+    """Causal convolution: [B, T, Cin] -> [B, T / stride, Cout], T a multiple of the stride. `groups` = Cin
+    makes it depthwise."""
 
     def __init__(
-        self, load: CodecLoader, layout: StateLayout, channels_in: int, channels_out: int, kernel: int, stride: int = 1, groups: int = 1
+        self,
+        load: CodecLoader,
+        layout: StateLayout,
+        channels_in: int,
+        channels_out: int,
+        kernel: int,
+        stride: int = 1,
+        groups: int = 1,
     ) -> None:
         self.weight = load.kernel(channels_out, channels_in // groups, kernel)
         self.bias = load("bias", channels_out)
@@ -111,12 +126,19 @@ class CausalConv:
         self.span = layout.add(kernel - stride, channels_in)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        extended = pad(x, (0, 0, self.span.steps, 0)) if past is None else torch.cat((past.swap(self.span, x), x), dim=1)
-        return conv1d(extended.transpose(1, 2), self.weight, self.bias, self.stride, groups=self.groups).transpose(1, 2)
+        extended = (
+            pad(x, (0, 0, self.span.steps, 0))
+            if past is None
+            else torch.cat((past.swap(self.span, x), x), dim=1)
+        )
+        return conv1d(
+            extended.transpose(1, 2), self.weight, self.bias, self.stride, groups=self.groups
+        ).transpose(1, 2)
 
 
 class Repeat:
-    """Transposed convolution whose kernel equals its stride: every step becomes `factor` steps of its own. Needs no past."""
+    """Transposed convolution whose kernel equals its stride: every step becomes `factor` steps of its own.
+    Needs no past."""
 
     def __init__(self, load: CodecLoader, channels: int, factor: int) -> None:
         weight = load.kernel(channels, channels, factor)
@@ -133,7 +155,9 @@ class ConvNeXt:
     """ConvNeXt block (Liu et al., 2022): x + gamma * linear(gelu(linear(norm(depthwise(x)))))."""
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int) -> None:
-        self.depthwise = CausalConv(load.at("dwconv.conv."), layout, channels, channels, CONVNEXT_KERNEL, groups=channels)
+        self.depthwise = CausalConv(
+            load.at("dwconv.conv."), layout, channels, channels, CONVNEXT_KERNEL, groups=channels
+        )
         self.norm_weight = load("norm.weight", channels)
         self.norm_bias = load("norm.bias", channels)
         self.wide_weight = load("pwconv1.weight", 4 * channels, channels)
@@ -143,17 +167,23 @@ class ConvNeXt:
         self.gamma = load("gamma", channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        hidden = layer_norm(self.depthwise(x, past), self.norm_weight.shape, self.norm_weight, self.norm_bias, CONVNEXT_EPS)
+        hidden = layer_norm(
+            self.depthwise(x, past), self.norm_weight.shape, self.norm_weight, self.norm_bias, CONVNEXT_EPS
+        )
         hidden = gelu(linear(hidden, self.wide_weight, self.wide_bias))
         return x + self.gamma * linear(hidden, self.narrow_weight, self.narrow_bias)
 
 
 class UpsampleLayers:
-    """Steps repeated by each factor in turn, a ConvNeXt block behind each: [B, T, channels] -> [B, T * factors, channels]."""
+    """Steps repeated by each factor in turn, a ConvNeXt block behind each: [B, T, channels] -> [B, T *
+    factors, channels]."""
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factors: Sequence[int]) -> None:
         self.layers = [
-            (Repeat(load.at(f"{i}.0.conv."), channels, factor), ConvNeXt(load.at(f"{i}.1."), layout, channels))
+            (
+                Repeat(load.at(f"{i}.0.conv."), channels, factor),
+                ConvNeXt(load.at(f"{i}.1."), layout, channels),
+            )
             for i, factor in enumerate(factors)
         ]
 
@@ -164,7 +194,8 @@ class UpsampleLayers:
 
 
 class Snake:
-    """x + gain * sin^2(frequency * x) by channel (Ziyin, Hartwig and Ueda, 2020); its parameters are float32 [channels]."""
+    """x + gain * sin^2(frequency * x) by channel (Ziyin, Hartwig and Ueda, 2020); its parameters are
+    float32 [channels]."""
 
     def __init__(self, load: CodecLoader, channels: int) -> None:
         self.frequency, self.gain = load.snake(channels)
@@ -194,7 +225,8 @@ class ResidualUnit:
 
 
 class UpsampleBlock:
-    """Snake, transposed convolution by `rate`, three residual units: [B, T, Cin] -> [B, T * rate, Cin / 2]."""
+    """Snake, transposed convolution by `rate`, three residual units: [B, T, Cin] -> [B, T * rate, Cin /
+    2]."""
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int) -> None:
         half = channels // 2
@@ -203,11 +235,16 @@ class UpsampleBlock:
         self.bias = load("block.1.conv.bias", half)
         self.rate = rate
         self.span = layout.add(1, channels)
-        self.units = [ResidualUnit(load.at(f"block.{i + 2}."), layout, half, dilation) for i, dilation in enumerate(RESIDUAL_DILATIONS)]
+        self.units = [
+            ResidualUnit(load.at(f"block.{i + 2}."), layout, half, dilation)
+            for i, dilation in enumerate(RESIDUAL_DILATIONS)
+        ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self.span, x)
-        x = _ops.codec_upsample(x, history, self.snake.frequency, self.snake.gain, self.weight, self.bias, self.rate)
+        x = _ops.codec_upsample(
+            x, history, self.snake.frequency, self.snake.gain, self.weight, self.bias, self.rate
+        )
         for unit in self.units:
             x = unit(x, past)
         return x
@@ -216,17 +253,28 @@ class UpsampleBlock:
 class ConvStack:
     """From upsampled latents to the waveform: [B, T, latent] -> float32 [B, T * rates] in [-1, 1].
 
-    `width`: channels of the first block, halved by each. `tanh`: whether samples pass it, as training had it; else they are cut off.
+    `width`: channels of the first block, halved by each. `tanh`: whether samples pass it, as training had
+    it; else they are cut off.
     """
 
     #: Whether samples that nobody wants cost next to nothing.
     skips_padding = False
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, latent: int, width: int, rates: Sequence[int], tanh: bool) -> None:
+    def __init__(
+        self,
+        load: CodecLoader,
+        layout: StateLayout,
+        latent: int,
+        width: int,
+        rates: Sequence[int],
+        tanh: bool,
+    ) -> None:
         widths = [width >> i for i in range(len(rates) + 1)]
         last = len(widths)
         self.stem = CausalConv(load.at("0.conv."), layout, latent, width, STACK_KERNEL)
-        self.blocks = [UpsampleBlock(load.at(f"{i + 1}."), layout, widths[i], rate) for i, rate in enumerate(rates)]
+        self.blocks = [
+            UpsampleBlock(load.at(f"{i + 1}."), layout, widths[i], rate) for i, rate in enumerate(rates)
+        ]
         self.snake = Snake(load.at(f"{last}."), widths[-1])
         self.head = CausalConv(load.at(f"{last + 1}.conv."), layout, widths[-1], 1, STACK_KERNEL)
         self.tanh = tanh
@@ -248,7 +296,8 @@ Rotary = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles of rotary embedding in half-split layout: positions [B, T], frequencies float32 [head_dim / 2] -> [B, 1, T, head_dim]."""
+    """Angles of rotary embedding in half-split layout: positions [B, T], frequencies float32 [head_dim /
+    2] -> [B, 1, T, head_dim]."""
     found = positions[:, None, :, None].float() * frequencies
     return torch.cat((found, found), dim=-1)
 
@@ -272,15 +321,17 @@ def window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 class WindowAttention:
     """Causal attention in a window, its masks made once for all layers of a pass.
 
-    positions: int64 [B, T] of the queries. Keys and values are those of the same steps, behind those of the `window` - 1 steps before
-    them where `with_past`.
+    positions: int64 [B, T] of the queries. Keys and values are those of the same steps, behind those of
+    the `window` - 1 steps before them where `with_past`.
     """
 
     def __init__(self, positions: Tensor, window: int, with_past: bool, dtype: torch.dtype) -> None:
         keys, earlier, steps = positions, 0, positions.shape[1]
         if with_past:
             earlier = window - 1
-            keys = torch.cat((positions[:, :1] + torch.arange(-earlier, 0, device=positions.device), positions), dim=1)
+            keys = torch.cat(
+                (positions[:, :1] + torch.arange(-earlier, 0, device=positions.device), positions), dim=1
+            )
         self._parts: list[tuple[slice, slice, Tensor]] = []
         for start in range(0, steps, ATTENTION_STEPS):
             end = min(start + ATTENTION_STEPS, steps)
@@ -288,14 +339,19 @@ class WindowAttention:
             mask = window_mask(positions[:, start:end], keys[:, seen], window)
             if mask.is_cuda:
                 # Added once, instead of made anew from truths in every layer.
-                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+                    ~mask, -torch.inf
+                )
             self._parts.append((slice(start, end), seen, mask))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [B, heads, T, head_dim]; key, value: [B, kv_heads, earlier + T, head_dim]. Returns [B, heads, T, head_dim]."""
+        """query: [B, heads, T, head_dim]; key, value: [B, kv_heads, earlier + T, head_dim]. Returns [B,
+        heads, T, head_dim]."""
         grouped = query.shape[1] != key.shape[1]
         parts = [
-            scaled_dot_product_attention(query[:, :, at], key[:, :, seen], value[:, :, seen], attn_mask=mask, enable_gqa=grouped)
+            scaled_dot_product_attention(
+                query[:, :, at], key[:, :, seen], value[:, :, seen], attn_mask=mask, enable_gqa=grouped
+            )
             for at, seen, mask in self._parts
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -303,7 +359,8 @@ class WindowAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. `qkv`: [(heads + 2 * kv_heads) * head_dim, dim], its heads in half-split layout; `gate_up`: [2 * intermediate, dim]."""
+    """One layer. `qkv`: [(heads + 2 * kv_heads) * head_dim, dim], its heads in half-split layout;
+    `gate_up`: [2 * intermediate, dim]."""
 
     norm1: Tensor
     qkv: Tensor
@@ -316,22 +373,37 @@ class LayerWeights:
 
 
 class TransformerLayer:
-    """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. It keeps the last window - 1 rotated keys and values."""
+    """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. It keeps the last window - 1 rotated
+    keys and values."""
 
-    def __init__(self, weights: LayerWeights, layout: StateLayout, head_dim: int, kv_width: int, window: int, eps: float) -> None:
+    def __init__(
+        self,
+        weights: LayerWeights,
+        layout: StateLayout,
+        head_dim: int,
+        kv_width: int,
+        window: int,
+        eps: float,
+    ) -> None:
         self.weights, self.eps = weights, eps
         self.head_dim, self.kv_width = head_dim, kv_width
         self._widths = (len(weights.qkv) - 2 * kv_width, kv_width, kv_width)
         self.span = layout.add(window - 1, 2 * kv_width)
 
-    def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None
+    ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim]."""
         weights = self.weights
-        x = x + weights.scale1 * self._attention(rms_norm(x, weights.norm1, self.eps), cosine, sine, attend, past)
+        x = x + weights.scale1 * self._attention(
+            rms_norm(x, weights.norm1, self.eps), cosine, sine, attend, past
+        )
         gate, up = linear(rms_norm(x, weights.norm2, self.eps), weights.gate_up).chunk(2, dim=-1)
         return x + weights.scale2 * linear(silu(gate) * up, weights.down)
 
-    def _attention(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None) -> Tensor:
+    def _attention(
+        self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None
+    ) -> Tensor:
         weights = self.weights
         query, key, value = linear(x, weights.qkv).split(self._widths, dim=-1)
         query = rotate(self._heads(query), cosine, sine)
@@ -350,7 +422,9 @@ class TransformerLayer:
 class WindowTransformer:
     """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its own steps."""
 
-    def __init__(self, layers: Sequence[TransformerLayer], norm: Tensor, eps: float, window: int, rotary: Rotary) -> None:
+    def __init__(
+        self, layers: Sequence[TransformerLayer], norm: Tensor, eps: float, window: int, rotary: Rotary
+    ) -> None:
         self.layers, self.norm, self.eps = layers, norm, eps
         self.window, self.rotary = window, rotary
 

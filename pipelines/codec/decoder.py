@@ -1,4 +1,5 @@
-"""Codes to a waveform by a causal codec: batches of whole utterances, and streams chunk by chunk, with equal results."""
+"""Codes to a waveform by a causal codec: batches of whole utterances, and streams chunk by chunk, with
+equal results."""
 
 from __future__ import annotations
 
@@ -15,13 +16,21 @@ from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
-from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces, stream_bytes, utterance_bytes
+from pipelines.codec.graphs import (
+    STEP_FRAMES,
+    StreamGraphs,
+    UtteranceGraphs,
+    pieces,
+    stream_bytes,
+    utterance_bytes,
+)
 from pipelines.codec.stage import Decoder
 from pipelines.codec.states import CodecShape, CodecState, Written
 from pipelines.codec.transfer import Samples, SamplesOnTheWay, pinned, recorded
 from pipelines.errors import ErrorCode, SynthesisError
 
-#: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.
+#: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles
+#: differ by frames.
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Frames of one pass of a decoder, and of all rows of a pass: what bounds its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
@@ -30,10 +39,11 @@ PASS_FRAMES, BATCH_FRAMES = 512, 4096
 class CausalDecoder(Decoder[CodecState]):
     """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
 
-    On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
-    utterances of like length share a batch, padded on the right, which no sample inside can see; where it has to be `reproducible`,
-    every batch there has the same number of rows and utterances of one padded length, so that a row's samples do not depend on its
-    neighbours, bit for bit. A family says what a pass is (`_run`) and sets `state_size` once its blocks are laid out.
+    On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit
+    for bit. On a GPU utterances of like length share a batch, padded on the right, which no sample inside
+    can see; where it has to be `reproducible`, every batch there has the same number of rows and
+    utterances of one padded length, so that a row's samples do not depend on its neighbours, bit for bit.
+    A family says what a pass is (`_run`) and sets `state_size` once its blocks are laid out.
     """
 
     #: Values of a stream's state.
@@ -64,17 +74,21 @@ class CausalDecoder(Decoder[CodecState]):
 
     @property
     def shape(self) -> CodecShape:
-        return CodecShape(self.state_size, self._codes_per_frame, self.samples_per_frame, self.dtype, self.device)
+        return CodecShape(
+            self.state_size, self._codes_per_frame, self.samples_per_frame, self.dtype, self.device
+        )
 
     def new_state(self) -> CodecState:
         """The state before the first frame of a stream. Touches no device."""
         return CodecState()
 
     def prepare_streams(self, rows: int) -> None:
-        """On a CUDA device: makes an arena for the states of so many streams, and captures the graphs that decode their chunks.
+        """On a CUDA device: makes an arena for the states of so many streams, and captures the graphs that
+        decode their chunks.
 
-        Without it, and for streams beyond so many, chunks are launched op by op, which is slower. Is called once, before the first stream.
-        Raises what a lack of memory raises, where the arena has no room.
+        Without it, and for streams beyond so many, chunks are launched op by op, which is slower. Is
+        called once, before the first stream. Raises what a lack of memory raises, where the arena has no
+        room.
         """
         if self.device.type == "cpu" or rows < 1:
             return
@@ -86,15 +100,18 @@ class CausalDecoder(Decoder[CodecState]):
         return 0 if self.device.type == "cpu" or rows < 1 else stream_bytes(self.shape, rows)
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
-        """On a CUDA device: a stage that is opened afterwards decodes whole utterances as a continuous batch, in steps of so many rows and
-        frames, whose graphs are captured here. Without it they are gathered into batches for `decode`.
+        """On a CUDA device: a stage that is opened afterwards decodes whole utterances as a continuous
+        batch, in steps of so many rows and frames, whose graphs are captured here. Without it they are
+        gathered into batches for `decode`.
 
         Raises what a lack of memory raises, where the arena has no room.
         """
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            self.utterances = UtteranceGraphs(self._run, self.shape, rows, frames, self._fixed, self._check).prepare()
+            self.utterances = UtteranceGraphs(
+                self._run, self.shape, rows, frames, self._fixed, self._check
+            ).prepare()
 
     def utterance_bytes(self, rows: int, frames: int = STEP_FRAMES) -> int:
         """Bytes of device memory that `prepare_utterances(rows, frames)` takes."""
@@ -104,10 +121,14 @@ class CausalDecoder(Decoder[CodecState]):
         return super().company(frames, last) if self._graphs is None else self._graphs.company(frames, last)
 
     @torch.inference_mode()
-    def start_chunks(self, states: Sequence[CodecState], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
-        """`decode_chunk` for codes on the host, whose samples come later; nobody waits for the device. One thread at a time may call it.
+    def start_chunks(
+        self, states: Sequence[CodecState], codes: Sequence[Tensor], last: Sequence[bool]
+    ) -> SamplesOnTheWay:
+        """`decode_chunk` for codes on the host, whose samples come later; nobody waits for the device. One
+        thread at a time may call it.
 
-        A stream's state is given back after its last chunk. Raises as `decode`, before any state was moved on.
+        A stream's state is given back after its last chunk. Raises as `decode`, before any state was moved
+        on.
         """
         graphs = self._graphs
         if graphs is None:
@@ -115,9 +136,14 @@ class CausalDecoder(Decoder[CodecState]):
         self._check(codes)
         with graphs.on_stream():
             inside = [index for index, state in enumerate(states) if state.enter(graphs.arena)]
-            heard, buffers = graphs.replay([states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside])
+            heard, buffers = graphs.replay(
+                [states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside]
+            )
             found = dict(zip(inside, heard))
-            parts = [found[i] if i in found else self._launched(states[i], codes[i], last[i]) for i in range(len(codes))]
+            parts = [
+                found[i] if i in found else self._launched(states[i], codes[i], last[i])
+                for i in range(len(codes))
+            ]
             event = recorded() if self.device.type == "cuda" else None
         for state, final in zip(states, last):
             if final:
@@ -125,7 +151,8 @@ class CausalDecoder(Decoder[CodecState]):
         return SamplesOnTheWay(parts, event, lambda: graphs.take_back(buffers))
 
     def _launched(self, state: CodecState, codes: Tensor, last: bool) -> list[Samples]:
-        """The samples of a stream that has no row, on their way to the host: in the sizes of the graphs, so by the same kernels."""
+        """The samples of a stream that has no row, on their way to the host: in the sizes of the graphs,
+        so by the same kernels."""
         waves: list[Tensor] = []
         for taken, filled in pieces(len(codes), last):
             part, codes = codes[:taken], codes[taken:]
@@ -135,8 +162,12 @@ class CausalDecoder(Decoder[CodecState]):
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Makes ready, on a CUDA device, what the first batches of utterances need: compiled kernels and set-up libraries."""
-        batches = [[torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows for rows, frames in _WARM_BATCHES]
+        """Makes ready, on a CUDA device, what the first batches of utterances need: compiled kernels and
+        set-up libraries."""
+        batches = [
+            [torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows
+            for rows, frames in _WARM_BATCHES
+        ]
         if triton_fault() is None:
             with import_module("kernels.triton_launch").compiled_together():
                 for codes in batches:
@@ -147,9 +178,10 @@ class CausalDecoder(Decoder[CodecState]):
     def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:
         """Decodes whole utterances.
 
-        codes: one [frames, codebooks] of integers each, lengths may differ. `states` (such as a cloned voice's, after its reference
-        codes) are where the utterances start; they are read, not changed. Returns float32 [frames * samples_per_frame] each, in [-1, 1].
-        Raises `SynthesisError` (`synth.engine`) on codes of another shape or outside the codebooks.
+        codes: one [frames, codebooks] of integers each, lengths may differ. `states` (such as a cloned
+        voice's, after its reference codes) are where the utterances start; they are read, not changed.
+        Returns float32 [frames * samples_per_frame] each, in [-1, 1]. Raises `SynthesisError`
+        (`synth.engine`) on codes of another shape or outside the codebooks.
         """
         self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
@@ -157,7 +189,9 @@ class CausalDecoder(Decoder[CodecState]):
         lengths = [len(item) for item in codes]
         for indices in self._batches(lengths, warm):
             # A fresh state takes the same path as none, so that the samples are the same to the last bit.
-            starts = [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
+            starts = (
+                [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
+            )
             decoded = self._decode_padded([codes[i] for i in indices], starts)
             for i, wave in zip(indices, decoded):
                 waves[i] = wave[: lengths[i] * self.samples_per_frame]
@@ -167,8 +201,8 @@ class CausalDecoder(Decoder[CodecState]):
     def decode_chunk(self, states: Sequence[CodecState], codes: Sequence[Tensor]) -> list[Tensor]:
         """Decodes the next frames of several streams and moves their states on.
 
-        codes: one [n, codebooks] each, n may differ. Whatever the chunks, their concatenation equals `decode` up to rounding.
-        Returns float32 [n * samples_per_frame] each. Raises as `decode`.
+        codes: one [n, codebooks] each, n may differ. Whatever the chunks, their concatenation equals
+        `decode` up to rounding. Returns float32 [n * samples_per_frame] each. Raises as `decode`.
         """
         self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
@@ -178,7 +212,10 @@ class CausalDecoder(Decoder[CodecState]):
                 rows = self._filled([codes[i] for i in indices])
                 past = self._past([states[i] for i in indices], len(rows))
                 decoded = self._run(self._here(torch.stack(rows)), past)
-                kept = [past.after[row].clone() if len(rows) > 1 else past.after[row] for row in range(len(indices))]
+                kept = [
+                    past.after[row].clone() if len(rows) > 1 else past.after[row]
+                    for row in range(len(indices))
+                ]
                 written = Written(self.device) if self.device.type == "cuda" else None
                 for row, i in enumerate(indices):
                     states[i].values, states[i].written = kept[row], written
@@ -189,7 +226,8 @@ class CausalDecoder(Decoder[CodecState]):
     def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame].
 
-        `lengths`: samples of each row that are wanted, where `skips_padding` and there is no past; others may be anything.
+        `lengths`: samples of each row that are wanted, where `skips_padding` and there is no past; others
+        may be anything.
         """
         raise NotImplementedError
 
@@ -201,7 +239,8 @@ class CausalDecoder(Decoder[CodecState]):
                     ErrorCode.SYNTH_ENGINE,
                     f"The codec got codes of shape {list(item.shape)} and type {item.dtype}, not [frames, {width}] integers.",
                 )
-        # On a GPU this test would make the host wait for the device; there codes come from samplers that cannot leave the codebook.
+        # On a GPU this test would make the host wait for the device; there codes come from samplers that
+        # cannot leave the codebook.
         here = [item for item in codes if not item.is_cuda and item.numel()]
         if not here:
             return
@@ -209,7 +248,9 @@ class CausalDecoder(Decoder[CodecState]):
         low, high = int(together.min()), int(together.max())
         if low < 0 or (largest is not None and high > largest):
             bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}.")
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}."
+            )
 
     def _here(self, batch: Tensor) -> Tensor:
         """A tensor on the decoder's device, which the host does not wait for."""
@@ -223,7 +264,9 @@ class CausalDecoder(Decoder[CodecState]):
             # Rows that start somewhere are decoded to the end of their batch.
             padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
             return cheapest(lengths, self.batch_frames, PASS_FRAMES, padding)
-        kinds = [[length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)]
+        kinds = [
+            [length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)
+        ]
         return [indices for kind in kinds for indices in alike(kind)]
 
     def _filled(self, codes: list[Tensor]) -> list[Tensor]:
@@ -245,7 +288,8 @@ class CausalDecoder(Decoder[CodecState]):
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
     def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
-        """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
+        """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going
+        through long ones in passes."""
         lengths = [len(item) for item in codes]
         longest = max(lengths)
         padded = longest if self._alone else round_up(longest)
@@ -254,7 +298,9 @@ class CausalDecoder(Decoder[CodecState]):
         if states is None and padded <= PASS_FRAMES:
             # Whole rows have lengths too: kernels for rows without ends would be compiled beside those with.
             ends = self.skips_padding and not self._fixed
-            return self._run(batch, None, [length * self.samples_per_frame for length in lengths] if ends else None)
+            return self._run(
+                batch, None, [length * self.samples_per_frame for length in lengths] if ends else None
+            )
         past = self._past(states or [], len(batch))
         waves: list[Tensor] = []
         for part in batch.split(PASS_FRAMES, dim=1):

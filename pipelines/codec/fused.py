@@ -1,10 +1,12 @@
 """A codec on fused ops: its `ConvStack`, and what stands in front of it.
 
-In the stack each op applies the snake of the next one, so that every value is activated once. It does the arithmetic of the plain stack in
-the same order of rounding; what it keeps of the past are activated inputs, so its stream states are its own.
+In the stack each op applies the snake of the next one, so that every value is activated once. It does the
+arithmetic of the plain stack in the same order of rounding; what it keeps of the past are activated
+inputs, so its stream states are its own.
 
-The front has five kernels a layer of the transformer and three a ConvNeXt block. Linear maps that follow each other are one, and scales
-stand in the weights beside them: the function is the same, and its states are those of the plain modules.
+The front has five kernels a layer of the transformer and three a ConvNeXt block. Linear maps that follow
+each other are one, and scales stand in the weights beside them: the function is the same, and its states
+are those of the plain modules.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ log = logging.getLogger(__name__)
 
 #: Up to this width one program holds all channels of a step, and a residual unit is one kernel.
 WIDEST_UNIT = 192
-#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no digit.
+#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no
+#: digit.
 HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
@@ -55,7 +58,8 @@ Linear = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The snake that an op applies to its result, and the past that its reader needs; `rate` steps of the reader are one of the op."""
+    """The snake that an op applies to its result, and the past that its reader needs; `rate` steps of the
+    reader are one of the op."""
 
     frequency: Tensor
     gain: Tensor
@@ -67,10 +71,12 @@ class _Next:
 
 
 class FusedUnit:
-    """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the snake of the next op."""
+    """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the
+    snake of the next op."""
 
     def __init__(self, unit: Any, after: Any) -> None:
-        """`unit`: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; biases; dilation; the inner snake `second`.
+        """`unit`: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; biases;
+        dilation; the inner snake `second`.
 
         A snake has `frequency` and `gain`, float32 [channels] each.
         """
@@ -93,15 +99,20 @@ class FusedUnit:
         ends: Tensor | None = None,
         open_ends: bool = False,
     ) -> None:
-        """As `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x, raw: [B, T, C]."""
+        """As `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x,
+        raw: [B, T, C]."""
         stop = {"ends": ends, "open_ends": open_ends}
         first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
         after = (raw, active, active_lead, *self._after)
         if self._whole:
-            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, **stop, packed=self._packed)
+            _ops.codec_active_unit(
+                a, lead, x, *first, *self._inner, *second, self._dilation, *after, **stop, packed=self._packed
+            )
             return
         hidden = torch.empty_like(x)
-        _ops.codec_active_conv(a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, **stop)
+        _ops.codec_active_conv(
+            a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, **stop
+        )
         _ops.codec_active_conv(hidden, 0, *second, 1, 1, x, *after, **stop)
 
 
@@ -115,16 +126,23 @@ class _Block:
         units = block.units
         self.first = _Next.of(units[0].first, units[0].span, block.rate)
         followers = [_Next.of(unit.first, unit.span) for unit in units[1:]]
-        self.units = [(FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])]
+        self.units = [
+            (FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])
+        ]
 
-    def __call__(self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None) -> tuple[Tensor, int]:
-        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; the rows' ends there and here."""
+    def __call__(
+        self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; the rows'
+        ends there and here."""
         rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
         x = a.new_empty(rows, steps, self.channels)
         following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
         first = self.first
         into = (x, following, ahead * self.channels, first.frequency, first.gain)
-        _ops.codec_active_conv(a, lead, self.weight, self.bias, 2, 1, None, *into, ends=before, open_ends=True)
+        _ops.codec_active_conv(
+            a, lead, self.weight, self.bias, 2, 1, None, *into, ends=before, open_ends=True
+        )
         for unit, after in self.units:
             a, lead = _settle(following, ahead, first.span, past), ahead
             following, ahead = _buffer(a, steps, self.channels, after.span, past)
@@ -135,7 +153,8 @@ class _Block:
 
 
 class FusedStack:
-    """From upsampled latents to the waveform, as the plain stack: [B, T, latent] -> float32 [B, T * rates] in [-1, 1]."""
+    """From upsampled latents to the waveform, as the plain stack: [B, T, latent] -> float32 [B, T * rates]
+    in [-1, 1]."""
 
     skips_padding = True
 
@@ -143,7 +162,9 @@ class FusedStack:
         stem, head = stack.stem, stack.head
         self._stem_span, self._stem_taps = stem.span, stem.weight.shape[2]
         self._stem_weight, self._stem_bias = tap_major(stem.weight), stem.bias.float()
-        entries = [_Next.of(block.snake, block.span) for block in stack.blocks] + [_Next.of(stack.snake, head.span)]
+        entries = [_Next.of(block.snake, block.span) for block in stack.blocks] + [
+            _Next.of(stack.snake, head.span)
+        ]
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
         rates = [block.rate for block in stack.blocks]
@@ -151,11 +172,14 @@ class FusedStack:
         self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
         self._head_span = head.span
         self._tanh = stack.tanh
-        weight, bias = (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)
+        weight, bias = (
+            (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)
+        )
         self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        """`lengths`: samples of each row that are wanted. Those behind them may be anything, since tiles there are passed over."""
+        """`lengths`: samples of each row that are wanted. Those behind them may be anything, since tiles
+        there are passed over."""
         lead, ends = 0, self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
@@ -173,7 +197,8 @@ class FusedStack:
         return torch.tanh(samples * HEADROOM) if self._tanh else samples
 
     def _ends(self, lengths: Sequence[int] | None, device: torch.device) -> Sequence[Tensor | None]:
-        """Where rows of so many samples end, in steps of each block's input and of the head's, int32 [B] each; one copy for all."""
+        """Where rows of so many samples end, in steps of each block's input and of the head's, int32 [B]
+        each; one copy for all."""
         if lengths is None:
             return [None] * len(self._step_samples)
         # Each starts on a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
@@ -182,8 +207,11 @@ class FusedStack:
         return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
 
 
-def prepared_stack(stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> ConvStack | FusedStack:
-    """The stack as it runs: plain or on fused ops; by default fused in bfloat16 on a GPU, where the ops have kernels."""
+def prepared_stack(
+    stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+) -> ConvStack | FusedStack:
+    """The stack as it runs: plain or on fused ops; by default fused in bfloat16 on a GPU, where the ops
+    have kernels."""
     on_gpu = device.type == "cuda"
     if fused is None:
         fused = on_gpu and dtype == torch.bfloat16 and codec_kernels()
@@ -197,8 +225,11 @@ def tap_major(weight: Tensor) -> Tensor:
     return weight.permute(2, 1, 0).reshape(-1, weight.shape[0]).contiguous()
 
 
-def _buffer(like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None) -> tuple[Tensor, int]:
-    """An activated input to be filled, [B, lead + steps, channels], with history in front where there is a past; and its lead."""
+def _buffer(
+    like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None
+) -> tuple[Tensor, int]:
+    """An activated input to be filled, [B, lead + steps, channels], with history in front where there is a
+    past; and its lead."""
     if past is None:
         return like.new_empty(like.shape[0], steps, channels), 0
     buffer = like.new_empty(like.shape[0], span.steps + steps, channels)
@@ -209,7 +240,9 @@ def _buffer(like: Tensor, steps: int, channels: int, span: StateSpan, past: Past
 def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
     """Keeps the last steps of a filled input for the next chunk."""
     if past is not None:
-        past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(a[:, a.shape[1] - lead :])
+        past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(
+            a[:, a.shape[1] - lead :]
+        )
     return a
 
 
@@ -223,12 +256,17 @@ def codec_kernels() -> bool:
     if fault is None:
         import_module("kernels.codec_launch")
         return True
-    log.warning("%s Codecs run as single PyTorch ops instead of fused kernels, which is slower. %s", fault, TRITON_ADVICE)
+    log.warning(
+        "%s Codecs run as single PyTorch ops instead of fused kernels, which is slower. %s",
+        fault,
+        TRITON_ADVICE,
+    )
     return False
 
 
 class _Layer:
-    """A transformer layer: norm and projection, attention, output, norm and SwiGLU, output. The norms and layer scales are folded in."""
+    """A transformer layer: norm and projection, attention, output, norm and SwiGLU, output. The norms and
+    layer scales are folded in."""
 
     def __init__(self, layer: TransformerLayer, window: int) -> None:
         weights = layer.weights
@@ -247,7 +285,9 @@ class _Layer:
             at = slice(self._span.offset, self._span.end)
             before, kept, positions = past.before[:, at], past.after[:, at], past.positions
         qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
-        heard = _ops.codec_window_attention(qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window)
+        heard = _ops.codec_window_attention(
+            qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window
+        )
         x = _ops.codec_product(heard, self._out, None, x, None, PLAIN)
         inner = _ops.codec_product(x, self._gate_up, None, None, self._eps, SWIGLU)
         return _ops.codec_product(inner, self._down, None, x, None, PLAIN)
@@ -258,7 +298,11 @@ class _ConvNeXt:
 
     def __init__(self, block: ConvNeXt) -> None:
         conv, dtype = block.depthwise, block.wide_weight.dtype
-        self._span, self._taps, self._bias = conv.span, conv.weight[:, 0].T.float().contiguous(), conv.bias.float()
+        self._span, self._taps, self._bias = (
+            conv.span,
+            conv.weight[:, 0].T.float().contiguous(),
+            conv.bias.float(),
+        )
         wide, gamma = block.wide_weight.float(), block.gamma.float()
         self._wide = _packed(wide * block.norm_weight.float(), dtype)
         self._wide_bias = block.wide_bias.float() + wide @ block.norm_bias.float()
@@ -273,13 +317,23 @@ class _ConvNeXt:
 
 
 class FusedFront:
-    """From the sums of codebook vectors to upsampled latents: [B, T, codebook_dim] -> [B, T * factors, latent].
+    """From the sums of codebook vectors to upsampled latents: [B, T, codebook_dim] -> [B, T * factors,
+    latent].
 
-    The entry is folded into the convolution before it; the last norm and the exit are folded into the first repetition.
+    The entry is folded into the convolution before it; the last norm and the exit are folded into the
+    first repetition.
     """
 
-    def __init__(self, conv: CausalConv, entry: Linear, transformer: WindowTransformer, exit_: Linear, upsample: UpsampleLayers) -> None:
-        """`conv`, then the linear map `entry`, the transformer, the linear map `exit_`, and at least one upsampling."""
+    def __init__(
+        self,
+        conv: CausalConv,
+        entry: Linear,
+        transformer: WindowTransformer,
+        exit_: Linear,
+        upsample: UpsampleLayers,
+    ) -> None:
+        """`conv`, then the linear map `entry`, the transformer, the linear map `exit_`, and at least one
+        upsampling."""
         dtype, (into, into_bias), (out, out_bias) = conv.weight.dtype, entry, exit_
         self._conv_span, self._conv_taps = conv.span, conv.weight.shape[2]
         self._conv = tap_major(torch.einsum("hl,ldk->hdk", into.float(), conv.weight.float())).to(dtype)
@@ -288,9 +342,18 @@ class FusedFront:
         self._eps, self._rotary = transformer.eps, transformer.rotary
         first = upsample.layers[0][0]
         wide = first.weight.float()
-        exits = _packed(wide @ (out.float() * transformer.norm.float()), dtype), first.bias.float() + wide @ out_bias.float()
-        repeats = [exits, *((_packed(repeat.weight, dtype), repeat.bias.float()) for repeat, _ in upsample.layers[1:])]
-        self._upsample = [(repeat.factor, *made, _ConvNeXt(block)) for made, (repeat, block) in zip(repeats, upsample.layers)]
+        exits = (
+            _packed(wide @ (out.float() * transformer.norm.float()), dtype),
+            first.bias.float() + wide @ out_bias.float(),
+        )
+        repeats = [
+            exits,
+            *((_packed(repeat.weight, dtype), repeat.bias.float()) for repeat, _ in upsample.layers[1:]),
+        ]
+        self._upsample = [
+            (repeat.factor, *made, _ConvNeXt(block))
+            for made, (repeat, block) in zip(repeats, upsample.layers)
+        ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         steps, lead, positions = x.shape[1], 0, torch.arange(x.shape[1], device=x.device)[None]
@@ -298,22 +361,35 @@ class FusedFront:
             lead, positions = self._conv_span.steps, past.positions[:, None] + positions
             x = torch.cat((past.swap(self._conv_span, x), x), dim=1)
         hidden = x.new_empty(len(x), steps, len(self._conv_bias))
-        _ops.codec_active_conv(x, lead, self._conv, self._conv_bias, self._conv_taps, 1, None, hidden, None, 0, None, None)
-        cosine, sine = (table[:, 0].chunk(2, dim=-1)[0].contiguous() for table in self._rotary(positions, torch.float32))
+        _ops.codec_active_conv(
+            x, lead, self._conv, self._conv_bias, self._conv_taps, 1, None, hidden, None, 0, None, None
+        )
+        cosine, sine = (
+            table[:, 0].chunk(2, dim=-1)[0].contiguous() for table in self._rotary(positions, torch.float32)
+        )
         for layer in self._layers:
             hidden = layer(hidden, cosine, sine, past)
         eps: float | None = self._eps
         for factor, weight, bias, block in self._upsample:
             rows, steps, _ = hidden.shape
-            hidden = block(_ops.codec_product(hidden, weight, bias, None, eps, PLAIN).view(rows, steps * factor, -1), past)
+            hidden = block(
+                _ops.codec_product(hidden, weight, bias, None, eps, PLAIN).view(rows, steps * factor, -1),
+                past,
+            )
             eps = None
         return hidden
 
 
 def prepared_front(
-    conv: CausalConv, entry: Linear, transformer: WindowTransformer, exit_: Linear, upsample: UpsampleLayers, device: torch.device
+    conv: CausalConv,
+    entry: Linear,
+    transformer: WindowTransformer,
+    exit_: Linear,
+    upsample: UpsampleLayers,
+    device: torch.device,
 ) -> FusedFront:
-    """The front on fused ops, which have kernels on a GPU with Triton in bfloat16 and run as their twins elsewhere."""
+    """The front on fused ops, which have kernels on a GPU with Triton in bfloat16 and run as their twins
+    elsewhere."""
     if device.type == "cuda" and codec_kernels():
         import_module("kernels.codec_front_triton")
     return FusedFront(conv, entry, transformer, exit_, upsample)

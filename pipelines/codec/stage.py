@@ -1,7 +1,9 @@
-"""The last stage: codes of finished utterances become audio in groups, those of streams chunk by chunk beside them.
+"""The last stage: codes of finished utterances become audio in groups, those of streams chunk by chunk
+beside them.
 
-All lanes are one loop with two threads: one starts groups on a device, the other sleeps until the samples of the first are there and hands
-them on. A lane says who is in the next group, how long it waits for company, and how it is started.
+All lanes are one loop with two threads: one starts groups on a device, the other sleeps until the samples
+of the first are there and hands them on. A lane says who is in the next group, how long it waits for
+company, and how it is started.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ log = logging.getLogger(__name__)
 S = TypeVar("S")
 Done = Callable[[Samples | NightjarError], None]
 
-#: Groups that a device may have to do at once: one that it decodes, and one that keeps it busy after that. Beside streams whole utterances
-#: have one alone.
+#: Groups that a device may have to do at once: one that it decodes, and one that keeps it busy after that.
+#: Beside streams whole utterances have one alone.
 _MAX_STARTED = 2
 #: Beside streams: frames of a batch of whole utterances, so that the device is never filled for long.
 _QUANTUM_FRAMES = 4096
-#: Utterances wait for company only where more than this many came within the last second: a few would wait for nobody.
+#: Utterances wait for company only where more than this many came within the last second: a few would wait
+#: for nobody.
 FEW_UTTERANCES = 8
-#: Streams count as alive for so long after their last chunk: the next one follows in about the time that the chunk plays.
+#: Streams count as alive for so long after their last chunk: the next one follows in about the time that the
+#: chunk plays.
 _ALIVE_SECONDS = 1.0
 
 
@@ -54,7 +58,8 @@ class Decoder(Generic[S]):
         raise NotImplementedError
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[S] | None = None) -> list[Tensor]:
-        """Whole utterances [frames, codebooks] -> samples [n] each; `states` are where they start, and are not changed."""
+        """Whole utterances [frames, codebooks] -> samples [n] each; `states` are where they start, and are
+        not changed."""
         raise NotImplementedError
 
     def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
@@ -62,26 +67,33 @@ class Decoder(Generic[S]):
         raise NotImplementedError
 
     def company(self, frames: int, last: bool) -> tuple[int, int | None]:
-        """What chunks of streams must have in common to be started together, and how many of them may be; None: any number."""
+        """What chunks of streams must have in common to be started together, and how many of them may be;
+        None: any number."""
         return 0, None
 
-    def start_chunks(self, states: Sequence[S], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
-        """`decode_chunk` whose samples come later. A `NightjarError` that it raises came before any state was moved on."""
+    def start_chunks(
+        self, states: Sequence[S], codes: Sequence[Tensor], last: Sequence[bool]
+    ) -> SamplesOnTheWay:
+        """`decode_chunk` whose samples come later. A `NightjarError` that it raises came before any state
+        was moved on."""
         return sent(self.decode_chunk(states, codes))
 
 
 @dataclass(slots=True, eq=False)
 class _Job(Generic[S]):
-    """Codes [frames, codebooks] that somebody wants to hear: a whole utterance, or the next frames of a stream."""
+    """Codes [frames, codebooks] that somebody wants to hear: a whole utterance, or the next frames of a
+    stream."""
 
     codes: Codes
     done: Done
-    #: Where it starts; None: at the codec's own beginning. In a continuous batch that of its row, while it has one.
+    #: Where it starts; None: at the codec's own beginning. In a continuous batch that of its row, while it
+    #: has one.
     state: S | None
     last: bool
     deadline: float
     since: float
-    #: In a continuous batch: all of its samples, from when it gets a row; frames that were started, and samples that are there.
+    #: In a continuous batch: all of its samples, from when it gets a row; frames that were started, and
+    #: samples that are there.
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     started: int = 0
     heard: int = 0
@@ -101,7 +113,8 @@ class _Job(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How long a lane lets codes wait for company: for so many seconds, until there are so many frames together."""
+    """How long a lane lets codes wait for company: for so many seconds, until there are so many frames
+    together."""
 
     seconds: float = 0.0
     frames: int = 4096
@@ -130,7 +143,9 @@ class Lane(Generic[S]):
         self._started = 0
         self._wake = threading.Condition()
         self._closing = False
-        self._under_way: queue.SimpleQueue[tuple[Sequence[_Job[S]], SamplesOnTheWay | NightjarError] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[
+            tuple[Sequence[_Job[S]], SamplesOnTheWay | NightjarError] | None
+        ] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in zip((self._start_groups, self._hand_on_groups), self._names)
@@ -153,7 +168,9 @@ class Lane(Generic[S]):
         lately = bool(self._arrivals) and time.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
         return bool(self._waiting or self._started) or lately
 
-    def put(self, codes: Codes, done: Done, state: S | None = None, last: bool = False, deadline: float = 0.0) -> None:
+    def put(
+        self, codes: Codes, done: Done, state: S | None = None, last: bool = False, deadline: float = 0.0
+    ) -> None:
         """Has an utterance, or the next frames of a stream, decoded."""
         with self._wake:
             if not self._closing:
@@ -207,7 +224,8 @@ class Lane(Generic[S]):
             self._under_way.put(None)
 
     def _start_next(self) -> bool:
-        """Starts a group when it is due; a thread that waits keeps nothing of it. False once the lane is closed and nothing is left."""
+        """Starts a group when it is due; a thread that waits keeps nothing of it. False once the lane is
+        closed and nothing is left."""
         with self._wake:
             while (seconds := self._patience()) != 0:
                 if self._closing and not self._unstarted():
@@ -220,8 +238,11 @@ class Lane(Generic[S]):
         return True
 
     def _patience(self) -> float | None:
-        """Seconds until the next group is due; None: there is nothing to decode, or no place on the device."""
-        if not self._unstarted() or self._started >= (1 if self._gathering.beside_streams() else _MAX_STARTED):
+        """Seconds until the next group is due; None: there is nothing to decode, or no place on the
+        device."""
+        if not self._unstarted() or self._started >= (
+            1 if self._gathering.beside_streams() else _MAX_STARTED
+        ):
             return None
         now = time.monotonic()
         few = len(self._arrivals) <= FEW_UTTERANCES or self._arrivals[0] < now - 1
@@ -252,7 +273,8 @@ class Lane(Generic[S]):
                 pass
 
     def _hand_on_next(self) -> bool:
-        """Hands on the group that was started first; a thread that waits keeps nothing of it. False behind the last."""
+        """Hands on the group that was started first; a thread that waits keeps nothing of it. False behind
+        the last."""
         started = self._under_way.get()
         if started is not None:
             self._hand_on(*started)
@@ -277,7 +299,8 @@ class Lane(Generic[S]):
 
 
 class StreamLane(Lane[S]):
-    """Decodes chunks of streams: earliest deadline first, many of a size at once, of each stream one after the other."""
+    """Decodes chunks of streams: earliest deadline first, many of a size at once, of each stream one after
+    the other."""
 
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
@@ -287,14 +310,17 @@ class StreamLane(Lane[S]):
         super().__init__(device)
 
     def _take(self) -> list[_Job[S]]:
-        """The chunk that is due first, and those of other streams that can share its launch, in the order of their deadlines."""
+        """The chunk that is due first, and those of other streams that can share its launch, in the order
+        of their deadlines."""
         first_chunks: dict[int, _Job[S]] = {}
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
         heads = sorted(first_chunks.values(), key=lambda job: job.deadline)
         company = [self._decoder.company(len(job.codes), job.last) for job in heads]
         size, most = company[0]
-        group = [job for job, (its, _) in zip(heads, company) if its == size][: self._max_rows if most is None else most]
+        group = [job for job, (its, _) in zip(heads, company) if its == size][
+            : self._max_rows if most is None else most
+        ]
         taken = set(group)
         self._waiting = deque(job for job in self._waiting if job not in taken)
         return group
@@ -310,7 +336,9 @@ class StreamLane(Lane[S]):
 
     def _decode(self, group: list[_Job[S]]) -> SamplesOnTheWay:
         states = [job.state for job in group if job.state is not None]
-        return self._decoder.start_chunks(states, [torch.from_numpy(job.codes) for job in group], [job.last for job in group])
+        return self._decoder.start_chunks(
+            states, [torch.from_numpy(job.codes) for job in group], [job.last for job in group]
+        )
 
     def _lost(self, error: Exception) -> bool:
         """States may have been moved on, but for errors of ours."""
@@ -320,7 +348,13 @@ class StreamLane(Lane[S]):
 class UtteranceLane(Lane[S]):
     """Decodes whole utterances in the order of arrival, many at once."""
 
-    def __init__(self, decoder: Decoder[S], max_batch: int = 64, device: torch.device | None = None, gathering: Gathering = _ALONE) -> None:
+    def __init__(
+        self,
+        decoder: Decoder[S],
+        max_batch: int = 64,
+        device: torch.device | None = None,
+        gathering: Gathering = _ALONE,
+    ) -> None:
         self._decoder, self._max_batch = decoder, max_batch
         self._sender = Sender()
         super().__init__(device, gathering)
@@ -349,12 +383,16 @@ class UtteranceLane(Lane[S]):
 
 
 class ContinuousLane(Lane[CodecState]):
-    """Decodes whole utterances in the order of arrival, many at once, each step the next frames of all that have a row.
+    """Decodes whole utterances in the order of arrival, many at once, each step the next frames of all
+    that have a row.
 
-    A step is started when all rows are taken, `Gathering.seconds` after the last one began, or at once where only a few came lately.
+    A step is started when all rows are taken, `Gathering.seconds` after the last one began, or at once
+    where only a few came lately.
     """
 
-    def __init__(self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _ALONE) -> None:
+    def __init__(
+        self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _ALONE
+    ) -> None:
         self._steps = steps
         #: Those that have a row; only the thread that starts steps touches them.
         self._inside: list[_Job[CodecState]] = []
@@ -372,7 +410,10 @@ class ContinuousLane(Lane[CodecState]):
         """Those that waited longest, as many as there are free rows."""
         self._last_start = time.monotonic()
         self._drop()
-        return [self._waiting.popleft() for _ in range(min(self._steps.rows - len(self._inside), len(self._waiting)))]
+        return [
+            self._waiting.popleft()
+            for _ in range(min(self._steps.rows - len(self._inside), len(self._waiting)))
+        ]
 
     def _drop(self) -> None:
         """Takes the rows of those whose receivers were told of a fault meanwhile."""
@@ -387,7 +428,8 @@ class ContinuousLane(Lane[CodecState]):
         job.state = None
 
     def _start(self, group: list[_Job[CodecState]]) -> None:
-        """Starts the next frames of all that have a row, with these newcomers. A step that fails loses the states of all of them."""
+        """Starts the next frames of all that have a row, with these newcomers. A step that fails loses the
+        states of all of them."""
         for job in group:
             self._join(job)
         inside, frames = self._inside, self._steps.frames
@@ -440,13 +482,18 @@ def _waited(samples: SamplesOnTheWay) -> SamplesOnTheWay | NightjarError:
 
 
 def _read(samples: SamplesOnTheWay, at: int, place: Samples | None = None) -> Samples | NightjarError:
-    """The samples of one of a group, written to `place` where there is one; or what its receiver is told instead."""
+    """The samples of one of a group, written to `place` where there is one; or what its receiver is told
+    instead."""
     try:
         found = samples.of(at, place)
         finite = bool(np.isfinite(found).all())
     except Exception as error:  # noqa: BLE001 (`failure` logs it)
         return failure(error)
-    return found if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
+    return (
+        found
+        if finite
+        else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
+    )
 
 
 def failure(error: Exception) -> NightjarError:
@@ -455,19 +502,23 @@ def failure(error: Exception) -> NightjarError:
         return error
     log.exception("the codec failed")
     if lacks_memory(error):
-        return SynthesisError(ErrorCode.SYNTH_OOM, f"The codec ran out of device memory: {error}.", "Use a smaller engine.")
+        return SynthesisError(
+            ErrorCode.SYNTH_OOM, f"The codec ran out of device memory: {error}.", "Use a smaller engine."
+        )
     return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec failed: {error}.", "See the log.")
 
 
 class CodecStage(Generic[S]):
-    """Decodes what it is given on threads of its own: a lane of whole utterances, and one of streams that never waits for the other.
+    """Decodes what it is given on threads of its own: a lane of whole utterances, and one of streams that
+    never waits for the other.
 
-    `done` is called on a thread of its lane with float32 samples [n], or with the error of that utterance alone. On a CUDA `device` each
-    lane has a stream, beside the frames; that of streams goes first. Whole utterances wait up to `gather_seconds` for company until they
-    have `gather_frames` frames together, where more than a few came within the last second.
+    `done` is called on a thread of its lane with float32 samples [n], or with the error of that utterance
+    alone. On a CUDA `device` each lane has a stream, beside the frames; that of streams goes first. Whole
+    utterances wait up to `gather_seconds` for company until they have `gather_frames` frames together,
+    where more than a few came within the last second.
 
-    Where the decoder has steps for whole utterances these are a continuous batch, which waits as long at most from one step to the next
-    until all of its rows are taken.
+    Where the decoder has steps for whole utterances these are a continuous batch, which waits as long at
+    most from one step to the next until all of its rows are taken.
     """
 
     def __init__(
@@ -490,27 +541,34 @@ class CodecStage(Generic[S]):
 
     @property
     def behind(self) -> bool:
-        """Whether a full batch of whole utterances waits to be started, so that more codes would only wait longer."""
+        """Whether a full batch of whole utterances waits to be started, so that more codes would only wait
+        longer."""
         return self._utterances.behind
 
     @property
     def is_current(self) -> bool:
-        """Whether this is a thread of the stage's own, on which `done` is called: were it to wait, the stage would not go on."""
+        """Whether this is a thread of the stage's own, on which `done` is called: were it to wait, the
+        stage would not go on."""
         return self._streams.is_current or self._utterances.is_current
 
     def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
-        """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a reference."""
+        """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a
+        reference."""
         self._utterances.put(codes, done, start)
 
-    def decode_chunk(self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0) -> None:
+    def decode_chunk(
+        self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0
+    ) -> None:
         """Decodes the next frames of a stream and moves `state` on; chunks of one stream keep their order.
 
-        `last`: no chunk of this stream follows, so `state` need not be right afterwards. `deadline`: earlier ones go first.
+        `last`: no chunk of this stream follows, so `state` need not be right afterwards. `deadline`:
+        earlier ones go first.
         """
         self._streams.put(codes, done, state, last, deadline)
 
     def end(self, state: S) -> None:
-        """Says that the stream of this state is over: no chunk of it is decoded any more, and what it holds of the device goes back.
+        """Says that the stream of this state is over: no chunk of it is decoded any more, and what it
+        holds of the device goes back.
 
         May be called on any thread and more than once. A state that nobody holds any more needs none of it.
         """

@@ -1,4 +1,5 @@
-"""What a decoder remembers of a stream: in a tensor of its own, or in a row of an arena that all streams of a device share."""
+"""What a decoder remembers of a stream: in a tensor of its own, or in a row of an arena that all streams
+of a device share."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Written:
         self._event = self._stream.record_event()
 
     def reach(self, tensor: Tensor) -> None:
-        """Lets the current CUDA stream read the tensor: not before it is written, and its memory stays as long."""
+        """Lets the current CUDA stream read the tensor: not before it is written, and its memory stays as
+        long."""
         current = torch.cuda.current_stream(tensor.device)
         if current != self._stream:
             current.wait_event(self._event)
@@ -28,7 +30,8 @@ class Written:
 class Row:
     """A row of an arena. It goes back once: by `release`, or when nobody holds it any more.
 
-    Nothing here takes a lock: the last reference may go in a garbage collection, on a thread that holds any lock.
+    Nothing here takes a lock: the last reference may go in a garbage collection, on a thread that holds
+    any lock.
     """
 
     __slots__ = ("_free", "_held", "number")
@@ -53,8 +56,8 @@ class Row:
 class Arena:
     """The states of many streams on one device.
 
-    `values`: [rows + 1, size]. Rows start with anything in them: a stream at its beginning reads none of it. The last one is nobody's;
-    it fills up batches.
+    `values`: [rows + 1, size]. Rows start with anything in them: a stream at its beginning reads none of
+    it. The last one is nobody's; it fills up batches.
     """
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -79,13 +82,15 @@ class Arena:
 class CodecState:
     """What a decoder remembers of one stream.
 
-    It takes no memory until its first chunk is decoded. After that it has a row of the decoder's arena, or where that has none left
-    `values`: [size] flat histories of all convolutions and the last keys and values of all layers.
+    It takes no memory until its first chunk is decoded. After that it has a row of the decoder's arena, or
+    where that has none left `values`: [size] flat histories of all convolutions and the last keys and
+    values of all layers.
     """
 
     #: Frames decoded so far.
     frames: int = 0
-    #: Never changed in place, so that states may share them; None where there is no past, and for a state in an arena.
+    #: Never changed in place, so that states may share them; None where there is no past, and for a state in
+    #: an arena.
     values: Tensor | None = None
     #: On a CUDA device: when `values` were written.
     written: Written | None = None
@@ -94,7 +99,8 @@ class CodecState:
     closed: bool = False
 
     def copy(self) -> CodecState:
-        """A state that goes on from here by itself, so that a voice's warm state can start many streams. Touches no device.
+        """A state that goes on from here by itself, so that a voice's warm state can start many streams.
+        Touches no device.
 
         Raises ValueError for a state in an arena, which belongs to one stream.
         """
@@ -107,10 +113,13 @@ class CodecState:
         if self.row is not None:
             raise ValueError("a state in an arena is read by the arena's graphs only")
         values = self._reached()
-        return torch.zeros(like.state_size, dtype=like.dtype, device=like.device) if values is None else values
+        return (
+            torch.zeros(like.state_size, dtype=like.dtype, device=like.device) if values is None else values
+        )
 
     def enter(self, arena: Arena) -> bool:
-        """Gives a state without one a row, with its values in it, on the current CUDA stream; whether there was one."""
+        """Gives a state without one a row, with its values in it, on the current CUDA stream; whether
+        there was one."""
         if self.row is not None:
             return True
         row = arena.take()
@@ -130,7 +139,8 @@ class CodecState:
         return self.values
 
     def close(self) -> None:
-        """Says that the stream is over, and gives back what it holds. May be called on any thread and more than once."""
+        """Says that the stream is over, and gives back what it holds. May be called on any thread and more
+        than once."""
         self.closed = True
         self.values = None
         if self.row is not None:
@@ -139,7 +149,8 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class CodecShape:
-    """A decoder's sizes: values of a stream's state, codes of a frame, samples of a frame; and where and in which type it computes."""
+    """A decoder's sizes: values of a stream's state, codes of a frame, samples of a frame; and where and
+    in which type it computes."""
 
     state_size: int
     codes_per_frame: int

@@ -15,13 +15,18 @@ _STAGED_STEP = 1 << 22
 
 
 class SamplesOnTheWay:
-    """The samples of each utterance or chunk of a batch, as parts that follow each other; they are there once `event` is over.
+    """The samples of each utterance or chunk of a batch, as parts that follow each other; they are there
+    once `event` is over.
 
-    Parts on a device's way lie in pinned memory, which goes back with `release`; others belong to who asks for them.
+    Parts on a device's way lie in pinned memory, which goes back with `release`; others belong to who asks
+    for them.
     """
 
     def __init__(
-        self, parts: list[list[Samples]], event: torch.cuda.Event | None = None, release: Callable[[], None] | None = None
+        self,
+        parts: list[list[Samples]],
+        event: torch.cuda.Event | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         self._parts = parts
         self.event = event
@@ -33,7 +38,8 @@ class SamplesOnTheWay:
             self.event.synchronize()
 
     def of(self, at: int, place: Samples | None = None) -> Samples:
-        """The samples of one of the batch, once they are there, in memory of the caller's own: `place`, where there is one.
+        """The samples of one of the batch, once they are there, in memory of the caller's own: `place`,
+        where there is one.
 
         Raises ValueError where that has another length.
         """
@@ -68,8 +74,8 @@ def pinned(waves: Sequence[Tensor]) -> list[Samples]:
 
 
 class Sender:
-    """Sends the samples of one batch after the other to the host, on a CUDA stream of its own, so that the next batch need not wait for the
-    copy. One thread at a time may use it, on one stream.
+    """Sends the samples of one batch after the other to the host, on a CUDA stream of its own, so that the
+    next batch need not wait for the copy. One thread at a time may use it, on one stream.
     """
 
     def __init__(self) -> None:
@@ -90,7 +96,9 @@ class Sender:
         if self._over is not None:
             current.wait_event(self._over)
         if len(self._staged) < total:
-            self._staged = torch.empty(-(-total // _STAGED_STEP) * _STAGED_STEP, dtype=torch.float32, device=device)
+            self._staged = torch.empty(
+                -(-total // _STAGED_STEP) * _STAGED_STEP, dtype=torch.float32, device=device
+            )
         staged = torch.cat(tuple(waves), out=self._staged[:total])
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -49,9 +49,12 @@ def engine_failure(error: Exception) -> SynthesisError:
 
 
 class EngineCore:
-    """Merges requests into one running batch that they join and leave at any frame. Receivers are told by whoever calls `step`."""
+    """Merges requests into one running batch that they join and leave at any frame. Receivers are told by
+    whoever calls `step`."""
 
-    def __init__(self, executor: FrameExecutor, options: EngineOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, executor: FrameExecutor, options: EngineOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.executor = executor
         self.options = options
         #: Frames that were made, and requests that are over.
@@ -63,7 +66,11 @@ class EngineCore:
         #: Rows of a frame at most.
         self._rows = executor.state.slots - options.spare_slots
         self.planner = TurnPlanner(
-            executor.batch_sizes, options.frame_seconds, executor.reproducible, options.chunk_frames, options.first_frames
+            executor.batch_sizes,
+            options.frame_seconds,
+            executor.reproducible,
+            options.chunk_frames,
+            options.first_frames,
         )
         self.scheduler = Scheduler(executor.kv, executor.state.slots, options)
 
@@ -83,7 +90,8 @@ class EngineCore:
         return bool(self.scheduler.waiting_streams or self.scheduler.streams)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called from any thread."""
+        """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called
+        from any thread."""
         if not self.scheduler.fits(request) or request.positions > self.options.max_context:
             raise SynthesisError(
                 ErrorCode.SYNTH_OOM,
@@ -99,7 +107,8 @@ class EngineCore:
         self.scheduler.add(Utterance(request, receiver, listening=listening))
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
-        """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the request is over."""
+        """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the
+        request is over."""
         for utterance in self.scheduler.find(request):
             if not utterance.text_open:
                 continue
@@ -112,14 +121,17 @@ class EngineCore:
                     self.executor.state.write_trailing(utterance.slot, more, known)
 
     def abort(self, which: object) -> None:
-        """Ends a request, or all requests with this origin or id, wherever they are; their receivers hear `synth.aborted`."""
+        """Ends a request, or all requests with this origin or id, wherever they are; their receivers hear
+        `synth.aborted`."""
         for utterance in self.scheduler.find(which):
             self._fail(utterance, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
     def step(self, batch: bool = True) -> bool:
-        """One turn: admit, prefill, start frames, and read what is old enough. Returns whether there was anything to do.
+        """One turn: admit, prefill, start frames, and read what is old enough. Returns whether there was
+        anything to do.
 
-        Without `batch` only streams go on. While a stream is alive a turn has one frame, which is read at once.
+        Without `batch` only streams go on. While a stream is alive a turn has one frame, which is read at
+        once.
         """
         began, streams = self._clock(), self.has_streams
         try:
@@ -143,17 +155,22 @@ class EngineCore:
         """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
         self._admit()
         prefilled = self._prefill()
-        return self._start_frames(self.scheduler.ready()[: self._rows], self.options.frames_per_turn, True), prefilled
+        return self._start_frames(
+            self.scheduler.ready()[: self._rows], self.options.frames_per_turn, True
+        ), prefilled
 
     def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
-        """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also returns whether prompts were."""
+        """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also
+        returns whether prompts were."""
         scheduler = self.scheduler
         self._place(scheduler.admit_streams())
         prefilled = self._prefill(scheduler.streams)
         streams = [one for one in scheduler.ready() if one.listening is not None]
         batch = batch and bool(scheduler.whole or scheduler.waiting)
         listening = [one.listening for one in streams if one.listening is not None]
-        crowded = bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
+        crowded = (
+            bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
+        )
         plan = self.planner.plan(listening, self._clock(), batch, crowded)
         rows = [streams[index] for index in plan.streams]
         if plan.batch:
@@ -181,7 +198,8 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        """Writes newcomers into their slots; where their prompts cannot be embedded together, each is embedded alone."""
+        """Writes newcomers into their slots; where their prompts cannot be embedded together, each is
+        embedded alone."""
         found: list[Tensor] | list[None] = [None] * len(admitted)
         if len(admitted) > 1:
             try:
@@ -189,8 +207,13 @@ class EngineCore:
             except Exception as error:
                 if lacks_memory(error):
                     raise
-                log.warning("prompts could not be embedded together, and are embedded one by one", exc_info=True)
-        placements = [self._placement(utterance, embeddings) for utterance, embeddings in zip(admitted, found, strict=True)]
+                log.warning(
+                    "prompts could not be embedded together, and are embedded one by one", exc_info=True
+                )
+        placements = [
+            self._placement(utterance, embeddings)
+            for utterance, embeddings in zip(admitted, found, strict=True)
+        ]
         if known := [placement for placement in placements if placement is not None]:
             self.executor.state.place(known)
 
@@ -202,7 +225,16 @@ class EngineCore:
                 embeddings = self.executor.embed(request.prompt)
             utterance.embeddings = embeddings if utterance.to_prefill else None
             embedding, trailing = embeddings[last], utterance.trailing
-            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last, request.drawn)
+            return Placement(
+                utterance.slot,
+                utterance.pages,
+                request.seed,
+                request.sampling,
+                trailing,
+                embedding,
+                last,
+                request.drawn,
+            )
         except Exception as error:
             if lacks_memory(error):
                 raise
@@ -260,7 +292,9 @@ class EngineCore:
         if self._drawn is None or self._drawn[0] != batch:
             samplings = [one.request.sampling for one in batch]
             first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings])
-            residual = DrawFlags.of([(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings])
+            residual = DrawFlags.of(
+                [(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings]
+            )
             self._drawn = batch, first, residual
         return self._drawn[1:]
 
@@ -270,7 +304,11 @@ class EngineCore:
         for row, ((utterance, run), codes) in enumerate(zip(turn.batch, result.codes.swapaxes(0, 1))):
             if utterance.run != run:
                 continue
-            if row in told or utterance.listening is not None or utterance.made + count >= utterance.request.max_tokens:
+            if (
+                row in told
+                or utterance.listening is not None
+                or utterance.made + count >= utterance.request.max_tokens
+            ):
                 self._take(utterance, codes, result.flags[:, row] if row in told else None)
             else:  # most rows of most turns
                 utterance.parts.append(codes)
@@ -297,10 +335,13 @@ class EngineCore:
     def _fail_not_finite(self, utterance: Utterance) -> None:
         self.scheduler.scrub(utterance)
         advice = "Try another seed; if it persists, check the weights or use a wider type."
-        self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice))
+        self._fail(
+            utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice)
+        )
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and hands on whole chunks of a stream (a restart makes some again that were handed on before)."""
+        """Adds frames, and hands on whole chunks of a stream (a restart makes some again that were handed
+        on before)."""
         if not len(codes):
             return
         utterance.parts.append(codes)
@@ -343,13 +384,24 @@ class EngineCore:
         _tell(utterance.receiver.failed, error)
 
     def _shrink(self, error: RuntimeError) -> None:
-        """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one alone fails."""
+        """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one
+        alone fails."""
         self._turns.clear()
         running = self.scheduler.running
         self.scheduler.limit.drop(len(running))
-        log.warning("the device is out of memory with %d requests; %d may run for now: %s", len(running), self.scheduler.limit.now, error)
+        log.warning(
+            "the device is out of memory with %d requests; %d may run for now: %s",
+            len(running),
+            self.scheduler.limit.now,
+            error,
+        )
         if len(running) == 1:
-            self._fail(running[0], SynthesisError(ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."))
+            self._fail(
+                running[0],
+                SynthesisError(
+                    ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."
+                ),
+            )
         while running:
             self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()

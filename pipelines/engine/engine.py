@@ -23,23 +23,30 @@ log = logging.getLogger(__name__)
 
 #: A tenth of what a frame of a large batch takes.
 _REST_SECONDS = 0.001
-#: How long nothing is to do before the executor prepares for later batches: a request waits for one such step at most.
+#: How long nothing is to do before the executor prepares for later batches: a request waits for one such step
+#: at most.
 _IDLE_SECONDS = 1.0
 
 
-#: In the order in which it came: requests, and what is to be done for earlier ones, such as text for them, or their end.
+#: In the order in which it came: requests, and what is to be done for earlier ones, such as text for them, or
+#: their end.
 Inbox = list[tuple[GenerationRequest, FrameReceiver] | Callable[[], None]]
 
 
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
-    While the codec's stage, its `follower`, is behind, whole utterances rest: a frame of a full batch costs the device no more than one of
-    a batch that empties because its requests are still being followed up, and meanwhile the device decodes alone. Streams go on.
+    While the codec's stage, its `follower`, is behind, whole utterances rest: a frame of a full batch
+    costs the device no more than one of a batch that empties because its requests are still being followed
+    up, and meanwhile the device decodes alone. Streams go on.
     """
 
     def __init__(
-        self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: CodecStage[Any] | None = None
+        self,
+        executor: FrameExecutor,
+        options: EngineOptions,
+        waiting_room: int = 64,
+        follower: CodecStage[Any] | None = None,
     ) -> None:
         self.core = EngineCore(executor, options)
         self._inbox: Inbox = []
@@ -53,16 +60,23 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
-        """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its follower's, which empty it).
+        """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its
+        follower's, which empty it).
 
         A stream takes no place there and never blocks: whoever asks for streams bounds them.
 
-        Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the engine is closed.
+        Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the
+        engine is closed.
         """
         self.core.check(request)
         with self._wake:
-            inside = threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current)
-            while not (request.stream or inside or self._closing) and self._waiting + _whole(self._inbox) >= self._room:
+            inside = threading.current_thread() is self._thread or (
+                self._follower is not None and self._follower.is_current
+            )
+            while (
+                not (request.stream or inside or self._closing)
+                and self._waiting + _whole(self._inbox) >= self._room
+            ):
                 self._wake.wait()
             if self._closing:
                 raise _closed()
@@ -74,7 +88,8 @@ class Engine:
         self._call(partial(self.core.append, request, ids, final))
 
     def cancel(self, request: object) -> None:
-        """Ends this one request, or the one of this origin; its receiver hears `synth.aborted`. Does nothing when it is over."""
+        """Ends this one request, or the one of this origin; its receiver hears `synth.aborted`. Does
+        nothing when it is over."""
         self._call(partial(self.core.abort, request))
 
     @property
@@ -101,7 +116,8 @@ class Engine:
         with self._wake:
             waiting = self._waiting + len(scheduler.waiting_streams) + len(_requests(self._inbox))
         return EngineStats(
-            # Those that start again are under way: they take no place in the waiting room. Those in spare slots wait for a row.
+            # Those that start again are under way: they take no place in the waiting room. Those in spare
+            # slots wait for a row.
             running=min(running, slots) + scheduler.returned,
             waiting=waiting + max(running - slots, 0),
             requests_done=self.core.requests_done,
@@ -131,7 +147,9 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                idle = not self._has_work and not self._wake.wait_for(lambda: self._has_work, _IDLE_SECONDS if self._preparing else None)
+                idle = not self._has_work and not self._wake.wait_for(
+                    lambda: self._has_work, _IDLE_SECONDS if self._preparing else None
+                )
                 while self._rests:
                     self._wake.wait(_REST_SECONDS)
                 if self._closing:

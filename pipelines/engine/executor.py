@@ -16,7 +16,8 @@ from pipelines.engine.buckets import buckets_for
 from pipelines.engine.frame_model import FrameModel, FrameSettings, PrefillRun
 from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES
 
-#: Rows of every batch on CPU: with one shape for all batches, no row's bits depend on how many rows there are.
+#: Rows of every batch on CPU: with one shape for all batches, no row's bits depend on how many rows there
+#: are.
 CPU_ROWS = 32
 
 
@@ -33,9 +34,11 @@ class EngineOptions:
     prefill_tokens: int = 2048
     #: Frames that a request must have room for before it is let in beside others.
     reserve_frames: int = 64
-    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends. One while a stream is alive.
+    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends. One while
+    #: a stream is alive.
     frames_per_turn: int = 1
-    #: Turns that whole utterances may wait for company while most slots are taken: one prefill of many costs little more than one of one.
+    #: Turns that whole utterances may wait for company while most slots are taken: one prefill of many costs
+    #: little more than one of one.
     admit_turns: int = 1
     #: Frames that the codec decodes in one batch; None: its own maximum.
     decode_frames: int | None = None
@@ -43,10 +46,11 @@ class EngineOptions:
     frame_seconds: float = 0.08
     #: Slots that whole utterances leave free for streams.
     stream_slots: int = 0
-    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes, in the next turn, the
-    #: row of a request that has ended.
+    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes, in
+    #: the next turn, the row of a request that has ended.
     spare_slots: int = 0
-    #: Whether the executor "auto" may have persistent kernels: there is memory for the weights that they read.
+    #: Whether the executor "auto" may have persistent kernels: there is memory for the weights that they
+    #: read.
     persistent: bool = True
     #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
@@ -55,7 +59,8 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class FrameCodes:
-    """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED`, `NOT_FINITE`."""
+    """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED`,
+    `NOT_FINITE`."""
 
     codes: NDArray[np.int64]
     flags: NDArray[np.uint8]
@@ -77,7 +82,8 @@ class FrameExecutor:
     stream: torch.cuda.Stream | None = None
     #: Numbers of rows that batches are filled up to, in order.
     batch_sizes: Sequence[int]
-    #: Turns that may be under way before the oldest is read: 0 where frames are made at once, 1 to hide the host behind a GPU.
+    #: Turns that may be under way before the oldest is read: 0 where frames are made at once, 1 to hide the
+    #: host behind a GPU.
     lag: int = 1
 
     def __init__(self, model: FrameModel, sizes: EngineOptions, reproducible: bool) -> None:
@@ -85,7 +91,9 @@ class FrameExecutor:
         self.reproducible = reproducible
         self._model = model
         self.kv = model.make_kv(sizes.pages, sizes.page_size)
-        self.state = model.make_state(sizes.slots + sizes.spare_slots, self.kv.pages_for(sizes.max_context), sizes.max_context)
+        self.state = model.make_state(
+            sizes.slots + sizes.spare_slots, self.kv.pages_for(sizes.max_context), sizes.max_context
+        )
 
     @torch.inference_mode()
     def embed(self, prompt: Any) -> Tensor:
@@ -106,19 +114,21 @@ class FrameExecutor:
         raise NotImplementedError
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        """Starts `count` frames of these slots; `settings.max_length` holds for the first and grows by one a frame."""
+        """Starts `count` frames of these slots; `settings.max_length` holds for the first and grows by one
+        a frame."""
         raise NotImplementedError
 
     def prepare(self) -> bool:
-        """Makes one thing ready that later batches are faster with, while nothing else is to do; False when there is nothing left."""
+        """Makes one thing ready that later batches are faster with, while nothing else is to do; False
+        when there is nothing left."""
         return False
 
 
 class EagerExecutor(FrameExecutor):
     """PyTorch ops one by one, on any device: the oracle of the other executors.
 
-    On CPU a batch always has `CPU_ROWS` rows (more slots make several batches) and every prompt is prefilled alone, so that a
-    request's codes are the same bits alone and in any company.
+    On CPU a batch always has `CPU_ROWS` rows (more slots make several batches) and every prompt is
+    prefilled alone, so that a request's codes are the same bits alone and in any company.
     """
 
     name = "eager"
@@ -139,13 +149,27 @@ class EagerExecutor(FrameExecutor):
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         block = CPU_ROWS if self._on_cpu else len(slots)
         parts = [list(slots[start : start + block]) for start in range(0, len(slots), block)]
-        rows = [torch.tensor(part + [self.state.dead] * (block - len(part)), device=self._model.device) for part in parts]
-        outputs = [self._model.frame(part, settings.later(step), self.state, self.kv) for step in range(count) for part in rows]
-        made = [torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)[:, : len(slots)]]
+        rows = [
+            torch.tensor(part + [self.state.dead] * (block - len(part)), device=self._model.device)
+            for part in parts
+        ]
+        outputs = [
+            self._model.frame(part, settings.later(step), self.state, self.kv)
+            for step in range(count)
+            for part in rows
+        ]
+        made = [
+            torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)[
+                :, : len(slots)
+            ]
+        ]
         made.append(torch.stack([output.flags for output in outputs]).view(count, -1)[:, : len(slots)])
         if self._on_cpu:
             return partial(_read, made)
-        made = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in made]
+        made = [
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
+            for each in made
+        ]
         event = torch.cuda.Event()
         event.record()
         return partial(_read, made, event)

@@ -1,4 +1,5 @@
-"""A model as the engine runs it: the tensors of its frame, and how its prompts become embeddings. One class for all families."""
+"""A model as the engine runs it: the tensors of its frame, and how its prompts become embeddings. One
+class for all families."""
 
 from __future__ import annotations
 
@@ -42,13 +43,15 @@ class FrameSettings:
 
 
 class FrameModel:
-    """An LM that makes one frame of codes a step. Stateless but for its weights: what runs lives in `SlotState` and `PagedKV`.
+    """An LM that makes one frame of codes a step. Stateless but for its weights: what runs lives in
+    `SlotState` and `PagedKV`.
 
     A family derives from it: it fills in the tensors and says how a prompt is embedded.
     """
 
     def __init__(self, tensors: FrameTensors, pad_text: int | None = None) -> None:
-        """`pad_text`: the text id that is fed once a request's own are used up; None where no text follows a prompt."""
+        """`pad_text`: the text id that is fed once a request's own are used up; None where no text follows
+        a prompt."""
         self.tensors = tensors
         self.codebooks = tensors.codebooks
         self.dtype = tensors.head.dtype
@@ -69,7 +72,9 @@ class FrameModel:
     def make_kv(self, pages: int, page_size: int) -> PagedKV:
         """Pages for keys and values of the backbone."""
         stack = self.tensors.backbone
-        return PagedKV(len(stack.layers), pages, stack.kv_heads, page_size, stack.head_dim, self.dtype, self.device)
+        return PagedKV(
+            len(stack.layers), pages, stack.kv_heads, page_size, stack.head_dim, self.dtype, self.device
+        )
 
     def make_state(self, slots: int, max_pages: int, max_trailing: int) -> SlotState:
         """The device side of so many slots."""
@@ -81,7 +86,8 @@ class FrameModel:
         )  # fmt: skip
 
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
-        """Writes keys and values of packed runs of prompt positions; nothing is computed beyond the last layer's keys and values."""
+        """Writes keys and values of packed runs of prompt positions; nothing is computed beyond the last
+        layer's keys and values."""
         counts, starts = [len(run.embeddings) for run in runs], [run.start for run in runs]
         owner = np.repeat(np.arange(len(runs)), counts)
         places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
@@ -102,13 +108,34 @@ class FrameModel:
         pages = TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size)
         self.write(torch.cat([run.embeddings for run in runs]), pages, kv, attend)
 
-    def write(self, x: Tensor, places: TokenPositions, kv: PagedKV, attend: Callable[[int, Tensor], Tensor]) -> None:
-        """Writes the keys and values of embeddings [positions, hidden] at these places; attend: (layer, queries) -> what they see."""
+    def write(
+        self, x: Tensor, places: TokenPositions, kv: PagedKV, attend: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        """Writes the keys and values of embeddings [positions, hidden] at these places; attend: (layer,
+        queries) -> what they see."""
         run_stack(x, self.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)
 
-    def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV, forced: Tensor | None = None) -> FrameOutput:
-        """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input; updates `state`.
+    def frame(
+        self,
+        rows: Tensor,
+        settings: FrameSettings,
+        state: SlotState,
+        kv: PagedKV,
+        forced: Tensor | None = None,
+    ) -> FrameOutput:
+        """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input;
+        updates `state`.
 
         `forced` [n, codebooks] stands in for the drawn codes wherever they are fed back.
         """
-        return run_frame(self.tensors, state.tensors(), kv.k, kv.v, rows, settings.max_length, settings.first, settings.residual, forced)
+        return run_frame(
+            self.tensors,
+            state.tensors(),
+            kv.k,
+            kv.v,
+            rows,
+            settings.max_length,
+            settings.first,
+            settings.residual,
+            forced,
+        )

@@ -1,4 +1,5 @@
-"""Frames as CUDA graphs: one graph for each size of the batch, replayed once a frame, with all state on the device."""
+"""Frames as CUDA graphs: one graph for each size of the batch, replayed once a frame, with all state on
+the device."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill import prefill_packed, prefill_padded
 from kernels.registry import send
 from pipelines.engine.buckets import Buckets, buckets_for
-from pipelines.engine.executor import EngineOptions, FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.executor import (
+    EngineOptions,
+    FrameCodes,
+    FrameExecutor,
+    FrameSettings,
+    PendingFrames,
+    PrefillRun,
+)
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.prefill import PackedPrefills, PaddedPrefills, packed_sizes
 from pipelines.engine.state import SCRATCH_PAGE
@@ -27,14 +35,21 @@ _ALIGNED = 128
 class GraphExecutor(FrameExecutor):
     """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once a bucket.
 
-    `warm` captures a few graphs, which serve every batch; `Buckets` says when others follow. `reproducible` runs every batch in one
-    bucket, so with the same splits, and prefills chunks of one size and place in one shape: every row meets the same kernels, and its
-    codes are the same bits alone and in any company.
+    `warm` captures a few graphs, which serve every batch; `Buckets` says when others follow.
+    `reproducible` runs every batch in one bucket, so with the same splits, and prefills chunks of one size
+    and place in one shape: every row meets the same kernels, and its codes are the same bits alone and in
+    any company.
     """
 
     name = "graph"
 
-    def __init__(self, model: FrameModel, sizes: EngineOptions, reproducible: bool = False, first_on_device: bool = False) -> None:
+    def __init__(
+        self,
+        model: FrameModel,
+        sizes: EngineOptions,
+        reproducible: bool = False,
+        first_on_device: bool = False,
+    ) -> None:
         """`first_on_device`: its work goes before that of other CUDA streams."""
         super().__init__(model, sizes, reproducible)
         buckets = buckets_for(sizes.slots)
@@ -48,7 +63,9 @@ class GraphExecutor(FrameExecutor):
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
             # One after the other, so that one copy takes both to the host.
             self._codes_from = -(-largest // _ALIGNED) * _ALIGNED
-            self._made = torch.zeros(self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device)
+            self._made = torch.zeros(
+                self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device
+            )
             self._flags = self._made[:largest]
             self._codes = self._made[self._codes_from :].view(torch.int64).view(largest, model.codebooks)
         #: Pinned buffers of one frame each that no frame is on its way to.
@@ -84,7 +101,11 @@ class GraphExecutor(FrameExecutor):
         used: list[Tensor] = []
         for _ in range(count):
             graph.replay()
-            buffer = self._buffers.pop() if self._buffers else torch.empty(len(self._made), dtype=torch.uint8, pin_memory=True)
+            buffer = (
+                self._buffers.pop()
+                if self._buffers
+                else torch.empty(len(self._made), dtype=torch.uint8, pin_memory=True)
+            )
             buffer[:size].copy_(self._made[:size], non_blocking=True)
             used.append(buffer)
         event = torch.cuda.Event()
@@ -92,26 +113,31 @@ class GraphExecutor(FrameExecutor):
         return partial(self._read, used, event, len(slots))
 
     def _read(self, used: list[Tensor], event: torch.cuda.Event, rows: int) -> FrameCodes:
-        """Flags and codes of frames on their way to pinned memory, one buffer a frame, which is free after that."""
+        """Flags and codes of frames on their way to pinned memory, one buffer a frame, which is free after
+        that."""
         event.synchronize()
         codebooks = self._codes.shape[1]
         made = [buffer.numpy() for buffer in used]
         ends = self._codes_from + 8 * rows * codebooks
         # Copies: a request keeps its codes.
-        codes = np.stack([frame[self._codes_from : ends].view(np.int64).reshape(rows, codebooks) for frame in made])
+        codes = np.stack(
+            [frame[self._codes_from : ends].view(np.int64).reshape(rows, codebooks) for frame in made]
+        )
         flags = np.stack([frame[:rows] for frame in made])
         self._buffers += used
         return FrameCodes(codes, flags)
 
     @torch.inference_mode()
     def warm(self, everything: bool = False) -> None:
-        """Captures the graphs without which a first batch would wait, or every graph, so that no request ever waits for one."""
+        """Captures the graphs without which a first batch would wait, or every graph, so that no request
+        ever waits for one."""
         for bucket in self._graphs.first:
             self._graphs.of(bucket, self._capture)
         self.prefills.warm()
         while everything and self.prepare():
             pass
-        # What ran before the captures took memory that later batches do not need; the engine's thread may be on another stream.
+        # What ran before the captures took memory that later batches do not need; the engine's thread may be
+        # on another stream.
         torch.cuda.current_stream().synchronize()
         torch.cuda.empty_cache()
 
@@ -138,8 +164,15 @@ class GraphExecutor(FrameExecutor):
 
 
 def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills | PaddedPrefills:
-    """How an executor prefills prompts; `sizes`: positions of the rows of packed ones. It keeps the executor's parts, not the executor."""
-    stack, state, cache, pool, aside = executor.tensors.backbone, executor.state, executor.kv, executor.pool, executor.aside
+    """How an executor prefills prompts; `sizes`: positions of the rows of packed ones. It keeps the
+    executor's parts, not the executor."""
+    stack, state, cache, pool, aside = (
+        executor.tensors.backbone,
+        executor.state,
+        executor.kv,
+        executor.pool,
+        executor.aside,
+    )
 
     def replayed(work: Callable[[], None]) -> Callable[[], None]:
         return capture(work, pool, aside).replay
@@ -150,4 +183,8 @@ def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills
     def padded(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
         prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
 
-    return PackedPrefills(packed, state, replayed, sizes) if executor.packed else PaddedPrefills(padded, state, cache, replayed)
+    return (
+        PackedPrefills(packed, state, replayed, sizes)
+        if executor.packed
+        else PaddedPrefills(padded, state, cache, replayed)
+    )

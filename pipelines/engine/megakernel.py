@@ -22,12 +22,13 @@ class PersistentKernelError(RuntimeError):
 
 
 class MegakernelExecutor(GraphExecutor):
-    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the predictor's kernels, and one in
-    that of the talker's layers where there is a kernel for them.
+    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the
+    predictor's kernels, and one in that of the talker's layers where there is a kernel for them.
 
-    Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When a launch gives up, the frames
-    under way raise `PersistentKernelError`, which fails requests that may be tried again, and from then on all graphs are plain. Where all
-    graphs are plain, `name` is that of the graph executor.
+    Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When
+    a launch gives up, the frames under way raise `PersistentKernelError`, which fails requests that may be
+    tried again, and from then on all graphs are plain. Where all graphs are plain, `name` is that of the
+    graph executor.
     """
 
     name = "megakernel"
@@ -51,7 +52,8 @@ class MegakernelExecutor(GraphExecutor):
         return made
 
     def _give_up(self) -> None:
-        """Forgets the graphs with a persistent kernel, and logs who waited; plain ones take their place when they are needed."""
+        """Forgets the graphs with a persistent kernel, and logs who waited; plain ones take their place
+        when they are needed."""
         torch.cuda.synchronize(self.kv.k.device)  # nothing under way may use what goes now
         self._turn_plain()
         for bucket in ROWS:
@@ -67,7 +69,9 @@ class MegakernelExecutor(GraphExecutor):
         except RuntimeError as error:
             if self._plain or bucket not in ROWS:
                 raise
-            log.warning("there is no persistent kernel here (%s); frames run in plain graphs", first_line(error))
+            log.warning(
+                "there is no persistent kernel here (%s); frames run in plain graphs", first_line(error)
+            )
             self._give_up()
         return super()._capture(bucket)
 
@@ -75,14 +79,23 @@ class MegakernelExecutor(GraphExecutor):
         if bucket not in ROWS or not self._has_kernel():
             return super()._new_frame(bucket)
         if self._predictor is None:
-            # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half of them.
+            # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half
+            # of them.
             talker = None if talker_cut(self.tensors) is None else Talker(self.tensors)
             self._predictor, self._talker = Predictor(self.tensors), talker
         plan = plan_for(bucket, self.tensors.backbone.hidden)
-        return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
+        return PersistentFrame(
+            PredictorRun(self._predictor, bucket),
+            self.state.tensors(),
+            self.kv.k,
+            self.kv.v,
+            plan,
+            self._talker,
+        )
 
     def _has_kernel(self) -> bool:
-        """Whether frames may have a persistent kernel; the first time, a warning where there is none for the model."""
+        """Whether frames may have a persistent kernel; the first time, a warning where there is none for
+        the model."""
         if not self._plain and predictor_cut(self.tensors) is None:
             log.warning("there is no persistent kernel for this model; frames run in plain graphs")
             self._turn_plain()

@@ -40,28 +40,32 @@ _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
 _LEAST_CONTEXT = 64
-#: On a GPU: turns that a newcomer may wait while most slots are taken; frames a turn, and where there are more than 512 slots, whose frame
-#: takes longer than the host's work for it.
+#: On a GPU: turns that a newcomer may wait while most slots are taken; frames a turn, and where there are
+#: more than 512 slots, whose frame takes longer than the host's work for it.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 #: Positions of prompts that a turn prefills for each slot, where there are more than 512.
 _WIDE_PREFILL = 12
-#: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers wait for company.
+#: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers
+#: wait for company.
 _SPARE_PART = 8
-#: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
+#: Share of the free memory that an engine takes where nobody says how much; the rest is for what the
+#: allocator cannot use.
 DEFAULT_SHARE = 0.9
-#: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages are taken as they are needed,
-#: and an utterance that finds none starts again later.
+#: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages
+#: are taken as they are needed, and an utterance that finds none starts again later.
 TYPICAL_POSITIONS = 512
 #: Positions for every slot below which a number that was asked for is refused.
 LEAST_POSITIONS = 256
-#: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the step.
+#: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the
+#: step.
 _DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
-#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each one more. Measured on an
-#: H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each
+#: one more. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
 LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
-#: Beyond the typical positions of all slots, where there are more than 512 by default: further pages, and what the codec's allocator keeps.
-#: A job of 1,024 slots on an H200 took 45 GB of the GPU for all but its pages.
+#: Beyond the typical positions of all slots, where there are more than 512 by default: further pages, and
+#: what the codec's allocator keeps. A job of 1,024 slots on an H200 took 45 GB of the GPU for all but its
+#: pages.
 _WIDE_ROOM = 32 << 30
 #: Rows of a slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
 _SLOT_ROWS = 3
@@ -102,10 +106,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket of which every slot has room for a typical utterance; with `wide` also those above 512, where
-    much memory is left beside them. Half of what is left becomes further pages, so that long utterances fit beside each other; the other
-    half is for batches of the codec that the allocator keeps.
-    Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
+    Without `slots` it has the largest bucket of which every slot has room for a typical utterance; with
+    `wide` also those above 512, where much memory is left beside them. Half of what is left becomes
+    further pages, so that long utterances fit beside each other; the other half is for batches of the
+    codec that the allocator keeps. Raises `ConfigError` (`config.invalid`) where the model, or so many
+    slots, do not fit, and says how many do.
     """
     decode_frames = budget // _DECODE_PART // needs.decoded_frame
     decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _LEAST_DECODE_FRAMES), BATCH_FRAMES)
@@ -121,7 +126,11 @@ def plan_memory(
     most = holds(LEAST_POSITIONS)
     if most < 1:
         message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            message,
+            "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.",
+        )
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
         slots = max(bucket for bucket in BUCKETS if bucket <= typical)
@@ -136,19 +145,25 @@ def plan_memory(
         # What the slots typically need, and half of the rest, up to all that they could ever need.
         room = (free - slots_bytes(needs, slots)) // needs.page
         typical = slots * math.ceil(min(TYPICAL_POSITIONS, max_context) / page_size)
-        pages = min(room if room <= typical else typical + (room - typical) // 2, slots * math.ceil(max_context / page_size))
+        pages = min(
+            room if room <= typical else typical + (room - typical) // 2,
+            slots * math.ceil(max_context / page_size),
+        )
     return MemoryPlan(slots, pages, decode_frames)
 
 
 def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
-    """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it is by default.
+    """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it
+    is by default.
 
-    Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than all buckets have where there are
-    many large ones, or where the largest is far above the slots.
+    Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than
+    all buckets have where there are many large ones, or where the largest is far above the slots.
     """
     buckets = buckets_for(slots)
     more = max(len(buckets) - len(BUCKETS), 0)
-    return max(slots * needs.slot, math.ceil(sum(buckets) * needs.slot / _SLOT_ROWS)) + more * _MORE_GRAPH_BYTES
+    return (
+        max(slots * needs.slot, math.ceil(sum(buckets) * needs.slot / _SLOT_ROWS)) + more * _MORE_GRAPH_BYTES
+    )
 
 
 def gib(size: int) -> str:
@@ -157,11 +172,16 @@ def gib(size: int) -> str:
 
 
 def context_of(max_context: int, max_positions: int) -> int:
-    """Positions of an utterance at most. Raises `ConfigError` (`config.invalid`) for a context that is too short for any prompt."""
+    """Positions of an utterance at most. Raises `ConfigError` (`config.invalid`) for a context that is too
+    short for any prompt."""
     context = min(max_context, max_positions)
     if context < _LEAST_CONTEXT:
         message = f"A context of {context} positions is too short for a prompt and a second of speech."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            message,
+            f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.",
+        )
     return context
 
 
@@ -178,18 +198,34 @@ def plan_engine(
     frame_seconds: float = _DEFAULTS.frame_seconds,
     wide: bool = False,
 ) -> EngineOptions:
-    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
+    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs`
+    are those of its weights too.
 
     wide: it may have more than 512 slots by default, and spare ones, where that was measured to be faster.
 
-    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and `SynthesisError` (`synth.oom`) where it would
-    hold them if no other program filled it.
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and
+    `SynthesisError` (`synth.oom`) where it would hold them if no other program filled it.
     """
     if device.type == "cpu":
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
-        return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
-    planned = partial(plan_memory, needs=needs, page_size=page_size, max_context=context, slots=slots, pages=pages, wide=wide)
+        return EngineOptions(
+            slots,
+            pages,
+            page_size,
+            context,
+            frame_seconds=frame_seconds,
+            stream_slots=min(streams, slots // 2),
+        )
+    planned = partial(
+        plan_memory,
+        needs=needs,
+        page_size=page_size,
+        max_context=context,
+        slots=slots,
+        pages=pages,
+        wide=wide,
+    )
     budget = memory_budget(device, memory_share)
     try:
         plan = planned(budget)
@@ -217,7 +253,8 @@ def plan_engine(
 
 
 def memory_budget(device: torch.device, share: float | None) -> int:
-    """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that in this process."""
+    """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that
+    in this process."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if share is not None:
@@ -231,27 +268,48 @@ def _budget(free: int, total: int, share: float | None) -> int:
 
 @contextmanager
 def memory_told() -> Iterator[None]:
-    """Around the opening of a model. Raises `SynthesisError` (`synth.oom`) for a lack of the GPU's memory inside."""
+    """Around the opening of a model. Raises `SynthesisError` (`synth.oom`) for a lack of the GPU's memory
+    inside."""
     try:
         yield
     except RuntimeError as error:
         if not lacks_memory(error):
             raise
-        advice = "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
+        advice = (
+            "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
+        )
         message = f"The GPU ran out of memory while the model was opened: {first_line(error)}."
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
-def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool, page_size: int = 64, stacks: Sequence[Stack] = ()) -> None:
-    """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
-    loaded."""
+def check_executor(
+    device: torch.device,
+    kind: ExecutorKind,
+    reproducible: bool,
+    page_size: int = 64,
+    stacks: Sequence[Stack] = (),
+) -> None:
+    """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks,
+    cannot have, before anything is loaded."""
     on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
     fault = _unknown_heads(stacks) if on_gpu and (graphs or reproducible) else None
     unset = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
     for wrong, message, advice in (
-        (kind == "eager" and reproducible and on_gpu, "The eager executor is not reproducible on a GPU.", unset),
-        (kind == "megakernel" and reproducible and on_gpu, "The megakernel executor is not reproducible.", unset),
-        (graphs and not on_gpu, f"The {kind} executor needs a CUDA device.", "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."),
+        (
+            kind == "eager" and reproducible and on_gpu,
+            "The eager executor is not reproducible on a GPU.",
+            unset,
+        ),
+        (
+            kind == "megakernel" and reproducible and on_gpu,
+            "The megakernel executor is not reproducible.",
+            unset,
+        ),
+        (
+            graphs and not on_gpu,
+            f"The {kind} executor needs a CUDA device.",
+            "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it.",
+        ),
         (
             on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)),
             f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}.",
@@ -270,11 +328,20 @@ def check_executor(device: torch.device, kind: ExecutorKind, reproducible: bool,
 
 
 def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
-    return next((fault for stack in stacks if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None), None)
+    return next(
+        (
+            fault
+            for stack in stacks
+            if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None
+        ),
+        None,
+    )
 
 
 def _no_graphs(fault: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE
+    )
 
 
 def open_executor(
@@ -284,12 +351,14 @@ def open_executor(
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two rows included where they were
-    measured (`may_be_persistent`) and `sizes` have memory for them, else eager.
+    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two
+    rows included where they were measured (`may_be_persistent`) and `sizes` have memory for them, else
+    eager.
 
-    The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
-    Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
-    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
+    The first graphs are captured before this returns; all of them where it is made for `streams`, whose
+    frames go first on the device. Where the kernels of graphs cannot be made "auto" is eager too, with a
+    warning. Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or
+    `reproducible` on a GPU without them.
     """
     stacks = model.tensors.stacks
     check_executor(model.device, kind, reproducible, sizes.page_size, stacks)
@@ -314,7 +383,9 @@ def open_executor(
     return EagerExecutor(model, sizes)
 
 
-def _opened_graphs(model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool) -> FrameExecutor:
+def _opened_graphs(
+    model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool
+) -> FrameExecutor:
     """The graph executor with its first graphs. Raises what a lack of memory, or of a compiler, raises."""
     wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
     persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
@@ -324,7 +395,8 @@ def _opened_graphs(model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, 
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:
-    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured better on such a device.
+    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were
+    measured better on such a device.
 
     For streams they were not: they keep the codec's first chunk waiting (benchmarks/NOTES.md).
     """
@@ -336,9 +408,14 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
 
 
 def graph_executor(
-    model: FrameModel, sizes: EngineOptions, reproducible: bool = False, first_on_device: bool = False, persistent: bool = False
+    model: FrameModel,
+    sizes: EngineOptions,
+    reproducible: bool = False,
+    first_on_device: bool = False,
+    persistent: bool = False,
 ) -> GraphExecutor:
-    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor`. persistent: `MegakernelExecutor`."""
+    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor`.
+    persistent: `MegakernelExecutor`."""
     if persistent:
         from pipelines.engine.megakernel import MegakernelExecutor as Chosen
     else:

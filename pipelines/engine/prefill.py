@@ -1,4 +1,5 @@
-"""Prefill of prompts as CUDA graphs: one after the other in a row of positions, or padded to whole pages where results are reproducible."""
+"""Prefill of prompts as CUDA graphs: one after the other in a row of positions, or padded to whole pages
+where results are reproducible."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ from pipelines.engine.state import PagedKV, SlotState
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 #: Prefills embeddings [total, hidden] of these prompts.
 PackedWork = Callable[[Tensor, PackedPrompts], None]
-#: Prefills embeddings [runs, new, hidden] of chunks from one position on: embeddings, pages, counts of new positions, the position.
+#: Prefills embeddings [runs, new, hidden] of chunks from one position on: embeddings, pages, counts of new
+#: positions, the position.
 PaddedWork = Callable[[Tensor, Tensor, Tensor, int], None]
 
 #: Positions of all prompts together that a packed prefill is captured for.
 PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 #: The same beyond them, of engines with more than 512 slots, whose prompts come in such numbers.
 WIDE_PACKED_SIZES = (4096, 6144)
-#: Positions for each chunk that a row has room for, and the fewest chunks that any row has room for: the others follow in the next row.
+#: Positions for each chunk that a row has room for, and the fewest chunks that any row has room for: the
+#: others follow in the next row.
 _RUN_POSITIONS, _LEAST_RUNS = 8, 8
 #: Positions that a row may leave empty rather than be two rows: another replay takes about as long as these.
 _LEFT_EMPTY = 256
@@ -39,7 +42,8 @@ SHAPES = ((8, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A captured prefill and its inputs: embeddings [positions, hidden]; what it must know of each of its chunks, int64 [2 or 3, runs]."""
+    """A captured prefill and its inputs: embeddings [positions, hidden]; what it must know of each of its
+    chunks, int64 [2 or 3, runs]."""
 
     replay: Callable[[], None]
     embeddings: Tensor
@@ -52,18 +56,23 @@ def packed_sizes(slots: int) -> tuple[int, ...]:
 
 
 class PackedPrefills:
-    """Prefills chunks of any lengths, from any position on. Only what is behind the last chunk of a row is padding.
+    """Prefills chunks of any lengths, from any position on. Only what is behind the last chunk of a row is
+    padding.
 
-    A graph is captured when `Buckets` has it due. Chunks of one call may be of any slots, but not two of one slot.
+    A graph is captured when `Buckets` has it due. Chunks of one call may be of any slots, but not two of
+    one slot.
     """
 
-    def __init__(self, work: PackedWork, state: SlotState, capture: Capture, sizes: Sequence[int] = PACKED_SIZES) -> None:
+    def __init__(
+        self, work: PackedWork, state: SlotState, capture: Capture, sizes: Sequence[int] = PACKED_SIZES
+    ) -> None:
         """`sizes`: positions of the rows that a graph is captured for."""
         self._work, self._state, self._capture = work, state, capture
         self._rows: Buckets[_Row] = Buckets(sizes, "positions")
 
     def warm(self) -> None:
-        """Captures the longest row that there is memory for, which can take all others' place, and that of most prefills.
+        """Captures the longest row that there is memory for, which can take all others' place, and that of
+        most prefills.
 
         Raises `torch.OutOfMemoryError` where there is memory for none.
         """
@@ -106,8 +115,8 @@ class PackedPrefills:
         return groups
 
     def _row_for(self, positions: int, runs: int) -> int:
-        """The length of the next row for so many positions of so many runs: one that holds them and leaves little empty, or the longest
-        that they fill, if it has room for so many runs."""
+        """The length of the next row for so many positions of so many runs: one that holds them and leaves
+        little empty, or the longest that they fill, if it has room for so many runs."""
         sizes = self._rows.possible
         held = next((size for size in sizes if size >= positions and _most_runs(size) >= runs), sizes[-1])
         shorter = max((size for size in sizes if size <= positions), default=held)
@@ -141,7 +150,8 @@ def _most_runs(size: int) -> int:
 
 
 class PaddedPrefills:
-    """Prefills chunks that fit a shape: those of one size and place always meet the same one, so that no bit depends on their company."""
+    """Prefills chunks that fit a shape: those of one size and place always meet the same one, so that no
+    bit depends on their company."""
 
     def __init__(self, work: PaddedWork, state: SlotState, kv: PagedKV, capture: Capture) -> None:
         self._work, self._state, self._kv, self._capture = work, state, kv, capture
@@ -176,7 +186,11 @@ class PaddedPrefills:
         """The number of the shape that a chunk fits; None when it fits none."""
         before, rest = divmod(run.start, self._kv.page_size)
         used = self._kv.pages_for(len(run.embeddings))
-        fitting = (at for at, (_, new, first) in enumerate(self._shapes) if used <= new and first == before and not rest)
+        fitting = (
+            at
+            for at, (_, new, first) in enumerate(self._shapes)
+            if used <= new and first == before and not rest
+        )
         return next(fitting, None)
 
     def _replay(self, row: _Row, runs: Sequence[PrefillRun]) -> None:

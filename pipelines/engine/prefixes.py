@@ -1,4 +1,5 @@
-"""Prefixes that prompts have in common, such as a voice's recording or a dialogue so far: computed once and read by many requests."""
+"""Prefixes that prompts have in common, such as a voice's recording or a dialogue so far: computed once
+and read by many requests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pipelines.engine.state import PagedKV
 class PromptPrefix:
     """The first positions of a prompt, which other prompts can begin with too."""
 
-    #: A digest of everything that the embeddings of these positions are made from, such as token ids and codes.
+    #: A digest of everything that the embeddings of these positions are made from, such as token ids and
+    #: codes.
     content: bytes
     #: How many positions.
     length: int
@@ -50,10 +52,11 @@ class SharedPrefix:
 class PrefixCache:
     """The prefixes whose keys and values are in pages, and the pages that are free beside them.
 
-    A prefix that nobody reads stays until its pages are needed; the one that was read longest ago goes first. So prefixes take no page
-    from a request, and need no bound. A prefix is known by its content, its pages and the shorter prefix that it goes on from: prompts
-    that share other numbers of pages cut their chunks elsewhere, and its bits could differ. Since whoever reads a prefix reads the shorter
-    ones too, and leaves them after it, they never go before it.
+    A prefix that nobody reads stays until its pages are needed; the one that was read longest ago goes
+    first. So prefixes take no page from a request, and need no bound. A prefix is known by its content,
+    its pages and the shorter prefix that it goes on from: prompts that share other numbers of pages cut
+    their chunks elsewhere, and its bits could differ. Since whoever reads a prefix reads the shorter ones
+    too, and leaves them after it, they never go before it.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -74,7 +77,8 @@ class PrefixCache:
         return self._kv.free + self._unused_pages + len(self._unclean)
 
     def take(self, count: int) -> list[int] | None:
-        """That many pages, of prefixes that nobody reads where no others are free; None when there are fewer."""
+        """That many pages, of prefixes that nobody reads where no others are free; None when there are
+        fewer."""
         if count > self.free:
             return None
         if self._unclean:
@@ -86,7 +90,8 @@ class PrefixCache:
         return self._kv.take(count)
 
     def use(self, prefixes: Iterable[tuple[bytes, int]]) -> SharedPrefix | None:
-        """For one more request the longest prefix that is known, with the shorter ones; None when there is none.
+        """For one more request the longest prefix that is known, with the shorter ones; None when there is
+        none.
 
         `prefixes`: each goes on from the one before it: (content, pages from the first position to its end).
         """
@@ -103,7 +108,8 @@ class PrefixCache:
         return found
 
     def keep(self, before: SharedPrefix | None, content: bytes, pages: Sequence[int]) -> SharedPrefix | None:
-        """Makes pages of a running request a prefix with this request as its user; `before`: the one that they go on from, in use by it.
+        """Makes pages of a running request a prefix with this request as its user; `before`: the one that
+        they go on from, in use by it.
 
         None when it is known already, and behind what can hold NaN.
         """
@@ -126,7 +132,8 @@ class PrefixCache:
                 self._unused_pages += len(one.pages)
 
     def doubt(self, prefix: SharedPrefix) -> None:
-        """Gives a prefix that can hold NaN to nobody any more, nor what it goes on from, nor what goes on from that.
+        """Gives a prefix that can hold NaN to nobody any more, nor what it goes on from, nor what goes on
+        from that.
 
         Those that read them go on, and the pages are zeroed after them.
         """

@@ -1,4 +1,5 @@
-"""Which requests run, and what they do next: admission, slots, pages, prefill in chunks, and who makes way."""
+"""Which requests run, and what they do next: admission, slots, pages, prefill in chunks, and who makes
+way."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pipelines.errors import NightjarError
 
 Finish = Literal["eos", "length"]
 
-#: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
+#: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up
+#: to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
@@ -27,7 +29,8 @@ class FrameReceiver(Protocol):
     """Who waits for one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished` alone."""
+        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished`
+        alone."""
         ...
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
@@ -45,12 +48,14 @@ class GenerationRequest:
     """
 
     request_id: str
-    #: As its family builds it; the engine only needs its length, and the text that follows it: `trailing`, int64.
+    #: As its family builds it; the engine only needs its length, and the text that follows it: `trailing`,
+    #: int64.
     prompt: Any
     sampling: SamplingParams
     seed: int
     max_tokens: int
-    #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come before whole utterances.
+    #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come
+    #: before whole utterances.
     stream: bool = False
     #: Frames of a stream before the first one that is heard, with those that the codec holds back.
     unheard: int = 0
@@ -69,7 +74,8 @@ class GenerationRequest:
         return len(self.prompt) + self.max_tokens - 1
 
     def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
-        """Content of each prefix, and whole pages up to its end, where these are more than those of the one before.
+        """Content of each prefix, and whole pages up to its end, where these are more than those of the
+        one before.
 
         The last position of the prompt is never in them: the first frame writes it.
         """
@@ -93,7 +99,8 @@ class Utterance:
     shared: SharedPrefix | None = None
     #: The prompt, [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
-    #: Prompt positions whose keys are written; frames that were started, and that came back, as parts [frames, codebooks].
+    #: Prompt positions whose keys are written; frames that were started, and that came back, as parts
+    #: [frames, codebooks].
     prefilled: int = 0
     started: int = 0
     made: int = 0
@@ -104,7 +111,8 @@ class Utterance:
     run: int = 0
     #: Of a stream; None for a whole utterance.
     listening: Listening | None = None
-    #: int64: the text id that is added after each frame, as far as the text is known; and whether more of it may come.
+    #: int64: the text id that is added after each frame, as far as the text is known; and whether more of it
+    #: may come.
     trailing: NDArray[np.int64] = field(init=False)
     text_open: bool = field(init=False)
     #: Position of the prompt's last token, which is the first frame's input.
@@ -152,9 +160,10 @@ class Utterance:
 class BatchLimit:
     """How many requests may run: all slots, and fewer for a time after the device ran out of memory.
 
-    A lack of memory halves what ran. After `patience` full turns that go well the limit grows by an eighth of the slots, and so on up to
-    all of them. A lack of memory at a larger batch than the last one that went well goes back to that one, and each lack doubles the
-    patience, so that a device that stays small is asked less and less often. All slots for as long make the patience short again.
+    A lack of memory halves what ran. After `patience` full turns that go well the limit grows by an eighth
+    of the slots, and so on up to all of them. A lack of memory at a larger batch than the last one that
+    went well goes back to that one, and each lack doubles the patience, so that a device that stays small
+    is asked less and less often. All slots for as long make the patience short again.
     """
 
     def __init__(self, slots: int) -> None:
@@ -175,7 +184,8 @@ class BatchLimit:
         self._quiet = 0
 
     def went_well(self, running: int) -> None:
-        """A turn with so many requests went well. Much smaller batches than the limit tell nothing about it."""
+        """A turn with so many requests went well. Much smaller batches than the limit tell nothing about
+        it."""
         if running < self.now - self.now // 8:
             return
         self._quiet += 1
@@ -187,15 +197,17 @@ class BatchLimit:
         self.now = min(self.now + max(self.slots // 8, 1), self.slots)
 
 
-#: Streams leave this part of all slots to whole utterances that are there, so that these go on whatever streams come.
+#: Streams leave this part of all slots to whole utterances that are there, so that these go on whatever
+#: streams come.
 _WHOLE_PART = 16
 
 
 class Scheduler:
     """First come, first served, streams before whole utterances.
 
-    A request that ran out of pages, and a stream that finds no room, make the youngest whole utterance start again later, or the youngest
-    stream where there is none. Noise depends only on the request, so one that starts again says the same.
+    A request that ran out of pages, and a stream that finds no room, make the youngest whole utterance
+    start again later, or the youngest stream where there is none. Noise depends only on the request, so
+    one that starts again says the same.
     """
 
     def __init__(self, kv: PagedKV, slots: int, options: EngineOptions) -> None:
@@ -241,7 +253,8 @@ class Scheduler:
         (self.waiting if utterance.listening is None else self.waiting_streams).append(utterance)
 
     def admit(self) -> list[Utterance]:
-        """Gives slots and the pages of their prompts to waiting whole utterances, in order, as long as there is room beside streams."""
+        """Gives slots and the pages of their prompts to waiting whole utterances, in order, as long as
+        there is room beside streams."""
         admitted: list[Utterance] = []
         room = self.free_whole_slots
         while self.waiting and len(admitted) < room and self._let_in(self.waiting[0]):
@@ -251,7 +264,8 @@ class Scheduler:
         return admitted
 
     def admit_streams(self) -> list[Utterance]:
-        """As `admit`, for streams: as long as there is no room, whole utterances make way, the youngest first, but for the last ones."""
+        """As `admit`, for streams: as long as there is no room, whole utterances make way, the youngest
+        first, but for the last ones."""
         admitted: list[Utterance] = []
         while self.waiting_streams:
             whole = self.whole
@@ -271,7 +285,9 @@ class Scheduler:
         request = utterance.request
         shared = self.prefixes.use(request.prefix_ends(self.kv.page_size))
         known = [] if shared is None else shared.all_pages
-        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._options.reserve_frames)) - len(known)
+        wanted = self.kv.pages_for(
+            min(request.positions, len(request.prompt) + self._options.reserve_frames)
+        ) - len(known)
         enough = not self.running or wanted <= self.prefixes.free
         pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
         if pages is None:
@@ -284,14 +300,19 @@ class Scheduler:
         return True
 
     def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
-        """Lets those whose prefill has not begun share prefixes that came after them; returns them, since their pages are others now.
+        """Lets those whose prefill has not begun share prefixes that came after them; returns them, since
+        their pages are others now.
 
-        Nobody waits for a prefix that another one prefills: a stream would wait for a whole utterance, and what is computed twice is
-        no more than the budget of a turn.
+        Nobody waits for a prefix that another one prefills: a stream would wait for a whole utterance, and
+        what is computed twice is no more than the budget of a turn.
         """
         adopted: list[Utterance] = []
         for utterance in (self.running if among is None else among) if len(self.prefixes) else ():
-            if utterance.prefilled == 0 and (shared := self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size))) is not None:
+            if (
+                utterance.prefilled == 0
+                and (shared := self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size)))
+                is not None
+            ):
                 known = shared.all_pages
                 count = len(known)
                 self.kv.give_back(utterance.pages[:count])
@@ -303,7 +324,8 @@ class Scheduler:
         return adopted
 
     def keep_prefix(self, utterance: Utterance) -> None:
-        """Lets others share the prefixes of a request that it has prefilled, but for those behind one that another request has kept."""
+        """Lets others share the prefixes of a request that it has prefilled, but for those behind one that
+        another request has kept."""
         for content, end in utterance.request.prefix_ends(self.kv.page_size):
             held = utterance.shared_pages
             if end > held and end * self.kv.page_size <= utterance.prefilled:
@@ -312,11 +334,15 @@ class Scheduler:
                     break
                 utterance.shared = longer
 
-    def prefill(self, among: Iterable[Utterance] | None = None, share: int = 1) -> list[tuple[Utterance, int]]:
-        """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions), oldest first.
+    def prefill(
+        self, among: Iterable[Utterance] | None = None, share: int = 1
+    ) -> list[tuple[Utterance, int]]:
+        """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions),
+        oldest first.
 
-        Chunks end at multiples of the chunk size from the prompt's beginning, and from each end of a prefix that can be shared: what is
-        computed for a prompt does not depend on the others, or on who computed its prefixes.
+        Chunks end at multiples of the chunk size from the prompt's beginning, and from each end of a
+        prefix that can be shared: what is computed for a prompt does not depend on the others, or on who
+        computed its prefixes.
         """
         chunks: list[tuple[Utterance, int]] = []
         budget = self._options.prefill_tokens // share
@@ -325,9 +351,13 @@ class Scheduler:
             if left <= 0 or budget <= 0:
                 continue
             at = utterance.prefilled
-            ends = [pages * self.kv.page_size for _, pages in utterance.request.prefix_ends(self.kv.page_size)]
+            ends = [
+                pages * self.kv.page_size for _, pages in utterance.request.prefix_ends(self.kv.page_size)
+            ]
             while left > 0 and budget > 0:
-                count = min(left, self._options.prefill_chunk, next((end - at for end in ends if end > at), left))
+                count = min(
+                    left, self._options.prefill_chunk, next((end - at for end in ends if end > at), left)
+                )
                 chunks.append((utterance, count))
                 at += count
                 left -= count
@@ -335,23 +365,29 @@ class Scheduler:
         return chunks
 
     def ready(self) -> list[Utterance]:
-        """Utterances whose next frame can be started. One whose text is used up and not at its end waits in its slot."""
+        """Utterances whose next frame can be started. One whose text is used up and not at its end waits
+        in its slot."""
         # Every turn asks every row: what most rows answer alike comes without a call.
         return [
             one
             for one in self.running
-            if one.prefilled == one.last and one.started < one.request.max_tokens and not (one.text_open and one.starved)
+            if one.prefilled == one.last
+            and one.started < one.request.max_tokens
+            and not (one.text_open and one.starved)
         ]
 
     def grow(self, batch: list[Utterance], frames: int) -> list[tuple[Utterance, list[int]]]:
-        """Gives each pages for `frames` more positions: (utterance, its new pages). The youngest make way for them."""
+        """Gives each pages for `frames` more positions: (utterance, its new pages). The youngest make way
+        for them."""
         grown: list[tuple[Utterance, list[int]]] = []
         size = self.kv.page_size
         for utterance in batch:
             if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
                 continue
             while utterance.slot >= 0:
-                pages = self.prefixes.take(self.kv.pages_for(utterance.context + frames) - len(utterance.pages))
+                pages = self.prefixes.take(
+                    self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
+                )
                 if pages is not None:
                     utterance.pages.extend(pages)
                     grown.append((utterance, pages))
@@ -360,7 +396,8 @@ class Scheduler:
         return grown
 
     def preempt_youngest(self) -> Utterance:
-        """Sends the whole utterance that came last, or else the stream, back to the head of its queue, to start again."""
+        """Sends the whole utterance that came last, or else the stream, back to the head of its queue, to
+        start again."""
         youngest = (self.whole or self.running)[-1]
         self._preempt(youngest)
         return youngest
@@ -385,7 +422,8 @@ class Scheduler:
         utterance.run += 1
 
     def scrub(self, utterance: Utterance) -> None:
-        """Zeroes the pages of a running utterance that can hold NaN; those of a prefix once nobody reads it."""
+        """Zeroes the pages of a running utterance that can hold NaN; those of a prefix once nobody reads
+        it."""
         self.kv.scrub(utterance.own_pages)
         if utterance.shared is not None:
             self.prefixes.doubt(utterance.shared)
@@ -404,4 +442,6 @@ class Scheduler:
 
     def find(self, which: object) -> list[Utterance]:
         """The utterances of this request, or of all requests with this origin or id."""
-        return [one for one in self.all() if which in (one.request, one.request.origin, one.request.request_id)]
+        return [
+            one for one in self.all() if which in (one.request, one.request.origin, one.request.request_id)
+        ]

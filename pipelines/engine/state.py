@@ -1,4 +1,5 @@
-"""The running requests on the device: one row a slot, so that a frame can be captured and replayed; their keys and values in pages."""
+"""The running requests on the device: one row a slot, so that a frame can be captured and replayed; their
+keys and values in pages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kernels.registry import to_device
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws its codes; `residual_*` for codebooks 1 and on. A temperature of 0 means greedy."""
+    """How one request draws its codes; `residual_*` for codebooks 1 and on. A temperature of 0 means
+    greedy."""
 
     temperature: float = 0.9
     top_k: int = 50
@@ -47,7 +49,8 @@ class Placement:
 
 
 class SlotState:
-    """The device side of all slots. Slot `dead` is nobody's: batches are filled up with it, and it stays at position 0."""
+    """The device side of all slots. Slot `dead` is nobody's: batches are filled up with it, and it stays
+    at position 0."""
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class SlotState:
         device: torch.device,
         window: int = 0,
     ) -> None:
-        """`vocab`: codes that the head draws; `max_trailing`: text ids that follow a prompt, `pad_text` the one after them.
+        """`vocab`: codes that the head draws; `max_trailing`: text ids that follow a prompt, `pad_text`
+        the one after them.
 
         `window`: frames whose codes are remembered (`kernels.frame.DrawRules`).
         """
@@ -76,13 +80,16 @@ class SlotState:
         #: [rows, window]: the codes of the last frames, at frame % window; -1 where there is none.
         self.recent = torch.full((rows, window), -1, dtype=torch.int64, device=device)
         # All values of one type lie in one tensor, so that one launch writes what a newcomer brings.
-        self._whole, whole = _blocks([(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device)
+        self._whole, whole = _blocks(
+            [(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device
+        )
         self._real, real = _blocks([(rows,)] * 5, torch.float32, device)
         self._truth, truth = _blocks([(rows,)] * 2, torch.bool, device)
         #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
         #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
         self.page_table, self.trailing = whole[:2]
-        #: [rows]: the position of the next input; frames made so far; the seed of the noise; codebook-0 draws that may not be the end.
+        #: [rows]: the position of the next input; frames made so far; the seed of the noise; codebook-0 draws
+        #: that may not be the end.
         self.positions, self.frames, self.seeds, self.min_new_tokens = whole[2:6]
         self.penalty = real[4]
         self.first = DrawTensors(real[0], whole[6], real[1], truth[0])
@@ -94,7 +101,9 @@ class SlotState:
         self._at = [np.array([block.storage_offset() for block in kind]) for kind in (whole[2:], real, truth)]
         #: By slot: entries of its page table, and of its trailing text, that an owner wrote.
         self._used = [[0, 0] for _ in range(rows)]
-        self._tensors = StateTensors(**{field.name: getattr(self, field.name) for field in fields(StateTensors)})
+        self._tensors = StateTensors(
+            **{field.name: getattr(self, field.name) for field in fields(StateTensors)}
+        )
 
     def tensors(self) -> StateTensors:
         """The slots as a frame takes them: the same memory."""
@@ -108,7 +117,10 @@ class SlotState:
             drawn, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
             numbers = (one.position, 0, one.seed, drawn.min_new_tokens, drawn.top_k, drawn.residual_top_k)
             for at, (table, entries, rest) in enumerate(
-                ((self.page_table, np.asarray(one.pages, np.int64), 0), (self.trailing, trailing, self.pad_text))
+                (
+                    (self.page_table, np.asarray(one.pages, np.int64), 0),
+                    (self.trailing, trailing, self.pad_text),
+                )
             ):
                 # What an earlier owner wrote beyond them is put back.
                 empty = max(self._used[one.slot][at] - len(entries), 0)
@@ -119,10 +131,21 @@ class SlotState:
             values.append(np.array(numbers, np.int64))
         slots = np.array([one.slot for one in newcomers], np.int64)
         reals = np.array([_reals(one.sampling) for one in newcomers], np.float32)
-        greedy = np.array([(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in newcomers])
+        greedy = np.array(
+            [(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in newcomers]
+        )
         whole = np.concatenate(cells), np.concatenate(values)
-        places = [*whole, (self._at[1] + slots[:, None]).ravel(), (self._at[2] + slots[:, None]).ravel(), slots]
-        packed = [np.concatenate(places).view(np.uint8), reals.ravel().view(np.uint8), greedy.ravel().view(np.uint8)]
+        places = [
+            *whole,
+            (self._at[1] + slots[:, None]).ravel(),
+            (self._at[2] + slots[:, None]).ravel(),
+            slots,
+        ]
+        packed = [
+            np.concatenate(places).view(np.uint8),
+            reals.ravel().view(np.uint8),
+            greedy.ravel().view(np.uint8),
+        ]
         sent = self._sent(np.concatenate(packed))
         wholes, real, truth = sent.split([len(part) for part in packed])
         at, what, at_real, at_truth, rows = wholes.view(torch.int64).split([len(part) for part in places])
@@ -130,12 +153,16 @@ class SlotState:
         self._real[at_real] = real.view(torch.float32)
         self._truth[at_truth] = truth.view(torch.bool)
         embeddings = [one.embedding for one in newcomers]
-        self.inputs.index_copy_(0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None])
+        self.inputs.index_copy_(
+            0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None]
+        )
         self.seen.index_fill_(0, rows, False)
         if self.recent.shape[1]:
             self.recent.index_fill_(0, rows, -1)
         if any(len(one.drawn) for one in newcomers):
-            known = np.concatenate([one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in newcomers])
+            known = np.concatenate(
+                [one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in newcomers]
+            )
             self.seen.view(-1)[self._sent(known)] = True
 
     def _sent(self, made: NDArray[np.int64] | NDArray[np.uint8]) -> Tensor:
@@ -145,8 +172,12 @@ class SlotState:
         """Appends pages to slots' tables: (slot, pages, the entry that the first one goes to)."""
         for slot, pages, start in grown:
             self._used[slot][0] = start + len(pages)
-        cells = np.concatenate([_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown])
-        sent = self._sent(np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown]))))
+        cells = np.concatenate(
+            [_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown]
+        )
+        sent = self._sent(
+            np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))
+        )
         self._whole[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
@@ -162,7 +193,9 @@ class SlotState:
 _ALIGNED = 64
 
 
-def _blocks(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def _blocks(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
     """One flat tensor of zeros, and parts of it in these shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
@@ -178,7 +211,13 @@ def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64
 
 def _reals(drawn: SamplingParams) -> tuple[float, ...]:
     """In the order of a slot's blocks; rows that are greedy are drawn as with a temperature of 1."""
-    return drawn.temperature or 1.0, drawn.top_p, drawn.residual_temperature or 1.0, drawn.residual_top_p, drawn.repetition_penalty
+    return (
+        drawn.temperature or 1.0,
+        drawn.top_p,
+        drawn.residual_temperature or 1.0,
+        drawn.residual_top_p,
+        drawn.repetition_penalty,
+    )
 
 
 #: Page 0 belongs to nobody: rows that are not in use write there.
@@ -190,11 +229,19 @@ LARGEST_PAGE = 1024
 class PagedKV:
     """The key and value pages of all layers, and the list of free ones.
 
-    `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], zeros at first so that nothing read by mistake is NaN.
+    `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], zeros at first so that nothing read by
+    mistake is NaN.
     """
 
     def __init__(
-        self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         shape = (layers, pages + 1, kv_heads, page_size, head_dim)
         self.k: Tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -221,7 +268,8 @@ class PagedKV:
         self._free.extend(pages)
 
     def scrub(self, pages: list[int]) -> None:
-        """Zeroes pages that hold NaN, which would reach their next owner through masked positions (0 * NaN)."""
+        """Zeroes pages that hold NaN, which would reach their next owner through masked positions (0 *
+        NaN)."""
         if pages:
             self.k[:, pages] = 0
             self.v[:, pages] = 0

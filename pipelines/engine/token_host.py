@@ -1,4 +1,5 @@
-"""Sequences of tokens on our own engine: the contract of `pipelines.tokens.TokenHost`, codes as ids of a model's vocabulary."""
+"""Sequences of tokens on our own engine: the contract of `pipelines.tokens.TokenHost`, codes as ids of a
+model's vocabulary."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 class NativeHost:
     """A `pipelines.tokens.TokenHost` over `Engine`.
 
-    A code is a row of the model's head, `ids` [codes] the id of each. A sequence is what vLLM makes of the same draws, without the id that
-    ended it. Where a frame has more than one codebook, the codes of a step are its id and then those of all codebooks.
+    A code is a row of the model's head, `ids` [codes] the id of each. A sequence is what vLLM makes of the
+    same draws, without the id that ended it. Where a frame has more than one codebook, the codes of a step
+    are its id and then those of all codebooks.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class NativeHost:
         prefixes: Callable[[Any], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`ends`: the codes that end a sequence of this model; `prompt`: what the model embeds for a request; `prefixes`: the positions of
-        that which other prompts begin with too; `codebooks`: of a frame.
+        """`ends`: the codes that end a sequence of this model; `prompt`: what the model embeds for a
+        request; `prefixes`: the positions of that which other prompts begin with too; `codebooks`: of a
+        frame.
         """
         self._engine = engine
         self._ids = ids
@@ -63,15 +66,19 @@ class NativeHost:
         return self._engine.info
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; see `pipelines.tokens.TokenHost.submit`. A receiver may call it, and a stream never waits.
+        """Queues a sequence; see `pipelines.tokens.TokenHost.submit`. A receiver may call it, and a stream
+        never waits.
 
-        Raises `SynthesisError` as `Engine.submit`; ValueError for stop ids that are not the model's ends, and for a shadow.
+        Raises `SynthesisError` as `Engine.submit`; ValueError for stop ids that are not the model's ends,
+        and for a shadow.
         """
         sampling = request.sampling
         if request.shadow is not None:
             raise ValueError("the native engine runs no shadow of a sequence")
         if not sampling.ignore_end and frozenset(sampling.stop_ids) != self._stop_ids:
-            raise ValueError(f"the native engine ends a sequence at {sorted(self._stop_ids)}, not at {sorted(sampling.stop_ids)}")
+            raise ValueError(
+                f"the native engine ends a sequence at {sorted(self._stop_ids)}, not at {sorted(sampling.stop_ids)}"
+            )
         # The engine's last draw only tells whether the sequence has ended.
         draws = sampling.max_tokens + 1
         prompt = self._prompt(request)
@@ -102,7 +109,8 @@ class NativeHost:
 
 
 class _Receiver:
-    """Tells a `TokenReceiver` what the engine says of its request, whose sequence has a maximum of so many tokens."""
+    """Tells a `TokenReceiver` what the engine says of its request, whose sequence has a maximum of so many
+    tokens."""
 
     def __init__(
         self,

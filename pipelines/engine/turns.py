@@ -1,12 +1,15 @@
 """Who takes part in the engine's next turn: decisions on times alone. Imports no torch and reads no clock.
 
-A turn makes one frame for each of its rows. A stream has a listener, who began to listen when the first chunk was handed on. Its lead is
-the audio that was handed on and that the listener has not heard yet. While a stream is alive a turn is one of these, in this order:
+A turn makes one frame for each of its rows. A stream has a listener, who began to listen when the first
+chunk was handed on. Its lead is the audio that was handed on and that the listener has not heard yet.
+While a stream is alive a turn is one of these, in this order:
 
-1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a turn of such streams, filled up
+1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a
+  turn of such streams, filled up
    with the earliest other ones where places cost nothing. Batch work is passed over `FAIR_TURNS` times in a row at most.
 2. Every stream with a lead below `DUE_SECONDS`, or every stream where few slots are free, and batch work.
-3. No batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of all streams, `AHEAD_ROWS` at
+3. No batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of
+  all streams, `AHEAD_ROWS` at
    least and `MOST_AHEAD_ROWS` at most. So a newcomer waits for a short turn only, and speech is still made faster than it is heard.
 """
 
@@ -19,14 +22,15 @@ from statistics import median
 
 from pipelines.engine.buckets import bucket_of
 
-#: Frames of a stream's chunks, one after the other, where the codec hears a frame at once; the last size repeats. Small at first for a
-#: quick start, then for fewer calls.
+#: Frames of a stream's chunks, one after the other, where the codec hears a frame at once; the last size
+#: repeats. Small at first for a quick start, then for fewer calls.
 CHUNK_FRAMES = (1, 2, 4, 8, 12)
 #: What a first chunk of such a stream may have.
 FIRST_FRAMES = (1, 2, 4)
 #: What a chunk takes beside its frames: to be decoded and to reach its listener.
 SPARE_SECONDS = 0.03
-#: A stream with less lead than this is urgent when its next chunk needs all of it; with more lead it is never urgent.
+#: A stream with less lead than this is urgent when its next chunk needs all of it; with more lead it is never
+#: urgent.
 URGENT_SECONDS = 0.4
 #: A stream with more lead is ahead.
 DUE_SECONDS = 2.0
@@ -51,7 +55,8 @@ class Listening:
     #: Heard frames of the next chunk, and frames of it that are not made.
     size: int = 1
     missing: int = 1
-    #: Frames of the first chunk that nobody hears: what the model writes before the speech, and what the codec holds back.
+    #: Frames of the first chunk that nobody hears: what the model writes before the speech, and what the
+    #: codec holds back.
     unheard: int = 0
 
     @property
@@ -90,8 +95,9 @@ class TurnPlanner:
     ) -> None:
         """`batch_sizes`: what batches are filled up to, in order; `frame_seconds`: the speech in a frame.
 
-        `chunk_frames`: sizes of a stream's chunks, each at most twice the one before, the last one repeats; `first_frames`: those of them
-        that a first chunk may have. `reproducible`: chunks have the same sizes at any load, since the codec's rounding depends on them.
+        `chunk_frames`: sizes of a stream's chunks, each at most twice the one before, the last one
+        repeats; `first_frames`: those of them that a first chunk may have. `reproducible`: chunks have the
+        same sizes at any load, since the codec's rounding depends on them.
         """
         self._reproducible = reproducible
         self._chunk_frames = chunk_frames
@@ -116,7 +122,8 @@ class TurnPlanner:
     def plan(self, streams: Sequence[Listening], now: float, batch: bool, crowded: bool = False) -> Plan:
         """The next turn of streams that can make a frame; `batch`: whether there is batch work that may run.
 
-        `crowded`: few slots are free, so that all streams go on, however far ahead, and give back theirs sooner.
+        `crowded`: few slots are free, so that all streams go on, however far ahead, and give back theirs
+        sooner.
         """
         order = sorted(range(len(streams)), key=lambda index: streams[index].deadline)
         urgent = [index for index in order if self.is_urgent(streams[index], now)]
@@ -132,25 +139,34 @@ class TurnPlanner:
         return Plan(order[: self._filled(max(len(due), rows))], False, bool(due))
 
     def is_urgent(self, stream: Listening, now: float) -> bool:
-        """Whether a stream waits for its first chunk, or the next one would come too late in turns with everybody."""
+        """Whether a stream waits for its first chunk, or the next one would come too late in turns with
+        everybody."""
         needed = 1.5 * self.together_seconds * stream.missing + SPARE_SECONDS
         return stream.awaiting or stream.deadline - now < min(needed, URGENT_SECONDS)
 
     def next_size(self, stream: Listening, now: float) -> int:
-        """Heard frames of the next chunk of a stream: more of them step by step, as far as they come before the last one is heard."""
+        """Heard frames of the next chunk of a stream: more of them step by step, as far as they come
+        before the last one is heard."""
         if self._reproducible:
             known = self._chunk_frames
-            return known[0] if stream.awaiting else next((size for size in known if size > stream.size), known[-1])
+            return (
+                known[0]
+                if stream.awaiting
+                else next((size for size in known if size > stream.size), known[-1])
+            )
         if stream.awaiting:
             return self._first_size()
         sizes = [size for size in self._chunk_frames if size <= 2 * stream.size]
         if self.turn_seconds >= self._frame_seconds:
             return sizes[-1]  # it cannot keep up, whatever its chunks
         lead = stream.deadline - now
-        return next((size for size in reversed(sizes) if size * self.turn_seconds + SPARE_SECONDS <= lead), sizes[0])
+        return next(
+            (size for size in reversed(sizes) if size * self.turn_seconds + SPARE_SECONDS <= lead), sizes[0]
+        )
 
     def _first_size(self) -> int:
-        """The fewest frames of a first chunk that are heard longer than as many take; the fewest of all where none are."""
+        """The fewest frames of a first chunk that are heard longer than as many take; the fewest of all
+        where none are."""
         for size in self._first_frames:
             if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds:
                 return size

@@ -1,1 +1,2 @@
-"""A pipeline in a process of its own: the child opens the model (`server`), this process talks to it (`client`)."""
+"""A pipeline in a process of its own: the child opens the model (`server`), this process talks to it
+(`client`)."""

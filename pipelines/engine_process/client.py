@@ -33,7 +33,15 @@ from pipelines.engine_process.messages import (
     recordings_of,
     with_recordings,
 )
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
+from pipelines.errors import (
+    ConfigError,
+    EngineCrashError,
+    ErrorCode,
+    InputError,
+    ModelError,
+    NightjarError,
+    SynthesisError,
+)
 from pipelines.ipc import Child, close_all, read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import (
@@ -60,7 +68,8 @@ log = logging.getLogger(__name__)
 #: The child's program, behind the interpreter.
 PROGRAM = ("-m", "pipelines.engine_process.server")
 
-#: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the child never waits for one.
+#: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the
+#: child never waits for one.
 ON_THE_WAY = 32
 #: How long `close` waits for the child, which may hang, before it kills it.
 CLOSE_SECONDS = 5.0
@@ -69,14 +78,17 @@ CLOSE_SECONDS = 5.0
 class EngineProcess:
     """Implements `pipelines.request.Pipeline` with a child process that opens the model.
 
-    The constructor returns when the model is open. It raises what `open_pipeline` raised in the child, and `EngineCrashError` where the
-    child died. When the child dies later, requests in it fail with `EngineCrashError` (`worker.crash`), `stats` says `broken`, and
-    `start` raises `ModelError` (`model.unreachable`). The child ends with this process, however that ends.
+    The constructor returns when the model is open. It raises what `open_pipeline` raised in the child, and
+    `EngineCrashError` where the child died. When the child dies later, requests in it fail with
+    `EngineCrashError` (`worker.crash`), `stats` says `broken`, and `start` raises `ModelError`
+    (`model.unreachable`). The child ends with this process, however that ends.
     """
 
     starts_at_once = True
 
-    def __init__(self, model: str, options: dict[str, Any] | None = None, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any] | None = None, program: Sequence[str] = PROGRAM
+    ) -> None:
         self._program = program
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
@@ -96,7 +108,9 @@ class EngineProcess:
         self._opened: Future[Opened] = Future()
         self._child: Child[ToClient] | None = None
         # The kernel ends the child together with this thread.
-        self._host = threading.Thread(target=self._run, args=(Open(model, options or {}),), name="engine-host", daemon=True)
+        self._host = threading.Thread(
+            target=self._run, args=(Open(model, options or {}),), name="engine-host", daemon=True
+        )
         self._host.start()
         try:
             opened = self._opened.result()
@@ -107,7 +121,9 @@ class EngineProcess:
         self.sample_rate = opened.sample_rate
         self.capabilities = opened.capabilities
         self._frontend: Frontend | None = None
-        self._frontend_thread = threading.Thread(target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True)
+        self._frontend_thread = threading.Thread(
+            target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True
+        )
         self._frontend_thread.start()
 
     @property
@@ -115,11 +131,14 @@ class EngineProcess:
         """The child's process id."""
         return None if self._child is None else self._child.pid
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.start`.
 
-        Raises `InputError` for what is refused here; what the child refuses is told as `Failed`. Raises `ModelError` (`model.unreachable`)
-        when the child is gone. `on_event` is called on the host's thread.
+        Raises `InputError` for what is refused here; what the child refuses is told as `Failed`. Raises
+        `ModelError` (`model.unreachable`) when the child is gone. `on_event` is called on the host's
+        thread.
         """
         check_start(self, request, stream)
         text_open = isinstance(request, SynthesisRequest) and request.text_open
@@ -132,7 +151,9 @@ class EngineProcess:
         with self._changed:
             # The host's thread is the one that makes room.
             if not stream and threading.current_thread() is not self._host:
-                self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
+                self._changed.wait_for(
+                    lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None)
+                )
             if (error := self._over or self._gone) is not None:
                 raise error
             packed = self._packed(Start(number, wanted, stream))
@@ -146,7 +167,11 @@ class EngineProcess:
 
     def stats(self) -> EngineStats:
         """The child's last message about its engine; `broken` when the child is gone."""
-        return replace(self._stats, running=0, waiting=0, state="broken") if self._over is not None else self._stats
+        return (
+            replace(self._stats, running=0, waiting=0, state="broken")
+            if self._over is not None
+            else self._stats
+        )
 
     def close(self) -> None:
         """Ends the child, by force when it does not end in `CLOSE_SECONDS`; see `Pipeline.close`."""
@@ -172,7 +197,9 @@ class EngineProcess:
         """Returns once requests are prepared on this side, where the family can do that."""
         self._frontend_thread.join()
 
-    def _prepared(self, request: SynthesisRequest | PreparedRequest) -> tuple[RequestRecord | PreparedRequest, TextPieces | None]:
+    def _prepared(
+        self, request: SynthesisRequest | PreparedRequest
+    ) -> tuple[RequestRecord | PreparedRequest, TextPieces | None]:
         pieces: TextPieces | None = None
         wanted: RequestRecord | PreparedRequest
         try:
@@ -190,14 +217,18 @@ class EngineProcess:
         return wanted, pieces
 
     def _packed(self, message: Start) -> list[bytes]:
-        """A request behind the recordings that the child does not have. Raises `InputError` for what cannot be sent."""
+        """A request behind the recordings that the child does not have. Raises `InputError` for what
+        cannot be sent."""
         assert self._child is not None
         pack = self._child.channel.pack
         found = recordings_of(message.request)
         numbers, new = self._recordings.numbered(found)
         request = with_recordings(message.request, [b""] * len(found))
         try:
-            packed = [*map(pack, new), pack(msgspec.structs.replace(message, request=request, recordings=numbers))]
+            packed = [
+                *map(pack, new),
+                pack(msgspec.structs.replace(message, request=request, recordings=numbers)),
+            ]
             forgotten = self._recordings.sent(new)
             return [*packed, pack(Forget(forgotten))] if forgotten else packed
         except OverflowError as error:
@@ -206,7 +237,9 @@ class EngineProcess:
             raise no_character() from error
         except (TypeError, ValueError) as error:
             advice = "Give shorter recordings."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice
+            ) from error
 
     def _post(self, *messages: bytes) -> None:
         if self._child is not None:
@@ -219,7 +252,8 @@ class EngineProcess:
             self._post(self._child.channel.pack(message))
 
     def _open_frontend(self, model: str) -> None:
-        """Reads the family's frontend, if it has one. Until then, and without one, the child prepares whole requests."""
+        """Reads the family's frontend, if it has one. Until then, and without one, the child prepares
+        whole requests."""
         try:
             self._frontend = open_frontend(model)
         except NightjarError as error:
@@ -261,7 +295,11 @@ class EngineProcess:
             child.channel.send(wanted)
         except (TypeError, ValueError, OverflowError) as error:
             advice = "Give numbers, texts and lists of them."
-            self._opened.set_exception(ConfigError(ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice))
+            self._opened.set_exception(
+                ConfigError(
+                    ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice
+                )
+            )
         if self._closed:
             self._tell_child(Close())
 
@@ -269,7 +307,10 @@ class EngineProcess:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
             if (heard := self._requests.get(message.number)) is not None:
-                _tell(heard, AudioChunk(np.frombuffer(message.samples, np.float32), message.sample_rate, message.text))
+                _tell(
+                    heard,
+                    AudioChunk(np.frombuffer(message.samples, np.float32), message.sample_rate, message.text),
+                )
         elif isinstance(message, SpeechMessage):
             self._take_speech(message, descriptors)
         elif isinstance(message, RequestFailed):
@@ -297,7 +338,10 @@ class EngineProcess:
             reason = f"The speech could not be read from shared memory: {error}."
             _tell(heard, Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason)))
         else:
-            _tell(heard, Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)))
+            _tell(
+                heard,
+                Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)),
+            )
 
     def _answered(self, number: int) -> Listener | None:
         """Takes a request out; None for one that was cancelled."""
@@ -317,8 +361,13 @@ class EngineProcess:
             self._child.kill()
 
     def _end(self, reason: str) -> None:
-        """The child is gone. Its requests hear of it first, so that whoever had one in it knows that before `start` says anything."""
-        gone = ModelError(ErrorCode.MODEL_UNREACHABLE, f"The engine's process has ended: {reason}.", "The model is opened again.")
+        """The child is gone. Its requests hear of it first, so that whoever had one in it knows that
+        before `start` says anything."""
+        gone = ModelError(
+            ErrorCode.MODEL_UNREACHABLE,
+            f"The engine's process has ended: {reason}.",
+            "The model is opened again.",
+        )
         with self._changed:
             self._gone = gone
             entries = list(self._requests.values())
@@ -339,7 +388,9 @@ class EngineProcess:
 class _OpenText:
     """The `pipelines.request.Handle` of a request whose text comes in pieces."""
 
-    def __init__(self, number: int, heard: Listener, pieces: TextPieces | None, post: Callable[[Append], None]) -> None:
+    def __init__(
+        self, number: int, heard: Listener, pieces: TextPieces | None, post: Callable[[Append], None]
+    ) -> None:
         """`pieces`: makes ids of the text; None: it is sent as it is."""
         self._number = number
         self._heard = heard
@@ -369,7 +420,9 @@ def _tell(heard: Listener, event: Event) -> None:
 
 
 def _too_large() -> InputError:
-    return InputError(ErrorCode.INPUT_UNSUPPORTED, "A number of the request has more than 64 bits.", "Give a smaller one.")
+    return InputError(
+        ErrorCode.INPUT_UNSUPPORTED, "A number of the request has more than 64 bits.", "Give a smaller one."
+    )
 
 
 def _closed() -> SynthesisError:

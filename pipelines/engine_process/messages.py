@@ -1,7 +1,8 @@
-"""What an engine process and its client say to each other. A request has a number of its own, because its id may come twice.
+"""What an engine process and its client say to each other. A request has a number of its own, because its
+id may come twice.
 
-The recording of a voice is sent once, and requests name it by a number: a voice speaks many requests, sentence by sentence or item by item,
-and its recording is a thousand times as long as a text.
+The recording of a voice is sent once, and requests name it by a number: a voice speaks many requests,
+sentence by sentence or item by item, and its recording is a thousand times as long as a text.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request: SynthesisRequest) -> RequestRecord:
-        messages: tuple[tuple[Role, Modality, Any], ...] = tuple((one.role, one.modality, one.content) for one in request.messages)
+        messages: tuple[tuple[Role, Modality, Any], ...] = tuple(
+            (one.role, one.modality, one.content) for one in request.messages
+        )
         return cls(request.request_id, messages, request.generation, request.seed, request.text_open)
 
     @property
@@ -173,7 +176,8 @@ class SentRecordings:
         self._unused = itertools.count(1)
 
     def numbered(self, recordings: Sequence[bytes]) -> tuple[list[int], list[Keep]]:
-        """The numbers of the recordings of one request, and those that the child has to be given before it."""
+        """The numbers of the recordings of one request, and those that the child has to be given before
+        it."""
         new: dict[bytes, int] = {}
         numbers: list[int] = []
         for recording in recordings:
@@ -204,12 +208,19 @@ def recordings_of(request: RequestRecord | PreparedRequest) -> list[bytes]:
     return [content for _, _, content in request.messages if isinstance(content, bytes)]
 
 
-def with_recordings(request: RequestRecord | PreparedRequest, recordings: Sequence[bytes]) -> RequestRecord | PreparedRequest:
+def with_recordings(
+    request: RequestRecord | PreparedRequest, recordings: Sequence[bytes]
+) -> RequestRecord | PreparedRequest:
     """The request with these in the places of its recordings."""
     if not recordings:
         return request
     if isinstance(request, PreparedRequest):
         return msgspec.structs.replace(request, recording=recordings[0])
     left = iter(recordings)
-    messages = tuple([(role, kind, next(left) if isinstance(content, bytes) else content) for role, kind, content in request.messages])
+    messages = tuple(
+        [
+            (role, kind, next(left) if isinstance(content, bytes) else content)
+            for role, kind, content in request.messages
+        ]
+    )
     return msgspec.structs.replace(request, messages=messages)

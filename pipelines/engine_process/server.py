@@ -37,13 +37,24 @@ from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, Synthes
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import ORPHANED, Channel, ErrorRecord, close_all, parent_channel, share
 from pipelines.registry import open_pipeline
-from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Event, Failed, Handle, Pipeline, PreparedRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Failed,
+    Handle,
+    Pipeline,
+    PreparedRequest,
+)
 
 log = logging.getLogger(__name__)
 
 #: Between two messages with the engine's stats.
 STATS_SECONDS = 0.02
-#: Threads that start streams whose recording is encoded first, or whose text is read here. More would only share the device.
+#: Threads that start streams whose recording is encoded first, or whose text is read here. More would only
+#: share the device.
 _STARTING_THREADS = 4
 
 
@@ -51,7 +62,8 @@ def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
     channel = parent_channel(ToChild, die_with_parent=True)
-    # The client ends this process, once its work is done. A signal to all processes of a terminal or a service must not do it before.
+    # The client ends this process, once its work is done. A signal to all processes of a terminal or a
+    # service must not do it before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     status = 1
@@ -81,9 +93,10 @@ class _Request:
 class EngineServer:
     """One pipeline and its channel.
 
-    The reader's thread takes messages and ends the process when the client is gone. It starts streams that only have to be queued; a few
-    threads start the others. The feeder starts whole utterances, because that may wait. The main thread delivers speech, so that the
-    engine's threads do not wait for it. What comes of a stream is sent by the thread that made it.
+    The reader's thread takes messages and ends the process when the client is gone. It starts streams that
+    only have to be queued; a few threads start the others. The feeder starts whole utterances, because
+    that may wait. The main thread delivers speech, so that the engine's threads do not wait for it. What
+    comes of a stream is sent by the thread that made it.
     """
 
     def __init__(self, channel: Channel[ToChild]) -> None:
@@ -211,7 +224,8 @@ class EngineServer:
             handle.cancel()
 
     def _cancel(self, number: int) -> None:
-        """Nobody waits. A request that has not begun does not begin; one that is being started ends when it is."""
+        """Nobody waits. A request that has not begun does not begin; one that is being started ends when
+        it is."""
         with self._lock:
             request = self._requests.pop(number, None)
         if request is not None and request.handle is not None:
@@ -265,7 +279,9 @@ class EngineServer:
                 message = RequestFailed(number, ErrorRecord.of(event.error))
             data = self._channel.pack(message, len(descriptors))
         except (TypeError, ValueError, OverflowError, OSError) as error:
-            refused = RequestFailed(number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent")))
+            refused = RequestFailed(
+                number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent"))
+            )
             close_all(descriptors)
             descriptors, data = [], self._channel.pack(refused)
         try:
@@ -280,12 +296,14 @@ class EngineServer:
             close_all(descriptors)
 
     def _send(self, message: ToClient) -> None:
-        """For the main thread, which waits for a client that does not read, rather than gather speech. Raises `OSError`."""
+        """For the main thread, which waits for a client that does not read, rather than gather speech.
+        Raises `OSError`."""
         self._channel.send(message)
         self._channel.flush()
 
     def _post(self, message: ToClient) -> None:
-        """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends the process."""
+        """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends
+        the process."""
         try:
             self._channel.send(message)
         except OSError as error:

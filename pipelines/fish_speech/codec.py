@@ -1,4 +1,5 @@
-"""The causal 44.1 kHz codec: recordings to codes, always in float32; codes to a waveform, whole utterances or chunk by chunk."""
+"""The causal 44.1 kHz codec: recordings to codes, always in float32; codes to a waveform, whole utterances
+or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -46,12 +47,17 @@ _SNAKE_EPS = 1e-9
 
 
 def open_codec(folder: Path) -> PickledTensors:
-    """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in their names.
+    """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in
+    their names.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the file.
     """
     table = PickledTensors.read(folder / CODEC_WEIGHTS, ("state_dict", "generator"))
-    inside = {name.rpartition("generator.")[2]: tensor for name, tensor in table.tensors.items() if "generator." in name}
+    inside = {
+        name.rpartition("generator.")[2]: tensor
+        for name, tensor in table.tensors.items()
+        if "generator." in name
+    }
     return PickledTensors(table.place, inside) if inside else table
 
 
@@ -72,7 +78,8 @@ class CodecLoader(Loader):
 
 
 def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for half-split heads, rounded to bfloat16 as in training: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    """Cosines and sines for half-split heads, rounded to bfloat16 as in training: positions [B, T] -> two
+    of [B, 1, T, head_dim]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     found = angles(positions, 1.0 / base**exponents)
     return found.cos().bfloat16().float(), found.sin().bfloat16().float()
@@ -82,11 +89,22 @@ def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStac
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
     norm = load("norm.weight", config.dim)
     layers = [
-        TransformerLayer(_layer(load.at(f"layers.{i}."), config), layout, config.head_dim, config.dim, config.window, config.eps)
+        TransformerLayer(
+            _layer(load.at(f"layers.{i}."), config),
+            layout,
+            config.head_dim,
+            config.dim,
+            config.window,
+            config.eps,
+        )
         for i in range(config.layers)
     ]
     return WindowTransformer(
-        layers, norm, config.eps, config.window, lambda positions, _: rotary(positions, config.head_dim, config.rope_base)
+        layers,
+        norm,
+        config.eps,
+        config.window,
+        lambda positions, _: rotary(positions, config.head_dim, config.rope_base),
     )
 
 
@@ -107,10 +125,16 @@ def _layer(load: CodecLoader, config: CodecStackConfig) -> LayerWeights:
 
 
 class EncoderBlock:
-    """Three residual units, a strided convolution, and in the last block a transformer: [B, T, Cin] -> [B, T / rate, 2 * Cin]."""
+    """Three residual units, a strided convolution, and in the last block a transformer: [B, T, Cin] -> [B,
+    T / rate, 2 * Cin]."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None) -> None:
-        self.units = [ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation) for i, dilation in enumerate(RESIDUAL_DILATIONS)]
+    def __init__(
+        self, load: CodecLoader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None
+    ) -> None:
+        self.units = [
+            ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation)
+            for i, dilation in enumerate(RESIDUAL_DILATIONS)
+        ]
         self.snake = Snake(load.at("block.3."), channels)
         self.conv = CausalConv(load.at("block.4.conv."), layout, channels, 2 * channels, 2 * rate, rate)
         self.transformer = None if stack is None else window_transformer(load.at("block.5."), layout, stack)
@@ -148,7 +172,9 @@ class Codebook:
 class CodecEncoder:
     """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
 
-    def __init__(self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
+    def __init__(
+        self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device
+    ) -> None:
         load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
         self.config = config
         self.device = device
@@ -161,10 +187,19 @@ class CodecEncoder:
         ]
         last = len(self._blocks) + 1
         self._snake = Snake(encoder.at(f"block.{last}."), config.latent)
-        self._head = CausalConv(encoder.at(f"block.{last + 1}.conv."), layout, config.latent, config.latent, HEAD_KERNEL)
+        self._head = CausalConv(
+            encoder.at(f"block.{last + 1}.conv."), layout, config.latent, config.latent, HEAD_KERNEL
+        )
         self._down = [
             (
-                CausalConv(load.at(f"quantizer.downsample.{i}.0.conv."), layout, config.latent, config.latent, factor, factor),
+                CausalConv(
+                    load.at(f"quantizer.downsample.{i}.0.conv."),
+                    layout,
+                    config.latent,
+                    config.latent,
+                    factor,
+                    factor,
+                ),
                 ConvNeXt(load.at(f"quantizer.downsample.{i}.1."), layout, config.latent),
             )
             for i, factor in enumerate(config.downsample)
@@ -173,7 +208,8 @@ class CodecEncoder:
 
     @torch.inference_mode()
     def encode(self, samples: Tensor) -> Tensor:
-        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is filled up with silence."""
+        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is filled up
+        with silence."""
         return self.quantize(self.latents(self.features(samples)))[0]
 
     def features(self, samples: Tensor) -> Tensor:
@@ -196,7 +232,8 @@ class CodecEncoder:
         return self._pre(self.downsampled(x), None)
 
     def quantize(self, z: Tensor) -> Tensor:
-        """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones before it left."""
+        """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones
+        before it left."""
         codes: list[Tensor] = []
         for codebook in self._codebooks:
             chosen, found = codebook.choose(z)
@@ -205,9 +242,11 @@ class CodecEncoder:
         return torch.stack(codes, dim=-1)
 
 
-#: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist frequency.
+#: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist
+#: frequency.
 _ZEROS, _ROLLOFF = 6, 0.99
-#: Filter banks that are kept, and the values of the largest one: rates that share next to nothing would need gigabytes.
+#: Filter banks that are kept, and the values of the largest one: rates that share next to nothing would need
+#: gigabytes.
 _FILTERS, _MAX_VALUES = 16, 1 << 22
 
 
@@ -219,15 +258,19 @@ class ReferenceEncoder:
         self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
-        """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of `pipelines.audio`.
+        """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of
+        `pipelines.audio`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
         """
-        return self._kept.get(recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy())
+        return self._kept.get(
+            recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy()
+        )
 
     def read(self, recording: bytes) -> Tensor:
-        """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises `InputError` as `prepare`."""
+        """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises
+        `InputError` as `prepare`."""
         samples, rate = decode_recording(recording)
         check_recording(samples, rate)
         wanted = self._encoder.config.sample_rate
@@ -237,7 +280,8 @@ class ReferenceEncoder:
 
 
 def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:
-    """float32 [samples] at `rate` Hz -> at `wanted` Hz, by a windowed sinc (Hann), as torchaudio does by default (Smith, 1984)."""
+    """float32 [samples] at `rate` Hz -> at `wanted` Hz, by a windowed sinc (Hann), as torchaudio does by
+    default (Smith, 1984)."""
     if rate == wanted:
         return samples
     shared = math.gcd(rate, wanted)
@@ -250,7 +294,8 @@ def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:
 
 @lru_cache(maxsize=_FILTERS)
 def _filters(old: int, new: int) -> tuple[Tensor, int]:
-    """One filter for each phase of the output, float32 [new, 1, taps], and how many samples they look back."""
+    """One filter for each phase of the output, float32 [new, 1, taps], and how many samples they look
+    back."""
     cutoff = min(old, new) * _ROLLOFF
     width = math.ceil(_ZEROS * old / cutoff)
     taps = torch.arange(-width, width + old, dtype=torch.float64) / old
@@ -262,7 +307,8 @@ def _filters(old: int, new: int) -> tuple[Tensor, int]:
 
 
 class CodecDecoder(CausalDecoder):
-    """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook stand for its last one, as in the published model.
+    """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook stand for its last one, as in
+    the published model.
 
     `fused` as for `pipelines.codec.fused.prepared_stack`, `reproducible` as for `CausalDecoder`.
     """
@@ -316,9 +362,13 @@ class Codec:
 
 
 def load_codec(
-    config: FishConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, reproducible: bool = False
+    config: FishConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    reproducible: bool = False,
 ) -> Codec:
-    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible` as for `CausalDecoder`.
+    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible` as for
+    `CausalDecoder`.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault.
     """
@@ -339,9 +389,13 @@ def codec_from(
     fused: bool | None = None,
     reproducible: bool = False,
 ) -> Codec:
-    """Builds the codec from any source of tensors; `fused` and `reproducible` as for `CodecDecoder`. Raises as the source does."""
+    """Builds the codec from any source of tensors; `fused` and `reproducible` as for `CodecDecoder`.
+    Raises as the source does."""
     load = CodecLoader(source, "quantizer.", torch.float32, device)
-    places = ["semantic_quantizer.quantizers.0.", *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks))]
+    places = [
+        "semantic_quantizer.quantizers.0.",
+        *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks)),
+    ]
     codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, config.codes)]
     decoder = CodecDecoder(config, source, codebooks, device, dtype, fused, reproducible)
     return Codec(decoder, CodecEncoder(config, source, codebooks, device))

@@ -1,4 +1,5 @@
-"""A Fish Speech S2 checkpoint folder's own configuration: config.json, and the codec's sizes. Imports no torch."""
+"""A Fish Speech S2 checkpoint folder's own configuration: config.json, and the codec's sizes. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -63,7 +64,12 @@ class CodecConfig:
     encoder_dim: Size = 64
     encoder_rates: Sizes = (2, 4, 8, 8)
     #: The transformer behind each of the encoder's blocks; None: it has none.
-    encoder_stacks: tuple[CodecStackConfig | None, ...] = (None, None, None, CodecStackConfig(4, 1024, 16, 64, 3072, ENCODER_WINDOW))
+    encoder_stacks: tuple[CodecStackConfig | None, ...] = (
+        None,
+        None,
+        None,
+        CodecStackConfig(4, 1024, 16, 64, 3072, ENCODER_WINDOW),
+    )
     decoder_dim: Size = 1536
     decoder_rates: Sizes = (8, 8, 4, 2)
     #: Channels between encoder, quantizer and decoder.
@@ -92,7 +98,8 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The published server's own sampling; repetition-aware sampling stands beside it, whatever is asked for."""
+    """The published server's own sampling; repetition-aware sampling stands beside it, whatever is asked
+    for."""
 
     temperature: float = 0.8
     top_k: int = 30
@@ -128,22 +135,33 @@ class FishConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> FishConfig:
-        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
+        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
+        at fault."""
         folder = Path(folder)
         keys = Keys.read(folder / "config.json", _ADVICE)
         keys.expect(model_type=MODEL_TYPE)
         text, audio = keys.section("text_config"), keys.section("audio_decoder_config")
         text.expect(tie_word_embeddings=True, attention_qk_norm=True)
-        slow, codec, codebooks = _stack(text), _codec(folder / CODEC_SIZES), audio.value("num_codebooks", Size)
+        slow, codec, codebooks = (
+            _stack(text),
+            _codec(folder / CODEC_SIZES),
+            audio.value("num_codebooks", Size),
+        )
         audio.expect(attention_qk_norm=False, text_dim=slow.hidden)
-        # The published code gives the fast AR the base and the epsilon of the slow one, whatever its own section says.
+        # The published code gives the fast AR the base and the epsilon of the slow one, whatever its own
+        # section says.
         fast = _stack(audio, rope_theta=slow.rope_theta, eps=slow.eps, max_positions=codebooks)
         if codebooks != codec.codebooks:
             raise audio.error("num_codebooks", f"is {codebooks}, but the codec has {codec.codebooks}")
-        first, last, end = (keys.value(f"{name}_token_id", Size) for name in ("semantic_start", "semantic_end", "eos"))
+        first, last, end = (
+            keys.value(f"{name}_token_id", Size) for name in ("semantic_start", "semantic_end", "eos")
+        )
         semantic = range(first, last + 1)
         if not 0 < len(semantic) <= fast.vocab or last >= slow.vocab:
-            raise keys.error("semantic_end_token_id", f"and the start make {len(semantic)} tokens; the fast AR knows {fast.vocab}")
+            raise keys.error(
+                "semantic_end_token_id",
+                f"and the start make {len(semantic)} tokens; the fast AR knows {fast.vocab}",
+            )
         if end in semantic or end >= slow.vocab:
             raise keys.error("eos_token_id", "is no text token")
         return cls(folder, codec.sample_rate, slow, fast, codebooks, semantic, end, codec)
@@ -153,7 +171,8 @@ def _stack(keys: Keys, **known: float) -> DualArStack:
     keys.expect(attention_qkv_bias=False, attention_o_bias=False)
     config = keys.take(DualArStack, **known)
     keys.require(
-        not config.heads % config.kv_heads and not config.head_dim % 2, "n_head and n_local_heads must divide, and head_dim be even"
+        not config.heads % config.kv_heads and not config.head_dim % 2,
+        "n_head and n_local_heads must divide, and head_dim be even",
     )
     return config
 
@@ -165,7 +184,9 @@ def _codec(path: Path) -> CodecConfig:
     config = keys.take(CodecConfig, encoder_stacks=())
     for name, stack in (("pre_module", config.pre), ("post_module", config.post)):
         if stack.dim != config.latent or stack.heads * stack.head_dim != stack.dim:
-            raise keys.error(f"quantizer.{name}.config.dim", f"must be {config.latent}, and n_head times head_dim")
+            raise keys.error(
+                f"quantizer.{name}.config.dim", f"must be {config.latent}, and n_head times head_dim"
+            )
     depths = keys.value("encoder_transformer_layers", list[Whole])
     if len(depths) != len(config.encoder_rates):
         raise keys.error("encoder_transformer_layers", "must have one number a rate")
@@ -177,10 +198,16 @@ def _codec(path: Path) -> CodecConfig:
     if config.decoder_dim % (1 << len(config.decoder_rates)):
         raise keys.error("decoder_dim", "cannot be halved once a rate")
     general = keys.section("transformer_general_config")
-    head_dim, base, eps = general.value("head_dim", Size), general.value("rope_base", Positive), general.value("norm_eps", Positive)
+    head_dim, base, eps = (
+        general.value("head_dim", Size),
+        general.value("rope_base", Positive),
+        general.value("norm_eps", Positive),
+    )
     widths = [config.encoder_dim << (index + 1) for index in range(len(depths))]
     stacks = [
-        CodecStackConfig(depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, base, eps) if depth else None
+        CodecStackConfig(depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, base, eps)
+        if depth
+        else None
         for depth, dim in zip(depths, widths)
     ]
     return replace(config, encoder_stacks=tuple(stacks))
@@ -201,7 +228,8 @@ _SUFFIXES = (".json", ".safetensors", ".pth")
 
 
 def check_engine(engine: str) -> None:
-    """Raises `ConfigError` (`config.invalid`) for the engine vllm on a machine where it cannot run this model."""
+    """Raises `ConfigError` (`config.invalid`) for the engine vllm on a machine where it cannot run this
+    model."""
     if engine == "vllm":
         check_frames_on_vllm()
 

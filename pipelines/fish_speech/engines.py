@@ -1,4 +1,5 @@
-"""Fish Speech S2 on either engine: what ours takes and runs, what vLLM is told, and what prompts share there."""
+"""Fish Speech S2 on either engine: what ours takes and runs, what vLLM is told, and what prompts share
+there."""
 
 from __future__ import annotations
 
@@ -27,20 +28,26 @@ from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 _CONTEXT = 16_384
 #: Of the GPU's memory on vLLM: the LM has nine billion bytes, and the codec works beside it.
 _MEMORY_SHARE = 0.6
-#: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
+#: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a
+#: frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
 #: Of a prefix: as many as make two that are equal by chance no matter.
 _DIGEST_BYTES = 32
 #: Of a run of speech, for vLLM's prefix cache.
 _SALT_BYTES = 16
-#: Key of a request's extras on vLLM: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.
+#: Key of a request's extras on vLLM: the codes at the semantic positions of its prompt, int16 [positions,
+#: codebooks] as bytes.
 PROMPT_CODES = "codes"
 
 
-def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype) -> EngineOptions:
+def plan_sizes(
+    config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype
+) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
     needs = memory_needs(config, dtype, options.page_size)
-    return options.plan(needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second)
+    return options.plan(
+        needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second
+    )
 
 
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
@@ -49,23 +56,44 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
     with Checkpoint.open(config.folder) as checkpoint:
         values = checkpoint.values()
     span = 1 << (config.codebooks - 1).bit_length()
-    # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two; other buffers take less again.
+    # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two;
+    # other buffers take less again.
     row = 2 * 2 * fast.layers * span * fast.kv_width * width
-    # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the embeddings.
-    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.hidden * width
+    # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the
+    # embeddings.
+    weights = (
+        values * width
+        + (config.folder / CODEC_WEIGHTS).stat().st_size
+        + (len(config.semantic) + 64) * slow.hidden * width
+    )
     return MemoryNeeds(
         weights=weights,
-        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
-        slot=3 * (row + 4 * (len(config.semantic) + config.codebooks * fast.vocab + 2 * max(slow.intermediate, fast.intermediate))),
+        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the
+        # widest state of a layer.
+        slot=3
+        * (
+            row
+            + 4
+            * (
+                len(config.semantic)
+                + config.codebooks * fast.vocab
+                + 2 * max(slow.intermediate, fast.intermediate)
+            )
+        ),
         page=2 * slow.layers * slow.kv_width * page_size * width,
         decoded_frame=_DECODED_FRAME_BYTES,
     )
 
 
 def open_host(
-    config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
+    config: FishConfig,
+    model: FishModel,
+    sizes: EngineOptions,
+    options: NativeModelOptions,
+    stage: CodecStage[CodecState],
 ) -> NativeHost:
-    """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
+    """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor
+    that the device cannot have."""
     ids = np.array([*config.semantic, config.end], np.int64)
     engine = options.open_engine(model, sizes, stage)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
@@ -73,7 +101,8 @@ def open_host(
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
-    """The positions that other prompts begin with too, those of its voice and of its dialogue so far, known by ids and codes of frames."""
+    """The positions that other prompts begin with too, those of its voice and of its dialogue so far,
+    known by ids and codes of frames."""
     # A row a position, so that the bytes before an end do not depend on the ends before it.
     rows = np.ascontiguousarray(columns(prompt, semantic).T)
     hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
@@ -125,12 +154,16 @@ def qwen3_config(config: FishConfig) -> dict[str, Any]:
 def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
     """The extras of a request with this prompt: its codes, and which of them the KV of a position depends on.
 
-    Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike share their KV. The KV of frames
-    that a request draws is its own: other frames may have the same ids.
+    Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike
+    share their KV. The KV of frames that a request draws is its own: other frames may have the same ids.
     """
     codes, ids = prompt.codes.astype(np.int16), np.array(prompt.ids)
     places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
     breaks = np.flatnonzero(np.diff(places) > 1) + 1
     runs = zip(np.split(places, breaks), np.split(codes, breaks))
-    salts = [(int(run[0]), hashlib.blake2b(spoken.tobytes(), digest_size=_SALT_BYTES).digest()) for run, spoken in runs if len(run)]
+    salts = [
+        (int(run[0]), hashlib.blake2b(spoken.tobytes(), digest_size=_SALT_BYTES).digest())
+        for run, spoken in runs
+        if len(run)
+    ]
     return {PROMPT_CODES: codes.tobytes(), SALTS: salts, PRIVATE: True}

@@ -1,4 +1,5 @@
-"""The dual AR of Fish Speech S2: the tensors of the slow and the fast AR by their published names, and both as a frame of our engine."""
+"""The dual AR of Fish Speech S2: the tensors of the slow and the fast AR by their published names, and
+both as a frame of our engine."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
 
 
 def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 and on, [positions, head_dim / 2] each: float32 values that bfloat16 can hold.
+    """Cosines and sines of positions 0 and on, [positions, head_dim / 2] each: float32 values that
+    bfloat16 can hold.
 
     The published model is trained with tables that are rounded so; exact ones change its voice.
     """
@@ -73,16 +75,24 @@ class LmWeights:
 
 
 def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
-    """The layers of one of the two transformers, one at a time, queries and keys in the order of halves. Raises as the loader."""
+    """The layers of one of the two transformers, one at a time, queries and keys in the order of halves.
+    Raises as the loader."""
     dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
     widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
         if f"{layer.prefix}attention.wq.weight" in load.source:
-            query, key, value = (layer(f"attention.w{part}.weight", width, dim) for part, width in widths.items())
+            query, key, value = (
+                layer(f"attention.w{part}.weight", width, dim) for part, width in widths.items()
+            )
         else:
-            query, key, value = layer("attention.wqkv.weight", sum(widths.values()), dim).split(list(widths.values()))
-        norms = [halves(layer(f"attention.{part}_norm.weight", head_dim), head_dim) if stack.qk_norm else None for part in "qk"]
+            query, key, value = layer("attention.wqkv.weight", sum(widths.values()), dim).split(
+                list(widths.values())
+            )
+        norms = [
+            halves(layer(f"attention.{part}_norm.weight", head_dim), head_dim) if stack.qk_norm else None
+            for part in "qk"
+        ]
         yield Layer(
             input_norm=layer("attention_norm.weight", dim),
             qkv=torch.cat([halves(query, head_dim), halves(key, head_dim), value]),
@@ -100,7 +110,9 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
     if fast.hidden != slow:
-        place = next((name for name in _PROJECTIONS if f"{FAST}{name}.weight" in load.source), _PROJECTIONS[0])
+        place = next(
+            (name for name in _PROJECTIONS if f"{FAST}{name}.weight" in load.source), _PROJECTIONS[0]
+        )
         project = load(f"{place}.weight", fast.hidden, slow), load(f"{place}.bias", fast.hidden)
     return FastWeights(
         StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
@@ -111,8 +123,11 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     )
 
 
-def take_weights(source: TensorSource, config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
-    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
+def take_weights(
+    source: TensorSource, config: FishConfig, dtype: torch.dtype, device: torch.device
+) -> LmWeights:
+    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at
+    fault."""
     load, stack = Loader(source, "", dtype, device), config.slow
     slow = load.at(SLOW)
     layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.hidden))
@@ -120,7 +135,8 @@ def take_weights(source: TensorSource, config: FishConfig, dtype: torch.dtype, d
 
 
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
-    """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as `take_weights`, and for a tensor too many."""
+    """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as
+    `take_weights`, and for a tensor too many."""
     with Checkpoint.open(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         checkpoint.finish()
@@ -143,18 +159,24 @@ class FishModel(FrameModel):
         made = self._embeddings[to_device(torch.from_numpy(ids), self.device)]
         if len(prompt.codes):
             spoken = np.flatnonzero((ids >= self._semantic.start) & (ids < self._semantic.stop))
-            places, codes = (to_device(torch.from_numpy(part), self.device) for part in (spoken, prompt.codes))
+            places, codes = (
+                to_device(torch.from_numpy(part), self.device) for part in (spoken, prompt.codes)
+            )
             made[places] = next_inputs(self.tensors.feedback, codes, codes[:, 0])
         return made
 
 
 def drawn_ids(config: FishConfig) -> list[int]:
-    """The ids that code 0 of a frame stands for: it counts the semantic tokens; the one after them is the end."""
+    """The ids that code 0 of a frame stands for: it counts the semantic tokens; the one after them is the
+    end."""
     return [*config.semantic, config.end]
 
 
-def frame_tensors(config: FishConfig, backbone: StackTensors, drawn: Tensor, fast: FastWeights) -> FrameTensors:
-    """The frame of a backbone; drawn: [ids, dim], the embeddings of `drawn_ids`. Views of the weights, but for head and depth's inputs."""
+def frame_tensors(
+    config: FishConfig, backbone: StackTensors, drawn: Tensor, fast: FastWeights
+) -> FrameTensors:
+    """The frame of a backbone; drawn: [ids, dim], the embeddings of `drawn_ids`. Views of the weights, but
+    for head and depth's inputs."""
     semantic, behind = len(config.semantic), config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
     # A broken row draws any row of the head before it is noticed, so each of them has an input.
@@ -164,7 +186,13 @@ def frame_tensors(config: FishConfig, backbone: StackTensors, drawn: Tensor, fas
         backbone=backbone,
         head=head,
         draw=DrawRules((semantic,), semantic + 1, nucleus_first=True, window=_WINDOW),
-        feedback=Feedback(fast.codebooks, codebook * config.fast.vocab, head, text_by_code=True, scale=1 / math.sqrt(config.codebooks + 1)),
+        feedback=Feedback(
+            fast.codebooks,
+            codebook * config.fast.vocab,
+            head,
+            text_by_code=True,
+            scale=1 / math.sqrt(config.codebooks + 1),
+        ),
         depth=DepthTensors(
             stack_tensors(fast.stack, config.fast, config.codebooks),
             fast.output.expand(behind, -1, -1),
@@ -177,5 +205,7 @@ def frame_tensors(config: FishConfig, backbone: StackTensors, drawn: Tensor, fas
 
 def stack_tensors(weights: StackWeights, config: DualArStack, positions: int) -> StackTensors:
     """A transformer as a frame takes it, with the published tables for so many positions."""
-    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(weights.norm.device, weights.norm.dtype)
+    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(
+        weights.norm.device, weights.norm.dtype
+    )
     return weights.tensors(config, table, wide_rope=True)

@@ -1,4 +1,5 @@
-"""An item turn by turn: every group of turns is a sequence of the engine, whose prompt holds what was spoken before."""
+"""An item turn by turn: every group of turns is a sequence of the engine, whose prompt holds what was
+spoken before."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class TurnPlan:
         return self.current.sampling.max_tokens
 
     def heard(self, frames: NDArray[np.int64], cut: bool) -> bool:
-        """Takes up what the turn under way has spoken, to its end or `cut`; whether there is another one, which is then `current`.
+        """Takes up what the turn under way has spoken, to its end or `cut`; whether there is another one,
+        which is then `current`.
 
         Raises `InputError` (`input.too_long`) when the dialogue has outgrown the engine.
         """
@@ -83,11 +85,14 @@ class TurnPlan:
             most = min(most, self.frames + 1)
         seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
         sampling = replace(self.sampling, max_tokens=max(most, 1), seed=seed)
-        return TokenRequest(self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
+        return TokenRequest(
+            self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared
+        )
 
 
 class TurnEngine:
-    """A `pipelines.results.SpeechEngine` of courses; receivers hear of an item as if it were one sequence of frames."""
+    """A `pipelines.results.SpeechEngine` of courses; receivers hear of an item as if it were one sequence
+    of frames."""
 
     def __init__(self, host: TokenHost) -> None:
         self._host = host
@@ -111,7 +116,8 @@ class TurnEngine:
 
 
 class _Turns:
-    """Receives the turns of a request one after the other. Called on the host's own thread, where submitting never waits."""
+    """Receives the turns of a request one after the other. Called on the host's own thread, where
+    submitting never waits."""
 
     def __init__(self, host: TokenHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
         self.streamed = receiver.streamed

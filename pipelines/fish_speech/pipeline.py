@@ -1,4 +1,5 @@
-"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on either engine, its frames to speech."""
+"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on either
+engine, its frames to speech."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, 
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtterance, token_sampling
+from pipelines.tokens import (
+    TokenHost,
+    TokenRequestInfo,
+    Tokens,
+    TokenStreamer,
+    TokenUtterance,
+    token_sampling,
+)
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
@@ -35,7 +43,8 @@ class FishRequestInfo(TokenRequestInfo[CodecState]):
     """What results need to know of a request."""
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
-        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn has none."""
+        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
+        has none."""
         assert tokens.codes is not None
         self.check_end(tokens.finish, len(tokens.codes))
         if not len(tokens.codes):
@@ -55,7 +64,8 @@ class NativeFishStreamer(FishStreamer):
     chunk_frames = ()
 
 
-#: On a GPU finished utterances wait this long for company, or until there are so many of them or of their frames.
+#: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
+#: frames.
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
 
@@ -68,10 +78,12 @@ class FishOptions(TokenModelOptions):
 
 
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
-    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
+    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
+    (`pipelines.engine_choice`); the others are its own.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
-    cannot run with, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
+    is unknown or that it cannot run with, and `SynthesisError` (`synth.oom`) where other programs have
+    taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
     with memory_told():
@@ -88,7 +100,8 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     load_weights(config, torch.float32, torch.device("meta"))
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
+    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
+    # start.
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
 
@@ -102,12 +115,16 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks)
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary = Vocabulary.from_folder(config)
-    codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)
+    codec = load_codec(
+        config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible
+    )
     with torch.inference_mode():
         model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
     stage = open_stage(codec.decoder, sizes.decode_frames)
     host = open_host(config, model, sizes, chosen, stage)
-    return FishPipeline(config, vocabulary, codec, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished)
+    return FishPipeline(
+        config, vocabulary, codec, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished
+    )
 
 
 class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
@@ -135,7 +152,11 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info = host.info
-        self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
+        self._meta: Meta = {
+            "engine": info.engine,
+            "dtype": host.dtype,
+            "codec_dtype": type_name(codec.decoder.dtype),
+        }
         if info.engine == "native":
             self._meta["executor"] = info.executor
         super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtterance, streamer)
@@ -145,7 +166,9 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         task = speech_task(request.messages, request.generation, self.capabilities)
         check_seed(request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
-            message = "This model has no repetition penalty: its sampling looks out for repetitions by itself."
+            message = (
+                "This model has no repetition penalty: its sampling looks out for repetitions by itself."
+            )
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
         defaults, context = self.config.sampling, self.host.max_context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
@@ -154,9 +177,13 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         spoken = [(recording, clean_reference(text)) for recording, text in task.references]
         references = [Reference(text, self.references.prepare(recording)) for recording, text in spoken]
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
-        sampling = token_sampling(defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,))
+        sampling = token_sampling(
+            defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,)
+        )
         frames = self._frames(request.generation)
-        plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished)
+        plan = TurnPlan(
+            request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished
+        )
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
         return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished)
@@ -174,7 +201,8 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
-    """The codec's decoder on threads of its own; on a GPU utterances wait for company, of which `decode_frames` are decoded together."""
+    """The codec's decoder on threads of its own; on a GPU utterances wait for company, of which
+    `decode_frames` are decoded together."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

@@ -1,6 +1,8 @@
-"""Prompts of the slow AR: a conversation of a system message, and of user and assistant messages turn by turn.
+"""Prompts of the slow AR: a conversation of a system message, and of user and assistant messages turn by
+turn.
 
-Its parts are tokenized one by one, as in training: a merge over the seam of two parts would make other tokens.
+Its parts are tokenized one by one, as in training: a merge over the seam of two parts would make other
+tokens.
 """
 
 from __future__ import annotations
@@ -44,13 +46,18 @@ class Vocabulary:
             if found != names.get(name, found):
                 raise _bad(f"{file} gives {name} the id {found}, config.json {names[name]}.")
             if found >= config.slow.vocab:
-                raise _bad(f"{file} gives {name} the id {found}, beyond the vocabulary of {config.slow.vocab}.")
+                raise _bad(
+                    f"{file} gives {name} the id {found}, beyond the vocabulary of {config.slow.vocab}."
+                )
         # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
-        self._spoken = frozenset(token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name))
+        self._spoken = frozenset(
+            token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name)
+        )
 
     @classmethod
     def from_folder(cls, config: FishConfig) -> Vocabulary:
-        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the token at fault."""
+        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
+        token at fault."""
         path = config.folder / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -77,8 +84,8 @@ class Vocabulary:
 def clean(text: str) -> str:
     """User text with speaker tags in today's spelling.
 
-    Raises `InputError` (`input.unpronounceable`) for control marks other than speaker tags and phoneme spans, for spans that are not
-    closed, and for what is no Unicode.
+    Raises `InputError` (`input.unpronounceable`) for control marks other than speaker tags and phoneme
+    spans, for spans that are not closed, and for what is no Unicode.
     """
     try:
         text.encode()
@@ -103,13 +110,16 @@ def clean(text: str) -> str:
 
 
 def clean_reference(text: str) -> str:
-    """The words of a recording, as `clean`. Raises `InputError`: as that, and `input.reference_text` for a speaker tag without words."""
+    """The words of a recording, as `clean`. Raises `InputError`: as that, and `input.reference_text` for a
+    speaker tag without words."""
     text = clean(text)
     try:
         turns(text)
     except InputError as error:
         advice = "Say in `generation.reference_text` what the recording says."
-        raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "A speaker tag of `reference_text` has no words.", advice) from error
+        raise InputError(
+            ErrorCode.INPUT_REFERENCE_TEXT, "A speaker tag of `reference_text` has no words.", advice
+        ) from error
     return text
 
 
@@ -119,7 +129,8 @@ def has_speaker(text: str) -> bool:
 
 
 def turns(text: str) -> list[str]:
-    """A text cut before every speaker tag, without white space around the parts; what stands before the first tag is one of them.
+    """A text cut before every speaker tag, without white space around the parts; what stands before the
+    first tag is one of them.
 
     Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
     """
@@ -127,13 +138,21 @@ def turns(text: str) -> list[str]:
     parts = [text[start:end].strip() for start, end in pairwise([*sorted({0, *starts}), len(text)])]
     for part in parts:
         if part and not is_visible(_SPEAKER.sub("", part)):
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"Nothing follows the speaker tag {part}.", "Remove the tag, or say something.")
+            raise InputError(
+                ErrorCode.INPUT_EMPTY_TEXT,
+                f"Nothing follows the speaker tag {part}.",
+                "Remove the tag, or say something.",
+            )
     return [part for part in parts if part]
 
 
 def _spans() -> InputError:
     message = "A phoneme span of the text is not closed, not opened, or holds another mark."
-    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes.")
+    return InputError(
+        ErrorCode.INPUT_UNPRONOUNCEABLE,
+        message,
+        "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes.",
+    )
 
 
 def _control(name: str) -> InputError:
@@ -142,10 +161,19 @@ def _control(name: str) -> InputError:
 
 
 def _bad(message: str) -> ModelError:
-    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint's tokenizer.json and config.json again.")
+    return ModelError(
+        ErrorCode.MODEL_BAD_CHECKPOINT,
+        message,
+        "Download the checkpoint's tokenizer.json and config.json again.",
+    )
 
 
-_SYSTEM, _USER, _ASSISTANT, _END = "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n<|voice|>", "<|im_end|>\n"
+_SYSTEM, _USER, _ASSISTANT, _END = (
+    "<|im_start|>system\n",
+    "<|im_start|>user\n",
+    "<|im_start|>assistant\n<|voice|>",
+    "<|im_end|>\n",
+)
 _PLAIN = "convert the provided text to speech"
 _CLONING = "convert the provided text to speech reference to the following:\n\nText:\n"
 _SPEECH = "\n\nSpeech:\n"
@@ -162,12 +190,14 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and the codes at its semantic positions in their order: int64 [semantic positions, codebooks]."""
+    """The ids of a prompt, and the codes at its semantic positions in their order: int64 [semantic
+    positions, codebooks]."""
 
     ids: Sequence[int]
     codes: NDArray[np.int64]
-    #: How many positions at its start other prompts begin with too: the system message with its references, then the prompt of each
-    #: turn that another one follows, but for its last position, whose keys and values are computed with the first frame.
+    #: How many positions at its start other prompts begin with too: the system message with its references,
+    #: then the prompt of each turn that another one follows, but for its last position, whose keys and values
+    #: are computed with the first frame.
     shared: Sequence[int] = ()
     trailing = np.zeros(0, np.int64)
 
@@ -197,7 +227,9 @@ class Conversation:
         self._add(_SYSTEM)
         if references:
             self._add(_CLONING)
-            self._ids += vocabulary.spoken("\n".join(_tagged(reference.text, i) for i, reference in enumerate(references)))
+            self._ids += vocabulary.spoken(
+                "\n".join(_tagged(reference.text, i) for i, reference in enumerate(references))
+            )
             self._add(_SPEECH)
             for reference in references:
                 self._speech(reference.codes)
@@ -207,7 +239,8 @@ class Conversation:
         self._shared = [len(self._ids)]
 
     def ask(self, text: str, more: bool = False) -> Prompt:
-        """The prompt that asks for `text` next; `more`: whether another one follows. Raises `InputError` (`input.unpronounceable`)."""
+        """The prompt that asks for `text` next; `more`: whether another one follows. Raises `InputError`
+        (`input.unpronounceable`)."""
         spoken = self._vocabulary.spoken(text)
         self._add(_USER)
         self._ids += spoken
@@ -231,7 +264,8 @@ class Conversation:
 
 
 def groups(text: str, most_bytes: int, most_turns: int) -> list[str]:
-    """The user messages of a text: its turns, one a line, as many together as fit; a text without speaker tags is never cut.
+    """The user messages of a text: its turns, one a line, as many together as fit; a text without speaker
+    tags is never cut.
 
     Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
     """
@@ -248,7 +282,8 @@ def groups(text: str, most_bytes: int, most_turns: int) -> list[str]:
 
 
 def columns(prompt: Prompt, semantic: range) -> NDArray[np.int64]:
-    """A prompt as the published model takes it: int64 [1 + codebooks, positions], zeros where there is no speech."""
+    """A prompt as the published model takes it: int64 [1 + codebooks, positions], zeros where there is no
+    speech."""
     ids = np.array(prompt.ids, dtype=np.int64)
     table = np.zeros((1 + prompt.codes.shape[1], len(ids)), np.int64)
     table[0] = ids

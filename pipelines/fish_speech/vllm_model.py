@@ -1,4 +1,5 @@
-"""The slow AR as a model of vLLM's: Qwen3 whose input at speech positions is token and codes, and whose sampler draws whole frames."""
+"""The slow AR as a model of vLLM's: Qwen3 whose input at speech positions is token and codes, and whose
+sampler draws whole frames."""
 
 # vLLM is an extra: its imports are checked where it is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -42,11 +43,17 @@ class FishState(EngineFrameState):
     def admit(self, request: Admitted) -> None:
         super().admit(request)
         semantic = self._fish.semantic
-        codes = np.frombuffer(request.extra.get(PROMPT_CODES, b""), dtype=np.int16).reshape(-1, len(self._offsets)).copy()
+        codes = (
+            np.frombuffer(request.extra.get(PROMPT_CODES, b""), dtype=np.int16)
+            .reshape(-1, len(self._offsets))
+            .copy()
+        )
         if len(codes):
             ids = np.array(request.prompt_ids)
             places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
-            self.codes[request.slot, to_device(torch.from_numpy(places), self.device)] = to_device(torch.from_numpy(codes), self.device)
+            self.codes[request.slot, to_device(torch.from_numpy(places), self.device)] = to_device(
+                torch.from_numpy(codes), self.device
+            )
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         model, semantic = self.model, self._fish.semantic
@@ -57,7 +64,8 @@ class FishState(EngineFrameState):
 
 
 class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
-    """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR lies beside them."""
+    """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR
+    lies beside them."""
 
     state_class = FishState
 
@@ -66,10 +74,13 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         self.fish = FishConfig.from_folder(Path(vllm_config.model_config.model))
         self.width = self.fish.codebooks
         self._dtype: torch.dtype = vllm_config.model_config.dtype
-        #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM counts, moves and fills.
+        #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM
+        #: counts, moves and fills.
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
-        self.beside = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))])
+        self.beside = nn.ParameterList(
+            [nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))]
+        )
         layers: Any = self.model.layers
         for layer in layers:
             rope = layer.self_attn.rotary_emb
@@ -86,11 +97,14 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         slow, last = self.fish.slow, cast("nn.Module", self.model.norm)
         norm = cast("Tensor", last.weight).data
         scale = slow.head_dim**-0.5
-        backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, scale)
+        backbone = StackTensors(
+            (), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, scale
+        )
         return frame_tensors(self.fish, backbone, self.drawn, self.fast)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Reads the folder by itself, a layer at a time. Raises `ModelError` (`model.bad_checkpoint`) that names a tensor at fault."""
+        """Reads the folder by itself, a layer at a time. Raises `ModelError` (`model.bad_checkpoint`) that
+        names a tensor at fault."""
         with Checkpoint.open(self.fish.folder) as checkpoint:
             load = Loader(checkpoint, "", self._dtype, torch.device("cpu"))
             loaded = super().load_weights(self._slow(load.at(SLOW)))
@@ -117,7 +131,14 @@ def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor]:
     gate, up = layer.gate_up.chunk(2)
     assert layer.q_norm is not None
     assert layer.k_norm is not None
-    attention = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": layer.o, "q_norm": layer.q_norm, "k_norm": layer.k_norm}
+    attention = {
+        "q_proj": query,
+        "k_proj": key,
+        "v_proj": value,
+        "o_proj": layer.o,
+        "q_norm": layer.q_norm,
+        "k_norm": layer.k_norm,
+    }
     return {
         **{f"self_attn.{name}": tensor for name, tensor in attention.items()},
         **{f"mlp.{name}_proj": tensor for name, tensor in (("gate", gate), ("up", up), ("down", layer.down))},
@@ -140,5 +161,11 @@ class _Empty:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)

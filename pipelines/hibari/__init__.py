@@ -14,7 +14,8 @@ __all__ = ["describe", "load"]
 
 
 def load(**options: Any) -> HibariPipeline:
-    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of `HibariOptions`, or a wrong value."""
+    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of
+    `HibariOptions`, or a wrong value."""
     from pipelines.hibari.pipeline import HibariPipeline
 
     chosen = read_options(HibariOptions, options)

@@ -28,8 +28,8 @@ def describe() -> ModelCard:
         revision=version("hibari-tts"),
         seconds_per_character=0.068,
         rtf=0.0038,
-        # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long. Numbers, initials
-        # and single words are up to 1.5 times as long, which the slack covers.
+        # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long.
+        # Numbers, initials and single words are up to 1.5 times as long, which the slack covers.
         check_text=check_text,
         pace=Pace(base_seconds=0.33, seconds_per_unit=0.0558, low=0.7, high=1.5),
     )
@@ -47,7 +47,8 @@ def check_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HibariOptions:
-    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests wait before `submit` blocks."""
+    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests
+    wait before `submit` blocks."""
 
     threads: Count | None = None
     waiting_room: Count | None = None

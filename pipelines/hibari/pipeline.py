@@ -13,7 +13,13 @@ from pipelines.audio import normalize_loudness
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.hibari.config import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
-from pipelines.hibari.utterance import SAMPLES_PER_FRAME, Schedule, StreamedUtterance, Utterance, WholeUtterance
+from pipelines.hibari.utterance import (
+    SAMPLES_PER_FRAME,
+    Schedule,
+    StreamedUtterance,
+    Utterance,
+    WholeUtterance,
+)
 from pipelines.request import (
     Done,
     EngineInfo,
@@ -34,11 +40,12 @@ _WAITING_PER_THREAD = 16
 class HibariPipeline:
     """Threads that share one loaded model: inference and signal processing run outside the interpreter lock.
 
-    Two threads on two cores make 1.9 times the speech of one, as two processes do, in half their memory (240 MB). Each request
-    is synthesized alone with its own seed, so its speech does not depend on what else runs. A thread speaks one piece, mostly a
-    sentence, and then looks again whose turn it is (`Schedule`).
-    A whole utterance's text is read in `start`, so that what the voice cannot read is refused there; that takes about a second for
-    the worst text of 5,000 characters. A stream's text is read by the threads, sentence by sentence.
+    Two threads on two cores make 1.9 times the speech of one, as two processes do, in half their memory
+    (240 MB). Each request is synthesized alone with its own seed, so its speech does not depend on what
+    else runs. A thread speaks one piece, mostly a sentence, and then looks again whose turn it is
+    (`Schedule`). A whole utterance's text is read in `start`, so that what the voice cannot read is
+    refused there; that takes about a second for the worst text of 5,000 characters. A stream's text is
+    read by the threads, sentence by sentence.
     """
 
     name = "hibari"
@@ -46,11 +53,20 @@ class HibariPipeline:
     capabilities = CAPABILITIES
     starts_at_once = False
 
-    def __init__(self, *, threads: int | None = None, waiting_room: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        waiting_room: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         count = threads or len(os.sched_getaffinity(0))
         self._reader = EnglishReader()
         # What is imported and allocated by the first speech belongs to opening.
-        normalize_loudness(self._reader.voice.from_ids(self._reader.voice.ids("həlˈO"), 1.0, np.random.default_rng(0)), SAMPLE_RATE)
+        normalize_loudness(
+            self._reader.voice.from_ids(self._reader.voice.ids("həlˈO"), 1.0, np.random.default_rng(0)),
+            SAMPLE_RATE,
+        )
         self._room = waiting_room or count * _WAITING_PER_THREAD
         self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
         self._clock = clock
@@ -60,14 +76,21 @@ class HibariPipeline:
         self._closed = False
         self._requests_done = 0
         self._samples_made = 0
-        self._threads = [threading.Thread(target=self._work, name=f"hibari-{number}", daemon=True) for number in range(count)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"hibari-{number}", daemon=True)
+            for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """Queues a request; see `Pipeline.start`. One that is cancelled ends with the sentence that is spoken.
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
+        """Queues a request; see `Pipeline.start`. One that is cancelled ends with the sentence that is
+        spoken.
 
-        Of a stream, `InputError` is raised as far as the text's characters tell; the rest of it is read while it is spoken.
+        Of a stream, `InputError` is raised as far as the text's characters tell; the rest of it is read
+        while it is spoken.
         """
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
@@ -176,8 +199,12 @@ def _failure(error: Exception) -> NightjarError:
     if isinstance(error, NightjarError):
         return error
     if isinstance(error, MemoryError):
-        failure = SynthesisError(ErrorCode.SYNTH_OOM, "There was not enough memory for this speech.", "Use fewer threads.")
+        failure = SynthesisError(
+            ErrorCode.SYNTH_OOM, "There was not enough memory for this speech.", "Use fewer threads."
+        )
     else:
-        failure = SynthesisError(ErrorCode.SYNTH_ENGINE, f"hibari failed: {type(error).__name__}: {error}.", "Try again.")
+        failure = SynthesisError(
+            ErrorCode.SYNTH_ENGINE, f"hibari failed: {type(error).__name__}: {error}.", "Try again."
+        )
     failure.__cause__ = error
     return failure

@@ -1,4 +1,5 @@
-"""English text to the voice's phoneme ids. What it could not read aloud is refused, never left out unheard."""
+"""English text to the voice's phoneme ids. What it could not read aloud is refused, never left out
+unheard."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ from pipelines.errors import ErrorCode, InputError
 
 # The article alone: a vowel that the voice's lexicon lists with neither.
 _PHONES = VOWELS | CONSONANTS | {"ɐ"}
-_READ_SYMBOLS = frozenset({*SYMBOLS, *CURRENCY_WORDS, *SYMBOL_PHONEMES, *CURRENCIES, *LEXICON_SYMBOLS, "ª", "º", "µ", "°"})
+_READ_SYMBOLS = frozenset(
+    {*SYMBOLS, *CURRENCY_WORDS, *SYMBOL_PHONEMES, *CURRENCIES, *LEXICON_SYMBOLS, "ª", "º", "µ", "°"}
+)
 _GREEK_LETTER = re.compile("(?<![\u0370-\u03ff])[\u0370-\u03ff](?![\u0370-\u03ff])")
 # Emoji, dingbats and marks of punctuation say nothing aloud; mathematical and currency signs and numbers do.
 _UNSPOKEN = frozenset({"So", "Sk", "Po", "Pd", "Ps", "Pe", "Pi", "Pf", "Pc", "Zs", "Zl", "Zp", "Cc"})
-_SAME = str.maketrans({"\N{MINUS SIGN}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-", "\N{FRACTION SLASH}": "/"})
+_SAME = str.maketrans(
+    {"\N{MINUS SIGN}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-", "\N{FRACTION SLASH}": "/"}
+)
 _INAUDIBLE = frozenset({"Cf", "Mn", "Me"})
-#: Words that are looked up together: 16 keep the worst of 5,000 characters at about a second, and a web address whole.
+#: Words that are looked up together: 16 keep the worst of 5,000 characters at about a second, and a web
+#: address whole.
 MAX_GROUP_WORDS = 16
 MAX_RUN_CHARACTERS = 200
 #: Of a text whose signs are written out; twice the longest text (`Capabilities.max_text_characters`).
@@ -36,7 +42,8 @@ MAX_READABLE_CHARACTERS = 10_000
 
 
 class BoundedTokenizer(Tokenizer):
-    """hibari's tokenizer, which peels marks off a run without white space one by one and looks at all of the rest each time.
+    """hibari's tokenizer, which peels marks off a run without white space one by one and looks at all of
+    the rest each time.
 
     A longer run than `MAX_RUN_CHARACTERS`, which no normal text has, is taken apart in pieces.
     """
@@ -52,8 +59,9 @@ class BoundedTokenizer(Tokenizer):
 class BoundedG2P(G2P):
     """hibari's words to phonemes, in time that grows with the length of the text.
 
-    Words without white space between them ("state-of-the-art") are one group, and hibari looks up each stretch of a group: time
-    grows with the cube of its words. A longer group than `MAX_GROUP_WORDS` is read as several, with a space between.
+    Words without white space between them ("state-of-the-art") are one group, and hibari looks up each
+    stretch of a group: time grows with the cube of its words. A longer group than `MAX_GROUP_WORDS` is
+    read as several, with a space between.
     """
 
     def __init__(self, words: Callable[[str], str | None]) -> None:
@@ -63,13 +71,22 @@ class BoundedG2P(G2P):
     @staticmethod
     def retokenize(tokens: list[Tok]) -> list[Tok | list[Tok]]:
         """Single words, and groups of at most `MAX_GROUP_WORDS`."""
-        return [part for word in G2P.retokenize(tokens) for part in (_groups(word) if isinstance(word, list) else [word])]
+        return [
+            part
+            for word in G2P.retokenize(tokens)
+            for part in (_groups(word) if isinstance(word, list) else [word])
+        ]
 
 
 def _groups(words: list[Tok]) -> Iterator[Tok | list[Tok]]:
-    """The words of a group in runs of at most `MAX_GROUP_WORDS`, which end behind a mark where there is one in their second half."""
+    """The words of a group in runs of at most `MAX_GROUP_WORDS`, which end behind a mark where there is
+    one in their second half."""
     while len(words) > MAX_GROUP_WORDS:
-        marks = (end for end in range(MAX_GROUP_WORDS, MAX_GROUP_WORDS // 2, -1) if set(words[end - 1].text) <= SUBTOKEN_JUNKS)
+        marks = (
+            end
+            for end in range(MAX_GROUP_WORDS, MAX_GROUP_WORDS // 2, -1)
+            if set(words[end - 1].text) <= SUBTOKEN_JUNKS
+        )
         cut = next(marks, MAX_GROUP_WORDS)
         words[cut - 1].whitespace = " "
         yield words[:cut]
@@ -80,12 +97,14 @@ def _groups(words: list[Tok]) -> Iterator[Tok | list[Tok]]:
 class EnglishReader:
     """Reads text as hibari does, with four of its gaps closed.
 
-    - Letters of other scripts, which it would drop or garble, are `input.unpronounceable`; so are mathematical and currency
+    - Letters of other scripts, which it would drop or garble, are `input.unpronounceable`; so are
+      mathematical and currency
       signs that it does not read. Accents it does not know are dropped from their letter (ặ is read as a), a Greek letter
       that stands alone is read by its name, and emoji are not spoken.
     - Unknown words longer than its word model takes are read in pieces rather than cut off.
     - A sentence without commas is split between words, so that memory stays bounded.
-    - Time grows with the length of the text, whatever it is made of, and reading can be given up between sentences.
+    - Time grows with the length of the text, whatever it is made of, and reading can be given up between
+      sentences.
 
     May be used from several threads.
     """
@@ -96,16 +115,18 @@ class EnglishReader:
         self.voice = Hibari(g2p=BoundedG2P(_in_pieces(words, words.maxlen)))
 
     def read(self, text: str, given_up: Callable[[], bool] = lambda: False) -> list[list[int]]:
-        """The phoneme ids of each piece of speech, in order, each with the silences the model expects around it.
+        """The phoneme ids of each piece of speech, in order, each with the silences the model expects
+        around it.
 
-        Between sentences it asks `given_up`; then it returns what it has. Raises `InputError`: `input.unpronounceable` for text
-        without pronounceable English or with a letter or sign that the voice cannot read, `input.too_long` for signs that
-        written out are too many characters.
+        Between sentences it asks `given_up`; then it returns what it has. Raises `InputError`:
+        `input.unpronounceable` for text without pronounceable English or with a letter or sign that the
+        voice cannot read, `input.too_long` for signs that written out are too many characters.
         """
         return list(self.pieces(text, given_up))
 
     def pieces(self, text: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-        """As `read`, each sentence when it is asked for. Nothing comes of a text before the first piece that can be pronounced."""
+        """As `read`, each sentence when it is asked for. Nothing comes of a text before the first piece
+        that can be pronounced."""
         held: list[str] = []
         pronounced = False
         for sentence in self.voice.split_sentences(readable(text)):
@@ -125,15 +146,17 @@ class EnglishReader:
         except InputError:
             raise
         except Exception as error:
-            # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words for.
+            # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words
+            # for.
             raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
 
 
 def check_pronounceable(text: str) -> None:
     """The cheap part of `EnglishReader.read`, for submit: no model is loaded, and it costs microseconds.
 
-    Raises `InputError` for a letter or sign that the voice cannot read, for text without a letter, digit or sign that is spoken,
-    and for signs that written out are too many characters. What passes may still be refused by `read`, but rarely.
+    Raises `InputError` for a letter or sign that the voice cannot read, for text without a letter, digit
+    or sign that is spoken, and for signs that written out are too many characters. What passes may still
+    be refused by `read`, but rarely.
     """
     written = readable(text)
     if not any(character.isalnum() or character in _READ_SYMBOLS for character in written):
@@ -141,24 +164,32 @@ def check_pronounceable(text: str) -> None:
 
 
 def readable(text: str) -> str:
-    """The text as hibari is given it: what it would misread is written out or left out. Raises as `check_pronounceable`."""
+    """The text as hibari is given it: what it would misread is written out or left out. Raises as
+    `check_pronounceable`."""
     # "[word](link)" would give the word the phonemes or the sound of the link alone.
     text = text.replace("](", "] (")
     if not text.isascii():
         text = _GREEK_LETTER.sub(_greek_name, unicodedata.normalize("NFC", text).translate(_SAME))
-        unreadable = dict.fromkeys(character for character in text if not character.isascii() and _spoken(character) is None)
+        unreadable = dict.fromkeys(
+            character for character in text if not character.isascii() and _spoken(character) is None
+        )
         if unreadable:
             shown = "".join(unreadable)[:20]
             raise _unpronounceable(f"The voice reads English and cannot pronounce {shown!r}.")
         text = "".join(character if character.isascii() else _spoken(character) or "" for character in text)
     if len(text) > MAX_READABLE_CHARACTERS:
-        raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text)} characters once its signs are written out.", "Split it.")
+        raise InputError(
+            ErrorCode.INPUT_TOO_LONG,
+            f"The text has {len(text)} characters once its signs are written out.",
+            "Split it.",
+        )
     return text
 
 
 @lru_cache(maxsize=4096)
 def _spoken(character: str) -> str | None:
-    """What the voice is given for a character outside ASCII; None where it would lose what the character says."""
+    """What the voice is given for a character outside ASCII; None where it would lose what the character
+    says."""
     if character in _READ_SYMBOLS:
         return character
     category = unicodedata.category(character)
@@ -166,10 +197,16 @@ def _spoken(character: str) -> str | None:
         return ""
     if category == "Nd":
         return str(unicodedata.digit(character))
-    if category[0] == "L" and character in _alphabet() and unicodedata.name(character, "").startswith("LATIN "):
+    if (
+        category[0] == "L"
+        and character in _alphabet()
+        and unicodedata.name(character, "").startswith("LATIN ")
+    ):
         return character
     if not unicodedata.decomposition(character).startswith("<super>"):
-        base = "".join(part for part in unicodedata.normalize("NFKD", character) if unicodedata.category(part) != "Mn")
+        base = "".join(
+            part for part in unicodedata.normalize("NFKD", character) if unicodedata.category(part) != "Mn"
+        )
         base = base.translate(_SAME)
         if base.strip() and all(part.isascii() or part in _READ_SYMBOLS for part in base):
             return f" {base} " if "/" in base else base
@@ -196,7 +233,8 @@ def _in_pieces(words: Callable[[str], str | None], longest: int) -> Callable[[st
 
 
 def _between_words(phonemes: str) -> list[str]:
-    """The phonemes in pieces of at most MAX_PHONEMES, split at the last space that allows it, or within a word without one."""
+    """The phonemes in pieces of at most MAX_PHONEMES, split at the last space that allows it, or within a
+    word without one."""
     pieces: list[str] = []
     while len(phonemes) > MAX_PHONEMES:
         cut = phonemes.rfind(" ", 1, MAX_PHONEMES + 1)
@@ -218,4 +256,8 @@ def _nothing_to_say() -> InputError:
 
 
 def _unpronounceable(message: str) -> InputError:
-    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Use a model for the text's language, or write it in English words.")
+    return InputError(
+        ErrorCode.INPUT_UNPRONOUNCEABLE,
+        message,
+        "Use a model for the text's language, or write it in English words.",
+    )

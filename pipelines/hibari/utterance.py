@@ -1,4 +1,5 @@
-"""A request while it is spoken: a piece at a time, into one whole speech or into a stream; and whose next piece is spoken first."""
+"""A request while it is spoken: a piece at a time, into one whole speech or into a stream; and whose next
+piece is spoken first."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from pipelines.request import AudioChunk, Event, Listener, Speech, SynthesisRequ
 log = logging.getLogger(__name__)
 
 SAMPLES_PER_FRAME = 300
-#: Speech peaks at 0.1 and above before it is normalized; what the model makes of nothing to say peaks at 0.02.
+#: Speech peaks at 0.1 and above before it is normalized; what the model makes of nothing to say peaks at
+#: 0.02.
 _SILENT_PEAK = 0.03
-#: What a stream is multiplied by: sentences have -26.3 LUFS as the model makes them, and hardly more or less (standard deviation 0.4).
+#: What a stream is multiplied by: sentences have -26.3 LUFS as the model makes them, and hardly more or less
+#: (standard deviation 0.4).
 STREAM_GAIN = np.float32(10 ** (3.3 / 20))
 #: A stream whose listener has more than this ahead lets whole utterances go first.
 DUE_SECONDS = 2.0
@@ -62,7 +65,8 @@ class Utterance:
         return True
 
     def finish(self) -> Speech:
-        """What ends the request, after the last piece. Raises `SynthesisError` (`synth.silent`) for speech without a voice."""
+        """What ends the request, after the last piece. Raises `SynthesisError` (`synth.silent`) for speech
+        without a voice."""
         raise NotImplementedError
 
     def turn(self, now: float) -> tuple[int, float, int]:
@@ -107,14 +111,17 @@ class WholeUtterance(Utterance):
 
 
 class StreamedUtterance(Utterance):
-    """Each piece of the speech as soon as it is made, multiplied by `STREAM_GAIN`, and the louder ones by what keeps their peak.
+    """Each piece of the speech as soon as it is made, multiplied by `STREAM_GAIN`, and the louder ones by
+    what keeps their peak.
 
-    Pieces begin and end in silence, so they follow each other without a click. First come streams that nobody has heard anything of, in
-    the order of their arrival, then those whose listener has at most `DUE_SECONDS` left, the one that runs dry first at the head; the
-    others come behind whole utterances.
+    Pieces begin and end in silence, so they follow each other without a click. First come streams that
+    nobody has heard anything of, in the order of their arrival, then those whose listener has at most
+    `DUE_SECONDS` left, the one that runs dry first at the head; the others come behind whole utterances.
     """
 
-    def __init__(self, request: SynthesisRequest, text: str, listener: Listener, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, request: SynthesisRequest, text: str, listener: Listener, clock: Callable[[], float]
+    ) -> None:
         super().__init__(request, text, listener)
         #: When a listener that began with the first chunk will have heard all chunks; 0 before the first one.
         self.deadline = 0.0
@@ -156,7 +163,8 @@ class Schedule:
         self.utterances.append(utterance)
 
     def take(self) -> Utterance | None:
-        """The utterance whose next piece is spoken now, which leaves the schedule; None where there is none."""
+        """The utterance whose next piece is spoken now, which leaves the schedule; None where there is
+        none."""
         now = self._clock()
         first = min(self.utterances, key=lambda one: one.turn(now), default=None)
         if first is not None:
@@ -169,4 +177,6 @@ def _peak(samples: NDArray[np.float32]) -> float:
 
 
 def _silent() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_SILENT, "The voice made no audible speech of this text.", "Check the text.")
+    return SynthesisError(
+        ErrorCode.SYNTH_SILENT, "The voice made no audible speech of this text.", "Check the text."
+    )

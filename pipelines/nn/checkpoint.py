@@ -1,4 +1,5 @@
-"""Checkpoints as a person opens them: device and precision; and strict reading of safetensors, never pickle."""
+"""Checkpoints as a person opens them: device and precision; and strict reading of safetensors, never
+pickle."""
 
 from __future__ import annotations
 
@@ -38,12 +39,17 @@ class TensorSource(Protocol):
         ...
 
     def take(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> Tensor: ...
 
 
 class Shapes:
-    """A source of tensors without values, which keeps the shapes that were asked for by name; `held`: which alternative names it has."""
+    """A source of tensors without values, which keeps the shapes that were asked for by name; `held`:
+    which alternative names it has."""
 
     def __init__(self, held: Collection[str] = ()) -> None:
         self.taken: dict[str, tuple[int, ...]] = {}
@@ -52,7 +58,13 @@ class Shapes:
     def __contains__(self, name: str) -> bool:
         return name in self._held
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         self.taken[name] = tuple(shape)
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
@@ -100,23 +112,35 @@ class TensorTable:
         """The names of all tensors that start with `prefix`, sorted, whether taken or not."""
         return sorted(name for name in self._names if name.startswith(prefix))
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         """Reads one tensor of exactly this shape; `dtype` None keeps the stored one.
 
-        Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another shape, or is stored in a
-        type that cannot be turned into `dtype` without scales.
+        Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another
+        shape, or is stored in a type that cannot be turned into `dtype` without scales.
         """
         self._check_name(name)
         tensor = self._read(name)
         self._check_shape(name, tensor.shape, shape)
-        if dtype is not None and dtype.is_floating_point and not (tensor.is_floating_point() and tensor.element_size() > 1):
+        if (
+            dtype is not None
+            and dtype.is_floating_point
+            and not (tensor.is_floating_point() and tensor.element_size() > 1)
+        ):
             raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
         # What was read goes to the device as it is, and changes its type there.
         return tensor.to(device=device).to(dtype=dtype)
 
     def ignore(self, *patterns: str) -> None:
         """Marks tensors as not needed, by shell patterns such as `*rotary_emb*`."""
-        self._left = {name for name in self._left if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+        self._left = {
+            name for name in self._left if not any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
 
     def left(self, prefix: str = "") -> list[str]:
         """The names under `prefix` that were neither taken nor ignored, sorted."""
@@ -125,7 +149,9 @@ class TensorTable:
     def finish(self, prefix: str = "") -> None:
         """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that are left."""
         if extra := self.left(prefix):
-            raise bad_checkpoint(f"{self.place} holds tensors that the config does not account for: {shown(extra)}.")
+            raise bad_checkpoint(
+                f"{self.place} holds tensors that the config does not account for: {shown(extra)}."
+            )
 
     def _check_name(self, name: str) -> None:
         if name not in self._names:
@@ -133,7 +159,9 @@ class TensorTable:
 
     def _check_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         if tuple(found) != tuple(wanted):
-            raise bad_checkpoint(f"Tensor {name} has shape {list(found)}, but the config asks for {list(wanted)}.")
+            raise bad_checkpoint(
+                f"Tensor {name} has shape {list(found)}, but the config asks for {list(wanted)}."
+            )
         self._left.discard(name)
 
     def _read(self, name: str) -> Tensor:
@@ -154,12 +182,15 @@ class PickledTensors(TensorTable):
 
     @classmethod
     def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
-        """`wrappers`: keys under which the dictionary may lie. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+        """`wrappers`: keys under which the dictionary may lie. Raises `ModelError`
+        (`model.bad_checkpoint`) that names the file."""
         try:
             held: Any = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise bad_checkpoint(f"{path} is missing.") from error
-        except Exception as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
+        except (
+            Exception
+        ) as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
             raise bad_checkpoint(f"{path} cannot be read as tensors: {str(error)[:200]}.") from error
         for wrapper in wrappers:
             if isinstance(held, dict) and isinstance(inner := held.get(wrapper), dict):
@@ -193,8 +224,9 @@ class Checkpoint(TensorTable):
     def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
         """Lists the tensors of a folder.
 
-        Raises `ModelError` (`model.bad_checkpoint`) that names the file when one is missing, truncated or damaged, when the
-        index does not fit its shards or leads out of the folder, and when there is nothing but pickle.
+        Raises `ModelError` (`model.bad_checkpoint`) that names the file when one is missing, truncated or
+        damaged, when the index does not fit its shards or leads out of the folder, and when there is
+        nothing but pickle.
         """
         folder = Path(folder)
         index = folder / f"{stem}.safetensors.index.json"
@@ -207,7 +239,8 @@ class Checkpoint(TensorTable):
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:
             raise bad_checkpoint(
-                f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.", "Convert the weights to safetensors first."
+                f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.",
+                "Convert the weights to safetensors first.",
             )
         raise bad_checkpoint(f"{folder} has neither {single.name} nor {index.name}.")
 
@@ -239,7 +272,9 @@ class Checkpoint(TensorTable):
         try:
             return self._handle(name).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise bad_checkpoint(f"Tensor {name} cannot be read from {self.place / self._files[name]}: {error}.") from error
+            raise bad_checkpoint(
+                f"Tensor {name} cannot be read from {self.place / self._files[name]}: {error}."
+            ) from error
 
     def _shape(self, name: str) -> list[int]:
         return self._handle(name).get_slice(name).get_shape()
@@ -251,12 +286,19 @@ class Checkpoint(TensorTable):
         return self._open[file]
 
 
-#: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded in.
-_NORMS = (("parametrizations.weight.original0", "parametrizations.weight.original1"), ("weight_g", "weight_v"))
+#: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded
+#: in.
+_NORMS = (
+    ("parametrizations.weight.original0", "parametrizations.weight.original1"),
+    ("weight_g", "weight_v"),
+)
 
 
-def take_normed(source: TensorSource, prefix: str, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-    """A convolution's weight in float32 with its weight norm folded in: gain * v / |v|, the norm over all but the first dimension."""
+def take_normed(
+    source: TensorSource, prefix: str, shape: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """A convolution's weight in float32 with its weight norm folded in: gain * v / |v|, the norm over all
+    but the first dimension."""
     for gain, direction in _NORMS:
         if prefix + direction in source:
             v = source.take(prefix + direction, shape, torch.float32, device)
@@ -273,10 +315,11 @@ def fill_module(
     dtype: torch.dtype = torch.float32,
     published: Mapping[str, str | Callable[[re.Match[str]], str]] = MappingProxyType({}),
 ) -> None:
-    """Fills a module made on the meta device with the tensors `prefix` + their names, of which parts may be `published` otherwise.
+    """Fills a module made on the meta device with the tensors `prefix` + their names, of which parts may
+    be `published` otherwise.
 
-    `published`: expressions of our names, and what stands in their place, as for `re.sub`, one after the other. Weight norms that the
-    module does not have are folded. Raises as the source does.
+    `published`: expressions of our names, and what stands in their place, as for `re.sub`, one after the
+    other. Weight norms that the module does not have are folded. Raises as the source does.
     """
     tensors: dict[str, Tensor] = {}
     for name, empty in module.state_dict().items():
@@ -310,8 +353,15 @@ def _read_index(index: Path) -> dict[str, str]:
         raise bad_checkpoint(f"{index} has no weight_map.")
     files: dict[str, str] = {}
     for name, file in table.items():
-        if not isinstance(file, str) or file != Path(file).name or "\\" in file or not file.endswith(".safetensors"):
-            raise bad_checkpoint(f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder.")
+        if (
+            not isinstance(file, str)
+            or file != Path(file).name
+            or "\\" in file
+            or not file.endswith(".safetensors")
+        ):
+            raise bad_checkpoint(
+                f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder."
+            )
         files[name] = file
     for file in sorted(set(files.values())):
         with _opened(index.parent / file) as handle:
@@ -323,20 +373,25 @@ def _check_shard(index: Path, file: str, stored: Iterable[str], files: dict[str,
     held = set(stored)
     listed = {name for name, target in files.items() if target == file}
     if listed - held:
-        raise bad_checkpoint(f"Tensor {min(listed - held)} is listed in {index} but is missing from {index.parent / file}.")
+        raise bad_checkpoint(
+            f"Tensor {min(listed - held)} is listed in {index} but is missing from {index.parent / file}."
+        )
     if held - listed:
-        raise bad_checkpoint(f"Tensor {min(held - listed)} is in {index.parent / file} but is not listed in {index}.")
+        raise bad_checkpoint(
+            f"Tensor {min(held - listed)} is in {index.parent / file} but is not listed in {index}."
+        )
 
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
-    """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the CPU is the device.
+    """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the
+    CPU is the device.
 
-    On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape, for up to half a second, and
-    batches of utterances have new shapes all the time.
-    Raises `ConfigError` (`config.invalid`) for a device that is not there, and `EngineCrashError` as `_best_device`.
+    On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape,
+    for up to half a second, and batches of utterances have new shapes all the time. Raises `ConfigError`
+    (`config.invalid`) for a device that is not there, and `EngineCrashError` as `_best_device`.
     """
     device = _known_device(name or _best_device())
     if device.type == "cuda":
@@ -349,8 +404,9 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
 def _best_device() -> str:
     """Raises `EngineCrashError` (`worker.crash`) where this process was given a GPU that is gone.
 
-    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of them. A process that was given
-    none by name takes the CPU, with a warning where NVIDIA's driver is there.
+    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of
+    them. A process that was given none by name takes the CPU, with a warning where NVIDIA's driver is
+    there.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -358,22 +414,40 @@ def _best_device() -> str:
         return "cpu"
     given = os.environ.get(VISIBLE)
     if given is None:
-        log.warning("NVIDIA's driver is here, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why.")
+        log.warning(
+            "NVIDIA's driver is here, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why."
+        )
         return "cpu"
     message = f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given})."
-    raise EngineCrashError(ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing.")
+    raise EngineCrashError(
+        ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing."
+    )
 
 
 def _known_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N."
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "PyTorch finds no GPU here.", "Run `nightjar doctor`, or name the device cpu.")
-    if device.type == "cuda" and device.index is not None and device.index >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            "PyTorch finds no GPU here.",
+            "Run `nightjar doctor`, or name the device cpu.",
+        )
+    if (
+        device.type == "cuda"
+        and device.index is not None
+        and device.index >= (count := torch.cuda.device_count())
+    ):
         known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no GPU {device.index}; this process sees {count}.", f"Name {known}.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"There is no GPU {device.index}; this process sees {count}.",
+            f"Name {known}.",
+        )
     return device
 
 

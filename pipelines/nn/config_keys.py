@@ -1,4 +1,5 @@
-"""The configs of a checkpoint folder, read by annotations, with errors that name file and key; and what tells checkpoints apart.
+"""The configs of a checkpoint folder, read by annotations, with errors that name file and key; and what
+tells checkpoints apart.
 
 Imports no torch.
 """
@@ -24,7 +25,9 @@ _PROBE_BYTES = 1 << 16
 Size = Annotated[int, msgspec.Meta(ge=1, description="a whole number above 0")]
 Whole = Annotated[int, msgspec.Meta(ge=0, description="a whole number that is not negative")]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
-NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max, description="a number that is not negative")]
+NotNegative = Annotated[
+    float, msgspec.Meta(ge=0, le=sys.float_info.max, description="a number that is not negative")
+]
 Sizes = Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, description="a list of whole numbers above 0")]
 #: What to do about most faults.
 DOWNLOAD_AGAIN = "Download the checkpoint again, or check that it belongs to this model family."
@@ -67,7 +70,8 @@ class StackConfig:
 
 
 class Keys:
-    """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`) that names file and key.
+    """The keys of one section of a JSON or YAML file. Every method raises `ModelError`
+    (`model.bad_checkpoint`) that names file and key.
 
         config = Keys.read(folder / "config.json", advice).section("text_config").take(StackConfig)
 
@@ -92,7 +96,8 @@ class Keys:
         return Keys(self._path, self.value(key, dict[str, Any]), self._advice, f"{self._prefix}{key}.")
 
     def value(self, key: str, kind: Any, default: Any = MISSING) -> Any:
-        """The value of a key as msgspec converts it to this type; with dots, of a key in a section; `default`: where there is none."""
+        """The value of a key as msgspec converts it to this type; with dots, of a key in a section;
+        `default`: where there is none."""
         section, _, rest = key.partition(".")
         if rest:
             return self.section(section).value(rest, kind, default)
@@ -103,29 +108,39 @@ class Keys:
         try:
             return msgspec.convert(self._values[key], kind)
         except msgspec.ValidationError as error:
-            told = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+            told = [
+                meta.description
+                for meta in getattr(kind, "__metadata__", ())
+                if isinstance(meta, msgspec.Meta)
+            ]
             what = f"must be {told[0]}" if told else f"is {self._values[key]!r}: {error}"
             raise self.error(key, what) from error
 
     def take(self, kind: type[T], **known: Any) -> T:
         """A dataclass whose fields are keys of this section, and other dataclasses its sections.
 
-        A key bears the name of its field, or the one that its annotation holds: `width: Annotated[Size, "sizes.width"]`. It may be absent
-        where the field has a default. `known`: fields that are not read here.
+        A key bears the name of its field, or the one that its annotation holds:
+        `width: Annotated[Size, "sizes.width"]`. It may be absent where the field has a default. `known`:
+        fields that are not read here.
         """
         types = get_type_hints(kind, include_extras=True)
         for one in fields(cast("Any", kind)):
             if one.name not in known:
                 wanted = types[one.name]
-                name = next((told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name)
+                name = next(
+                    (told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name
+                )
                 section: Any = getattr(wanted, "__origin__", wanted)
                 known[one.name] = (
-                    self.section(name).take(cast("type[Any]", section)) if is_dataclass(section) else self.value(name, wanted, one.default)
+                    self.section(name).take(cast("type[Any]", section))
+                    if is_dataclass(section)
+                    else self.value(name, wanted, one.default)
                 )
         return kind(**known)
 
     def expect(self, **values: object) -> None:
-        """Raises the error for a key that has another value than the only one that the code can run; it may be absent."""
+        """Raises the error for a key that has another value than the only one that the code can run; it
+        may be absent."""
         for key, value in values.items():
             if (found := self._values.get(key, value)) != value:
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
@@ -143,14 +158,16 @@ class Keys:
         return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.", self._advice)
 
     def require(self, holds: bool, what: str) -> None:
-        """Raises the error that says `what` of this section, unless a relation holds that the code relies on."""
+        """Raises the error that says `what` of this section, unless a relation holds that the code relies
+        on."""
         if not holds:
             section = f" {self._prefix[:-1]}:" if self._prefix else ""
             raise bad_checkpoint(f"{self._path}:{section} {what}.", self._advice)
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:
-    """A digest that tells checkpoints apart: configs and sizes whole, weights by samples (they have gigabytes)."""
+    """A digest that tells checkpoints apart: configs and sizes whole, weights by samples (they have
+    gigabytes)."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()):
         size = path.stat().st_size
@@ -163,13 +180,16 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
 
 
 def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
-    """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+    """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
+    names the file."""
     try:
         values = _load(path)
     except FileNotFoundError as error:
         raise bad_checkpoint(f"{path} is missing.", advice) from error
     except (OSError, ValueError) as error:
-        raise bad_checkpoint(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice) from error
+        raise bad_checkpoint(
+            f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice
+        ) from error
     if not isinstance(values, dict):
         raise bad_checkpoint(f"{path} does not hold a table of keys.", advice)
     return cast("dict[str, Any]", values)

@@ -28,9 +28,12 @@ class _EngineOption:
 
 
 def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
-    """The engine that the option `engine` chooses where both can run a model, and the other options. Raises as `read_options`."""
+    """The engine that the option `engine` chooses where both can run a model, and the other options.
+    Raises as `read_options`."""
     rest = {name: value for name, value in options.items() if name != ENGINE}
-    chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == ENGINE}).engine
+    chosen = read_options(
+        _EngineOption, {name: value for name, value in options.items() if name == ENGINE}
+    ).engine
     return "native" if chosen == "auto" else chosen, rest
 
 
@@ -53,12 +56,15 @@ class ModelOptions:
     #: Sequences that run at once, and that wait before `submit` blocks.
     slots: Count | None = None
     waiting_room: Count | None = None
-    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on vLLM for the LM.
+    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on
+    #: vLLM for the LM.
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     max_context: Count | None = None
-    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
+    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of
+    #: failing.
     keep_unfinished: bool = False
-    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same bits in any batch with one.
+    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same
+    #: bits in any batch with one.
     threads: Count | None = None
 
     def context(self, default: int) -> int:
@@ -70,18 +76,28 @@ class ModelOptions:
 class NativeModelOptions(ModelOptions):
     """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
 
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels. "megakernel": as graphs, with persistent kernels for
-    #: one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with Triton, and those kernels where they were measured.
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels. "megakernel": as graphs,
+    #: with persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with
+    #: Triton, and those kernels where they were measured.
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
-    #: request, need is compiled and captured before the pipeline is open, which takes a while.
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU
+    #: everything that they, or any request, need is compiled and captured before the pipeline is open, which
+    #: takes a while.
     streams: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: KV pages of `page_size` positions.
     pages: Count | None = None
     page_size: Count = 64
 
-    def plan(self, needs: MemoryNeeds, device: torch.device, max_positions: int, context: int = CONTEXT, **more: Any) -> EngineOptions:
-        """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`: positions where nobody chose."""
+    def plan(
+        self,
+        needs: MemoryNeeds,
+        device: torch.device,
+        max_positions: int,
+        context: int = CONTEXT,
+        **more: Any,
+    ) -> EngineOptions:
+        """Sizes of the engine of a model that is not loaded yet, as for `plan_engine`; `context`:
+        positions where nobody chose."""
         return plan_engine(
             needs, device, context_of(self.context(context), max_positions), slots=self.slots, streams=self.streams, pages=self.pages,
             page_size=self.page_size, memory_share=self.memory_share, **more,

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 @lru_cache(maxsize=4)
 def mel_bands(n_fft: int, bands: int, low: float, high: float, sample_rate: int) -> Tensor:
-    """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [n_fft // 2 + 1, bands]."""
+    """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [n_fft // 2
+    + 1, bands]."""
     from transformers.audio_utils import mel_filter_bank
 
-    filters = mel_filter_bank(n_fft // 2 + 1, bands, low, high, sample_rate, norm="slaney", mel_scale="slaney")
+    filters = mel_filter_bank(
+        n_fft // 2 + 1, bands, low, high, sample_rate, norm="slaney", mel_scale="slaney"
+    )
     return torch.from_numpy(filters).float()
 
 
 @dataclass(frozen=True, slots=True)
 class EcapaConfig:
-    """`channels`, `kernels`, `dilations`: of the first convolution, of each block, and of the convolution over what all blocks made."""
+    """`channels`, `kernels`, `dilations`: of the first convolution, of each block, and of the convolution
+    over what all blocks made."""
 
     bands: int
     channels: Sequence[int]
@@ -32,8 +36,9 @@ class EcapaConfig:
     #: Groups of channels in a block, and the channels that its weights are squeezed to.
     groups: int
     squeezed: int
-    #: Wired as in SpeechBrain: no norms, edges reflect, the first group passes a block's middle as it is, and convolutions weigh channels.
-    #: Else as in WeSpeaker: batch norms, silent edges, the last group passes, and linear layers weigh channels.
+    #: Wired as in SpeechBrain: no norms, edges reflect, the first group passes a block's middle as it is, and
+    #: convolutions weigh channels. Else as in WeSpeaker: batch norms, silent edges, the last group passes,
+    #: and linear layers weigh channels.
     speechbrain: bool
 
     def conv(self, input: int, output: int, kernel: int = 1, dilation: int = 1) -> nn.Conv1d:
@@ -45,18 +50,23 @@ class EcapaConfig:
     def tdnn(self, input: int, output: int, kernel: int = 1, dilation: int = 1) -> nn.Sequential:
         """Convolution, ReLU, batch norm, in this order."""
         bn = nn.Identity() if self.speechbrain else nn.BatchNorm1d(output)
-        return nn.Sequential(OrderedDict(conv=self.conv(input, output, kernel, dilation), relu=nn.ReLU(), bn=bn))
+        return nn.Sequential(
+            OrderedDict(conv=self.conv(input, output, kernel, dilation), relu=nn.ReLU(), bn=bn)
+        )
 
 
 class SeRes2Net(nn.Module):
-    """1x1, Res2Net over groups of channels, 1x1, squeeze and excitation, residual: [B, channels, T] -> [B, channels, T]."""
+    """1x1, Res2Net over groups of channels, 1x1, squeeze and excitation, residual: [B, channels, T] -> [B,
+    channels, T]."""
 
     def __init__(self, config: EcapaConfig, channels: int, kernel: int, dilation: int) -> None:
         super().__init__()
         self.config = config
         group = channels // config.groups
         self.before, self.after = config.tdnn(channels, channels), config.tdnn(channels, channels)
-        self.groups = nn.ModuleList([config.tdnn(group, group, kernel, dilation) for _ in range(config.groups - 1)])
+        self.groups = nn.ModuleList(
+            [config.tdnn(group, group, kernel, dilation) for _ in range(config.groups - 1)]
+        )
         layer = config.conv if config.speechbrain else nn.Linear
         self.squeeze, self.excite = layer(channels, config.squeezed), layer(config.squeezed, channels)
 
@@ -79,14 +89,17 @@ class SeRes2Net(nn.Module):
 
 
 class Ecapa(nn.Module):
-    """ECAPA-TDNN (Desplanques et al. 2020, arXiv 2005.07143) up to its pooling: [B, bands, T] -> [B, channels[-1], T]."""
+    """ECAPA-TDNN (Desplanques et al. 2020, arXiv 2005.07143) up to its pooling: [B, bands, T] -> [B,
+    channels[-1], T]."""
 
     def __init__(self, config: EcapaConfig) -> None:
         super().__init__()
         self.config = config
         widths, kernels, dilations = config.channels, config.kernels, config.dilations
         self.first = config.tdnn(config.bands, widths[0], kernels[0], dilations[0])
-        self.blocks = nn.ModuleList([SeRes2Net(config, *sizes) for sizes in zip(widths[1:-1], kernels[1:-1], dilations[1:-1])])
+        self.blocks = nn.ModuleList(
+            [SeRes2Net(config, *sizes) for sizes in zip(widths[1:-1], kernels[1:-1], dilations[1:-1])]
+        )
         self.last = config.conv(sum(widths[1:-1]), widths[-1], kernels[-1], dilations[-1])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ class StackWeights:
     def tensors(self, shape: StackConfig, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
         """The stack as a frame takes it, with attention scaled by the root of `head_dim`."""
         scale = shape.head_dim**-0.5
-        return StackTensors(self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope)
+        return StackTensors(
+            self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope
+        )
 
 
 def take_stack(
@@ -35,7 +37,8 @@ def take_stack(
     head_norm: bool = True,
     qkv_bias: bool = False,
 ) -> StackWeights:
-    """Reads `<prefix>layers.*` and `<prefix>norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2 (`qkv_bias`).
+    """Reads `<prefix>layers.*` and `<prefix>norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2
+    (`qkv_bias`).
 
     Raises `ModelError` (`model.bad_checkpoint`) that names a missing or misshapen tensor.
     """
@@ -47,10 +50,21 @@ def take_stack(
     layers = []
     for index in range(shape.layers):
         at = f"layers.{index}."
-        qkv = [take(f"{at}self_attn.{name}_proj.weight", width, shape.hidden) for name, width in zip("qkv", widths)]
-        bias = [take(f"{at}self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)] if qkv_bias else []
-        gate_up = [take(f"{at}mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")]
-        norms = [take(f"{at}self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"]
+        qkv = [
+            take(f"{at}self_attn.{name}_proj.weight", width, shape.hidden)
+            for name, width in zip("qkv", widths)
+        ]
+        bias = (
+            [take(f"{at}self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)]
+            if qkv_bias
+            else []
+        )
+        gate_up = [
+            take(f"{at}mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")
+        ]
+        norms = [
+            take(f"{at}self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"
+        ]
         layers.append(
             Layer(
                 input_norm=take(f"{at}input_layernorm.weight", shape.hidden),

@@ -1,4 +1,5 @@
-"""The 12 Hz codec: codes in, waveform out, whole utterances or chunk by chunk, with equal results; and both its halves together."""
+"""The 12 Hz codec: codes in, waveform out, whole utterances or chunk by chunk, with equal results; and
+both its halves together."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class CodecLoader(Loader):
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding, half-split layout, computed in float32: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    """Cosines and sines of rotary embedding, half-split layout, computed in float32: positions [B, T] ->
+    two of [B, 1, T, head_dim]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     found = angles(positions, theta**-exponents)
     return found.cos().to(dtype), found.sin().to(dtype)
@@ -65,13 +67,23 @@ class SlidingTransformer:
         latent, hidden, window = config.latent_dim, config.hidden_size, config.sliding_window
         self.entry = load("input_proj.weight", hidden, latent), load("input_proj.bias", hidden)
         self.exit = load("output_proj.weight", latent, hidden), load("output_proj.bias", latent)
-        norm, eps, kv_width = load("norm.weight", hidden), config.rms_norm_eps, config.num_key_value_heads * config.head_dim
+        norm, eps, kv_width = (
+            load("norm.weight", hidden),
+            config.rms_norm_eps,
+            config.num_key_value_heads * config.head_dim,
+        )
         layers = [
-            TransformerLayer(_layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps)
+            TransformerLayer(
+                _layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps
+            )
             for i in range(config.num_hidden_layers)
         ]
         self.layers = WindowTransformer(
-            layers, norm, eps, window, lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype)
+            layers,
+            norm,
+            eps,
+            window,
+            lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype),
         )
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
@@ -111,20 +123,37 @@ class CodecDecoder(CausalDecoder):
         reproducible: bool = False,
         fused_front: bool = False,
     ) -> None:
-        super().__init__(device, dtype, config.num_quantizers, config.samples_per_frame, config.codebook_size - 1, reproducible)
+        super().__init__(
+            device,
+            dtype,
+            config.num_quantizers,
+            config.samples_per_frame,
+            config.codebook_size - 1,
+            reproducible,
+        )
         self.config = config
         layout, latent = StateLayout(), config.latent_dim
         load = CodecLoader(source, "decoder.", dtype, self.device)
         self._table = _code_table(config, load.at("quantizer.").float()).to(dtype)
         self._offsets = torch.arange(config.num_quantizers, device=self.device) * config.codebook_size
-        self._pre_conv = CausalConv(load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL)
+        self._pre_conv = CausalConv(
+            load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL
+        )
         self._transformer = SlidingTransformer(load.at("pre_transformer."), layout, config)
         self._upsample = UpsampleLayers(load.at("upsample."), layout, latent, config.upsampling_ratios)
         self._front: FusedFront | None = None
         if fused_front:
-            parts = (self._pre_conv, self._transformer.entry, self._transformer.layers, self._transformer.exit, self._upsample)
+            parts = (
+                self._pre_conv,
+                self._transformer.entry,
+                self._transformer.layers,
+                self._transformer.exit,
+                self._upsample,
+            )
             self._front = prepared_front(*parts, self.device)
-        stack = ConvStack(load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False)
+        stack = ConvStack(
+            load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False
+        )
         self._stack = prepared_stack(stack, self.device, dtype, fused)
         self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
@@ -140,7 +169,8 @@ class CodecDecoder(CausalDecoder):
 def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     """Every code's contribution to the decoder's input: [codebooks * codebook_size, codebook_dim].
 
-    A code's vector is embedding_sum / cluster_usage; since projection is linear, projecting the table equals projecting the sums.
+    A code's vector is embedding_sum / cluster_usage; since projection is linear, projecting the table
+    equals projecting the sums.
     """
     size, width, dim = config.codebook_size, config.codebook_dim // 2, config.codebook_dim
     tables: list[Tensor] = []
@@ -164,11 +194,17 @@ class Codec:
 
 
 def fuses_front(device: torch.device | str, dtype: torch.dtype, reproducible: bool, codec_rows: int) -> bool:
-    """Whether what stands in front of the convolutions runs on fused ops: on a GPU in bfloat16, where it was measured faster.
+    """Whether what stands in front of the convolutions runs on fused ops: on a GPU in bfloat16, where it
+    was measured faster.
 
-    Gathered batches of a `reproducible` decoder keep the plain modules, with which their bits were compared in any company.
+    Gathered batches of a `reproducible` decoder keep the plain modules, with which their bits were
+    compared in any company.
     """
-    return torch.device(device).type == "cuda" and dtype == torch.bfloat16 and (not reproducible or codec_rows > 0)
+    return (
+        torch.device(device).type == "cuda"
+        and dtype == torch.bfloat16
+        and (not reproducible or codec_rows > 0)
+    )
 
 
 def load_codec(
@@ -183,11 +219,14 @@ def load_codec(
 
     The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
 
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is missing, unknown or misshapen.
+    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is
+    missing, unknown or misshapen.
     """
     config = CodecConfig.load(folder)
     with Checkpoint.open(folder) as checkpoint:
-        decoder = CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front)
+        decoder = CodecDecoder(
+            config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front
+        )
         encoder = None
         if encodes:
             from pipelines.qwen3_tts.codec_encoder import CodecEncoder  # takes seconds to import

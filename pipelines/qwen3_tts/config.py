@@ -1,4 +1,5 @@
-"""The configuration of a Qwen3-TTS checkpoint, read from its `config.json`; nothing about a model is known without it."""
+"""The configuration of a Qwen3-TTS checkpoint, read from its `config.json`; nothing about a model is known
+without it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pipelines.nn.config_keys import DOWNLOAD_AGAIN, Keys, NotNegative, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import (
+    DOWNLOAD_AGAIN,
+    Keys,
+    NotNegative,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -16,7 +27,8 @@ from pipelines.request import Capabilities
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 TOKENIZER = "qwen3_tts_tokenizer_12hz"
 _ADVICE = "Check that the folder holds an unchanged Qwen3-TTS 12 Hz checkpoint."
-#: The last ids of the talker's vocabulary are control, language and speaker ids, never sampled except for the end.
+#: The last ids of the talker's vocabulary are control, language and speaker ids, never sampled except for the
+#: end.
 CONTROL_IDS = 1024
 
 
@@ -83,7 +95,8 @@ class Qwen3TTSConfig:
 
     @property
     def takes_instructions(self) -> bool:
-        """Whether the published wrapper passes instructions on: never for voice clones, and not for named voices of 0.6B."""
+        """Whether the published wrapper passes instructions on: never for voice clones, and not for named
+        voices of 0.6B."""
         return self.kind == "voice_design" or (self.kind == "custom_voice" and self.size != "0b6")
 
     @property
@@ -102,7 +115,8 @@ class Qwen3TTSConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Qwen3TTSConfig:
-        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
+        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and
+        the key at fault."""
         folder = Path(folder)
         top = Keys.read(folder / "config.json", _ADVICE)
         top.expect(model_type="qwen3_tts", tokenizer_type=TOKENIZER)
@@ -121,7 +135,9 @@ class Qwen3TTSConfig:
             speakers=_ids(talker, "spk_id"),
             dialects={name.lower(): tag.lower() for name, tag in dialects.items() if isinstance(tag, str)},
             speaker_encoder=top.value("speaker_encoder_config", dict[str, Any], {}),
-            sampling=Keys.read(generation, _ADVICE).take(SamplingDefaults) if generation.is_file() else SamplingDefaults(),
+            sampling=Keys.read(generation, _ADVICE).take(SamplingDefaults)
+            if generation.is_file()
+            else SamplingDefaults(),
         )
         _check(config, talker, predictor)
         return config
@@ -145,7 +161,9 @@ def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
     if config.codebooks < 2 or predictor.value("num_code_groups", Size) != config.codebooks:
         raise predictor.error("num_code_groups", f"does not fit the talker's {config.codebooks}")
     if config.predictor.vocab + CONTROL_IDS > config.talker.vocab:
-        raise talker.error("vocab_size", f"leaves no room for {config.predictor.vocab} codes and {CONTROL_IDS} control ids")
+        raise talker.error(
+            "vocab_size", f"leaves no room for {config.predictor.vocab} codes and {CONTROL_IDS} control ids"
+        )
     vocabularies = {
         "text_vocab_size": (config.text_vocab, asdict(config.text_ids)),
         "vocab_size": (config.talker.vocab, {**asdict(config.ids), **config.languages, **config.speakers}),
@@ -156,7 +174,9 @@ def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
                 raise talker.error(key, f"is {size}, but the id of {name} is {token}")
     for name, dialect in config.dialects.items():
         if dialect not in config.languages:
-            raise talker.error("spk_is_dialect", f"gives {name!r} the dialect {dialect!r}, which has no language id")
+            raise talker.error(
+                "spk_is_dialect", f"gives {name!r} the dialect {dialect!r}, which has no language id"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +207,17 @@ class CodecDecoderConfig:
 
     @classmethod
     def read(cls, keys: Keys) -> CodecDecoderConfig:
-        """Reads the object `decoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming the key at fault."""
+        """Reads the object `decoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming the key
+        at fault."""
         keys.expect(hidden_act="silu", attention_bias=False, num_semantic_quantizers=1)
         config = keys.take(cls)
         keys.require(config.num_quantizers > 1, "num_quantizers must be larger than 1")
         keys.require(config.codebook_dim % 2 == 0, "codebook_dim must be even")
         keys.require(config.head_dim % 2 == 0, "head_dim must be even")
-        keys.require(config.num_attention_heads % config.num_key_value_heads == 0, "num_key_value_heads must divide num_attention_heads")
+        keys.require(
+            config.num_attention_heads % config.num_key_value_heads == 0,
+            "num_key_value_heads must divide num_attention_heads",
+        )
         halved = config.decoder_dim % (1 << len(config.upsample_rates)) == 0
         keys.require(halved, "decoder_dim must halve once for each of the upsample_rates")
         return config
@@ -214,7 +238,8 @@ class CodecConfig:
 
     @classmethod
     def load(cls, folder: str | Path) -> CodecConfig:
-        """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`) naming file and key."""
+        """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`)
+        naming file and key."""
         keys = Keys.read(Path(folder) / "config.json", DOWNLOAD_AGAIN)
         keys.expect(model_type=TOKENIZER)
         encoder = keys.section("encoder_config")
@@ -233,7 +258,8 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeakerEncoderConfig:
-    """`speaker_encoder_config` of the main `config.json`; only `enc_dim` is always published, the rest has the package's defaults."""
+    """`speaker_encoder_config` of the main `config.json`; only `enc_dim` is always published, the rest has
+    the package's defaults."""
 
     enc_dim: Size = 1024
     sample_rate: Size = 24_000
@@ -247,7 +273,8 @@ class SpeakerEncoderConfig:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> SpeakerEncoderConfig:
-        """Reads the object `speaker_encoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming the key at fault."""
+        """Reads the object `speaker_encoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming
+        the key at fault."""
         keys = Keys(Path("config.json"), values, DOWNLOAD_AGAIN, "speaker_encoder_config.")
         config = keys.take(cls)
         channels = list(config.enc_channels)
@@ -255,9 +282,14 @@ class SpeakerEncoderConfig:
             len(channels) == len(config.enc_kernel_sizes) == len(config.enc_dilations) and len(channels) >= 3,
             "enc_channels, enc_kernel_sizes and enc_dilations must have one length of at least 3",
         )
-        keys.require(sum(channels[1:-1]) == channels[-1], "the last of enc_channels must be the sum of those between first and last")
+        keys.require(
+            sum(channels[1:-1]) == channels[-1],
+            "the last of enc_channels must be the sum of those between first and last",
+        )
         keys.require(len(set(channels[:-1])) == 1, "all of enc_channels but the last must be equal")
-        keys.require(channels[0] % config.enc_res2net_scale == 0, "enc_res2net_scale must divide enc_channels")
+        keys.require(
+            channels[0] % config.enc_res2net_scale == 0, "enc_res2net_scale must divide enc_channels"
+        )
         keys.require(all(size % 2 for size in config.enc_kernel_sizes), "enc_kernel_sizes must be odd")
         return config
 
@@ -273,7 +305,9 @@ def describe(folder: Path) -> ModelCard:
         name=str(folder),
         family="qwen3_tts",
         engine="native",
-        sample_rate=Keys.read(folder / "speech_tokenizer" / "config.json", DOWNLOAD_AGAIN).value("output_sample_rate", Size),
+        sample_rate=Keys.read(folder / "speech_tokenizer" / "config.json", DOWNLOAD_AGAIN).value(
+            "output_sample_rate", Size
+        ),
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,

@@ -28,10 +28,11 @@ from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTS
 
 log = logging.getLogger(__name__)
 
-#: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for batches of 4,096 frames.
+#: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for
+#: batches of 4,096 frames.
 _DECODED_FRAME_BYTES = 1_300_000
-#: On a GPU: seconds that an utterance of a job waits to be decoded with others, and fewer where there are streams and in each step of a
-#: continuous batch; frames and utterances that are company enough.
+#: On a GPU: seconds that an utterance of a job waits to be decoded with others, and fewer where there are
+#: streams and in each step of a continuous batch; frames and utterances that are company enough.
 _GATHER_SECONDS, _SHORT_GATHER_SECONDS = 0.5, 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States of streams that left their slot and whose last chunk is still decoded, beside one for every slot.
@@ -44,11 +45,13 @@ class PipelineOptions(NativeModelOptions):
 
     dtype: Literal["float32", "bfloat16"] | None = None
     codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths.
+    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them
+    #: into batches of like lengths.
     codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Whether the whole text stands before the first frame; None: the published default of the mode.
     text_first: bool | None = None
-    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
+    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in
+    #: memory alone.
     voice_cache: str | None = None
     voice_cache_mib: Count = 256
 
@@ -57,10 +60,17 @@ _DEFAULTS = NativeModelOptions()
 
 
 def plan_sizes(
-    config: Qwen3TTSConfig, options: PipelineOptions, device: torch.device, dtype: torch.dtype, codec_dtype: torch.dtype
+    config: Qwen3TTSConfig,
+    options: PipelineOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    codec_dtype: torch.dtype,
 ) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
-    with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
+    with (
+        Checkpoint.open(config.folder) as model,
+        Checkpoint.open(config.folder / "speech_tokenizer") as codec,
+    ):
         taken = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
     state, packed, streams = 0, 0, bool(options.streams)
     if device.type == "cuda":
@@ -93,27 +103,34 @@ def engine_options(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet.
 
-    `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's state in each slot; `wide`, and
-    what it raises: as `plan_engine`.
+    `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's
+    state in each slot; `wide`, and what it raises: as `plan_engine`.
     """
     positions = context_of(options.context(CONTEXT), config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
-    return options.plan(replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide)
+    return options.plan(
+        replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide
+    )
 
 
-def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max_context: int, weight_bytes: int) -> MemoryNeeds:
-    """What a checkpoint takes of a GPU; `weight_bytes` are those of its files in their types on the device."""
+def memory_needs(
+    config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max_context: int, weight_bytes: int
+) -> MemoryNeeds:
+    """What a checkpoint takes of a GPU; `weight_bytes` are those of its files in their types on the
+    device."""
     talker, predictor, width = config.talker, config.predictor, dtype.itemsize
     # The text embeddings behind their projection, and those of the codebooks.
     derived = (config.text_vocab + 1) * talker.hidden * width
     if config.needs_projection:
         derived += (talker.vocab + (config.codebooks - 1) * predictor.vocab + 1) * predictor.hidden * width
-    # A row's keys and values of a frame in the predictor, whose positions are filled up to a power of two; other buffers take less again.
+    # A row's keys and values of a frame in the predictor, whose positions are filled up to a power of two;
+    # other buffers take less again.
     span = 1 << (config.codebooks - 1).bit_length()
     row = 2 * span * predictor.cached_values * width
     return MemoryNeeds(
         weights=weight_bytes + derived,
-        # The text that follows a prompt, as int64; and rows in the graphs of all buckets, which have up to three rows for a slot.
+        # The text that follows a prompt, as int64; and rows in the graphs of all buckets, which have up to
+        # three rows for a slot.
         slot=8 * max_context + 3 * row,
         page=page_size * talker.cached_values * width,
         decoded_frame=_DECODED_FRAME_BYTES,
@@ -121,18 +138,21 @@ def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max
 
 
 def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a GPU that a codec which is not loaded yet takes for streams: its graphs, and the state of one stream."""
+    """Bytes of a GPU that a codec which is not loaded yet takes for streams: its graphs, and the state of
+    one stream."""
     decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
     return decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
 
 
 def utterance_needs(config: CodecDecoderConfig, dtype: torch.dtype, rows: int) -> int:
-    """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of whole utterances."""
+    """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of
+    whole utterances."""
     return CodecDecoder(config, Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
 
 
 def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
-    """Bytes of a GPU that a model which is not loaded yet takes for the weights that persistent kernels read, as they read them."""
+    """Bytes of a GPU that a model which is not loaded yet takes for the weights that persistent kernels
+    read, as they read them."""
 
     def layers(stack: StackConfig) -> int:
         heads = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
@@ -142,7 +162,10 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
         return stack.hidden, stack.intermediate, stack.heads, stack.kv_heads, stack.head_dim
 
     predictor, talker, behind = config.predictor, config.talker, config.codebooks - 1
-    if dtype != torch.bfloat16 or (*sizes(predictor), predictor.vocab, predictor.layers, behind) not in PREDICTORS:
+    if (
+        dtype != torch.bfloat16
+        or (*sizes(predictor), predictor.vocab, predictor.layers, behind) not in PREDICTORS
+    ):
         return 0
     values = layers(predictor) + behind * predictor.vocab * predictor.hidden
     if sizes(talker) in TALKERS:
@@ -151,7 +174,8 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
 
 
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
-    """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns waits for that."""
+    """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns
+    waits for that."""
     if decoder.device.type == "cpu":
         return lambda: None
     thread = threading.Thread(target=_warm, args=(decoder,), name="codec-warming", daemon=True)
@@ -169,9 +193,12 @@ def _warm(decoder: CodecDecoder) -> None:
         log.warning("the codec could not be made ready", exc_info=True)
 
 
-def open_stage(decoder: CodecDecoder, decode_frames: int | None = None, streams: bool = False) -> CodecStage[CodecState]:
-    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together, or has them as
-    a continuous batch where the decoder was prepared for one. `streams`: there may be streams too."""
+def open_stage(
+    decoder: CodecDecoder, decode_frames: int | None = None, streams: bool = False
+) -> CodecStage[CodecState]:
+    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are
+    decoded together, or has them as a continuous batch where the decoder was prepared for one. `streams`:
+    there may be streams too."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

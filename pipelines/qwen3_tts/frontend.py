@@ -1,4 +1,5 @@
-"""The part of a request for Qwen3-TTS that needs neither weights nor a device: checks and token ids. Imports no torch."""
+"""The part of a request for Qwen3-TTS that needs neither weights nor a device: checks and token ids.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.qwen3_tts.prompt import TextTokenizer
-from pipelines.request import Failed, Generation, Handle, OnEvent, PreparedRequest, SynthesisRequest, TextPieces
+from pipelines.request import (
+    Failed,
+    Generation,
+    Handle,
+    OnEvent,
+    PreparedRequest,
+    SynthesisRequest,
+    TextPieces,
+)
 from pipelines.validation import check_seed, speech_task
 
 if TYPE_CHECKING:
@@ -57,31 +66,41 @@ class Frontend:
             raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The request as `read` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what this checkpoint cannot do."""
+        """The request as `read` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
+        this checkpoint cannot do."""
         task, pieces = self.tokenize(request)
         data = _encode(msgspec.structs.replace(task, recording=None))
         return PreparedRequest(request.request_id, request.seed, data, task.recording), pieces
 
     def tokenize(self, request: SynthesisRequest) -> tuple[TokenizedTask, TextPieces | None]:
-        """As `prepare`, with texts as the ids of their tokens; of a text that is open those that are certain."""
+        """As `prepare`, with texts as the ids of their tokens; of a text that is open those that are
+        certain."""
         check_seed(request.seed)
         task = speech_task(request.messages, request.generation, self._capabilities)
         role, body = self.tokenizer.target(task.text)
         pieces = None
         if request.text_open:
             pieces = OpenTokens(self.tokenizer, self._capabilities.max_text_characters).add
-            text = next(message.content for message in request.messages if (message.role, message.modality) == ("user", "text"))
+            text = next(
+                message.content
+                for message in request.messages
+                if (message.role, message.modality) == ("user", "text")
+            )
             body = pieces(str(text), False)
         tokenized = TokenizedTask(
             task.text,
             role,
             body,
             request.generation,
-            self.tokenizer.instruction(task.instruct) if task.instruct and self._config.takes_instructions else [],
+            self.tokenizer.instruction(task.instruct)
+            if task.instruct and self._config.takes_instructions
+            else [],
             task.language or "auto",
             task.voice,
             task.recording if self._config.clones else None,
-            self.tokenizer.reference(task.reference_text) if self._config.clones and task.reference_text else None,
+            self.tokenizer.reference(task.reference_text)
+            if self._config.clones and task.reference_text
+            else None,
             request.text_open,
         )
         return tokenized, pieces
@@ -98,7 +117,8 @@ def open_frontend(folder: Path) -> Frontend:
 
 
 class OpenTokens:
-    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined, are those of the joined text."""
+    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined,
+    are those of the joined text."""
 
     def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
         self._tokenizer = tokenizer
@@ -115,7 +135,9 @@ class OpenTokens:
         """
         joined = (self._text + text).lstrip()
         if len(joined) > self._max_characters:
-            message = f"The text has {len(joined)} characters; this model takes at most {self._max_characters}."
+            message = (
+                f"The text has {len(joined)} characters; this model takes at most {self._max_characters}."
+            )
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Begin another utterance.")
         self._text = joined
         whole = joined.rstrip() if final else joined
@@ -127,7 +149,8 @@ class OpenTokens:
         return fresh
 
 
-#: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises `NightjarError`.
+#: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
+#: `NightjarError`.
 Begin = Callable[[Sequence[int], bool], "tuple[GenerationRequest, Handle]"]
 
 
@@ -137,8 +160,17 @@ class OpenText:
     The engine hears of the request once the ids are there that stand in its prompt.
     """
 
-    def __init__(self, engine: Engine, begin: Begin, first: int, end_id: int, on_event: OnEvent, pieces: TextPieces | None = None) -> None:
-        """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of text, None: ids come."""
+    def __init__(
+        self,
+        engine: Engine,
+        begin: Begin,
+        first: int,
+        end_id: int,
+        on_event: OnEvent,
+        pieces: TextPieces | None = None,
+    ) -> None:
+        """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of
+        text, None: ids come."""
         self._engine = engine
         self._begin = begin
         self._first = first

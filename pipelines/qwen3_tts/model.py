@@ -43,14 +43,18 @@ class ModelWeights:
     heads: Tensor
     #: `small_to_mtp_projection`, None where talker and predictor are equally wide.
     projection: tuple[Tensor, Tensor] | None
-    #: [codec vocab + residuals * codes + 1, talker hidden]: the embeddings of all codebooks one after the other, then zeros.
+    #: [codec vocab + residuals * codes + 1, talker hidden]: the embeddings of all codebooks one after the
+    #: other, then zeros.
     codec_table: Tensor
     #: int64 [codebooks]: the first row of each codebook.
     codec_starts: Tensor
 
 
-def take_weights(source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
-    """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
+def take_weights(
+    source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtype, device: torch.device | str
+) -> ModelWeights:
+    """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor
+    at fault."""
     vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
     predictor, residuals = config.predictor, range(config.codebooks - 1)
 
@@ -61,8 +65,15 @@ def take_weights(source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtyp
         return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
 
     tables = [take("model.codec_embedding.weight", vocab, hidden)]
-    tables += [take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden) for index in residuals]
-    project = linear("code_predictor.small_to_mtp_projection", predictor.hidden, hidden) if config.needs_projection else None
+    tables += [
+        take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden)
+        for index in residuals
+    ]
+    project = (
+        linear("code_predictor.small_to_mtp_projection", predictor.hidden, hidden)
+        if config.needs_projection
+        else None
+    )
     return ModelWeights(
         talker=take_stack(source, "talker.model.", config.talker, dtype, device),
         text_embedding=take("model.text_embedding.weight", config.text_vocab, text),
@@ -70,18 +81,27 @@ def take_weights(source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtyp
         fc2=linear("text_projection.linear_fc2", hidden, text),
         head=take("codec_head.weight", vocab, hidden),
         predictor=take_stack(source, "talker.code_predictor.model.", predictor, dtype, device),
-        heads=torch.stack([take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden) for index in residuals]),
+        heads=torch.stack(
+            [
+                take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden)
+                for index in residuals
+            ]
+        ),
         projection=project,
         codec_table=torch.cat((*tables, tables[0].new_zeros(1, hidden))),
-        codec_starts=torch.tensor([0, *(vocab + index * predictor.vocab for index in residuals)], device=device),
+        codec_starts=torch.tensor(
+            [0, *(vocab + index * predictor.vocab for index in residuals)], device=device
+        ),
     )
 
 
 class TextTable:
-    """Text embeddings behind `text_projection`, [text_vocab + 1, hidden]; the last row is zeros, for positions without text.
+    """Text embeddings behind `text_projection`, [text_vocab + 1, hidden]; the last row is zeros, for
+    positions without text.
 
-    The projection works token by token. A row's bits do not depend on the rows asked for with it: every product has
-    `ROW_BLOCK` rows. On a GPU the whole vocabulary is projected at once; on CPU rows are filled in when first asked for.
+    The projection works token by token. A row's bits do not depend on the rows asked for with it: every
+    product has `ROW_BLOCK` rows. On a GPU the whole vocabulary is projected at once; on CPU rows are
+    filled in when first asked for.
     """
 
     def __init__(self, weights: ModelWeights) -> None:
@@ -106,35 +126,45 @@ class TextTable:
     def _fill(self, ids: Tensor, block: int) -> None:
         for part in ids.split(block):
             padded = functional.pad(part, (0, block - len(part))).to(self.rows.device)
-            inner = functional.silu(functional.linear(self._weights.text_embedding[padded], *self._weights.fc1))
+            inner = functional.silu(
+                functional.linear(self._weights.text_embedding[padded], *self._weights.fc1)
+            )
             self.rows[part.to(self.rows.device)] = functional.linear(inner, *self._weights.fc2)[: len(part)]
         self._known[ids] = True
 
 
 def predictor_inputs(weights: ModelWeights) -> Tensor:
-    """The codec table behind `small_to_mtp_projection`: [rows, predictor hidden], projected once instead of at every step."""
+    """The codec table behind `small_to_mtp_projection`: [rows, predictor hidden], projected once instead
+    of at every step."""
     if weights.projection is None:
         return weights.codec_table
-    return torch.cat([functional.linear(part, *weights.projection) for part in weights.codec_table.split(4096)])
+    return torch.cat(
+        [functional.linear(part, *weights.projection) for part in weights.codec_table.split(4096)]
+    )
 
 
-#: Of prompts that are embedded together: the rows of all codebooks of so many take 64 MiB at the 0.6B's width.
+#: Of prompts that are embedded together: the rows of all codebooks of so many take 64 MiB at the 0.6B's
+#: width.
 _EMBEDDED_POSITIONS = 2048
 
 
 class Qwen3TTSModel(FrameModel):
-    """The talker is the backbone, the code predictor the depth; a text embedding is added to the embeddings of each frame."""
+    """The talker is the backbone, the code predictor the depth; a text embedding is added to the
+    embeddings of each frame."""
 
     def __init__(self, config: Qwen3TTSConfig, weights: ModelWeights, max_context: int) -> None:
         self.config = config
         self.weights = weights
         self.text = TextTable(weights)
         self._codec_starts = weights.codec_starts.to("cpu")
-        super().__init__(_frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad)
+        super().__init__(
+            _frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad
+        )
         self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
 
     def embed(self, prompt: Prompt) -> Tensor:
-        """Embeddings [length, hidden] of a prompt: projected text, plus the sum of its codec embeddings, plus the voice vector."""
+        """Embeddings [length, hidden] of a prompt: projected text, plus the sum of its codec embeddings,
+        plus the voice vector."""
         return self._embedded([prompt])
 
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
@@ -148,7 +178,9 @@ class Qwen3TTSModel(FrameModel):
         """Embeddings of prompts one after the other, [positions, hidden]."""
         text, codes, trailing = (
             torch.from_numpy(np.concatenate(parts))
-            for parts in zip(*((prompt.text, prompt.codes, prompt.trailing) for prompt in prompts), strict=True)
+            for parts in zip(
+                *((prompt.text, prompt.codes, prompt.trailing) for prompt in prompts), strict=True
+            )
         )
         self.text.ensure(torch.cat((text[text >= 0], trailing)))
         codec_rows = torch.where(codes >= 0, codes + self._codec_starts, len(self.weights.codec_table) - 1)
@@ -157,10 +189,15 @@ class Qwen3TTSModel(FrameModel):
         codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)
         firsts = accumulate((len(prompt) for prompt in prompts), initial=0)
         places = [
-            (first + one.voice_at, one.voice) for first, one in zip(firsts, prompts) if one.voice_at is not None and one.voice is not None
+            (first + one.voice_at, one.voice)
+            for first, one in zip(firsts, prompts)
+            if one.voice_at is not None and one.voice is not None
         ]
         if places:
-            at, voices = torch.tensor([place for place, _ in places]), torch.from_numpy(np.stack([voice for _, voice in places]))
+            at, voices = (
+                torch.tensor([place for place, _ in places]),
+                torch.from_numpy(np.stack([voice for _, voice in places])),
+            )
             codec.index_copy_(0, to_device(at, self.device), to_device(voices, self.device).to(self.dtype))
         return self.text.rows[rows[:, -1]] + codec
 
@@ -183,8 +220,11 @@ def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         yield group
 
 
-def _frame_tensors(config: Qwen3TTSConfig, weights: ModelWeights, text: Tensor, max_context: int) -> FrameTensors:
-    """Views of the weights: nothing big is copied, but for the predictor's inputs where they are projected."""
+def _frame_tensors(
+    config: Qwen3TTSConfig, weights: ModelWeights, text: Tensor, max_context: int
+) -> FrameTensors:
+    """Views of the weights: nothing big is copied, but for the predictor's inputs where they are
+    projected."""
     talker, predictor = config.talker, config.predictor
     dtype, device = weights.codec_table.dtype, weights.codec_table.device
     # Prompts are filled up to whole pages, and a context may end within one.

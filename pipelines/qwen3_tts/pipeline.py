@@ -26,7 +26,13 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_nam
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.options import read_options
 from pipelines.qwen3_tts.codec import Codec, fuses_front, load_codec
-from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, SpeakerEncoderConfig, capabilities
+from pipelines.qwen3_tts.config import (
+    CONTROL_IDS,
+    Qwen3TTSConfig,
+    SamplingDefaults,
+    SpeakerEncoderConfig,
+    capabilities,
+)
 from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
 from pipelines.qwen3_tts.frontend import Frontend, OpenText, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
@@ -53,14 +59,16 @@ from pipelines.validation import bounded, bounded_top_k, check_room, either, fra
 
 @dataclass(frozen=True, slots=True)
 class FrameRequestInfo(RequestInfo):
-    """A request's info, and where the codec starts: after the reference's codes when cloning in context, else None."""
+    """A request's info, and where the codec starts: after the reference's codes when cloning in context,
+    else None."""
 
     start: CodecState | None = None
     #: The speech in a frame.
     frame_seconds: float = 0.08
 
     def check(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """Raises `SynthesisError` for codes [frames, codebooks] that are no whole speech: `synth.no_eos`, `synth.no_audio`."""
+        """Raises `SynthesisError` for codes [frames, codebooks] that are no whole speech: `synth.no_eos`,
+        `synth.no_audio`."""
         self.check_end(finish, len(codes))
         if not len(codes):
             raise no_audio("The model ended the speech before its first frame.")
@@ -115,15 +123,17 @@ log = logging.getLogger(__name__)
 
 #: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
-#: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
+#: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a
+#: runaway.
 MAX_TOKENS = 2048
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder.
 
-    Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the device cannot have, and
-    `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
+    Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the
+    device cannot have, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory
+    meanwhile.
     """
     with memory_told():
         return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
@@ -141,7 +151,9 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
         sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones)
+        self.codec = load_codec(
+            folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones
+        )
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
@@ -166,10 +178,15 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the first on its way."""
+        """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the
+        first on its way."""
         shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.text_ids
-        prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
-        wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
+        prompt = Prompt(
+            np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad)
+        )
+        wanted = GenerationRequest(
+            "", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1
+        )
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
         events: SimpleQueue[Event] = SimpleQueue()
         error: NightjarError | None = None
@@ -189,9 +206,15 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def info(self) -> EngineInfo:
         """How the engine was opened, and what of the codec is not as by default."""
         info = super().info
-        return info if self.codec.decoder.utterances is None else replace(info, kernels=f"{info.kernels}, continuous codec")
+        return (
+            info
+            if self.codec.decoder.utterances is None
+            else replace(info, kernels=f"{info.kernels}, continuous codec")
+        )
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         """See `Pipeline.start`. Of a text that comes in pieces one token is read a frame."""
         check_start(self, request, stream)
         task, pieces = self._tokenized(request)
@@ -199,11 +222,21 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             return self._start_open(request, task, pieces, on_event)
         return self._begin(*self._generation(request, task, *self._parts(task)), on_event, stream)
 
-    def _tokenized(self, request: SynthesisRequest | PreparedRequest) -> tuple[TokenizedTask, TextPieces | None]:
-        return (read(request), None) if isinstance(request, PreparedRequest) else self._frontend.tokenize(request)
+    def _tokenized(
+        self, request: SynthesisRequest | PreparedRequest
+    ) -> tuple[TokenizedTask, TextPieces | None]:
+        return (
+            (read(request), None)
+            if isinstance(request, PreparedRequest)
+            else self._frontend.tokenize(request)
+        )
 
     def _start_open(
-        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, pieces: TextPieces | None, on_event: OnEvent
+        self,
+        request: SynthesisRequest | PreparedRequest,
+        task: TokenizedTask,
+        pieces: TextPieces | None,
+        on_event: OnEvent,
     ) -> Handle:
         parts, voice = self._parts(task)
 
@@ -213,12 +246,18 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             wanted = replace(wanted, stream=True, text_open=not final)
             return wanted, self._begin(wanted, info, on_event, stream=True)
 
-        text = OpenText(self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces)
+        text = OpenText(
+            self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces
+        )
         text.append(task.body_ids, False)
         return text
 
     def _generation(
-        self, request: SynthesisRequest | PreparedRequest, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
+        self,
+        request: SynthesisRequest | PreparedRequest,
+        task: TokenizedTask,
+        parts: PromptParts,
+        voice: PreparedVoice | None,
     ) -> tuple[GenerationRequest, FrameRequestInfo]:
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
@@ -229,7 +268,9 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         start = voice.codec_state if voice else None
         # As it is now: one with persistent kernels goes on without them when a launch gave up.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
-        info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start, self._frame_seconds)
+        info = FrameRequestInfo(
+            task.text, self.sample_rate, meta, self._options.keep_unfinished, start, self._frame_seconds
+        )
         return generation, info
 
     def _streamed(self, wanted: GenerationRequest) -> GenerationRequest:
@@ -238,7 +279,9 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
         """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
         first = _text_first(self.config, self._options)
-        parts = PromptParts(task.role_ids, task.body_ids, task.instruct_ids, task.language, task.voice, text_first=first)
+        parts = PromptParts(
+            task.role_ids, task.body_ids, task.instruct_ids, task.language, task.voice, text_first=first
+        )
         if self._voices is None or task.recording is None:
             return parts, None
         voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
@@ -271,10 +314,15 @@ def _text_first(config: Qwen3TTSConfig, options: PipelineOptions) -> bool:
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
     """How a request is drawn: its own settings over the checkpoint's.
 
-    As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0 makes both greedy.
+    As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0
+    makes both greedy.
     """
     temperature = either(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
-    predictor = defaults.predictor_temperature if defaults.predictor_do_sample and generation.temperature != 0 else 0.0
+    predictor = (
+        defaults.predictor_temperature
+        if defaults.predictor_do_sample and generation.temperature != 0
+        else 0.0
+    )
     return SamplingParams(
         temperature=bounded(temperature),
         top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),

@@ -1,4 +1,5 @@
-"""Prompts of Qwen3-TTS as integers: the text's ids under its chat templates, codec ids, and the voice vector of each position."""
+"""Prompts of Qwen3-TTS as integers: the text's ids under its chat templates, codec ids, and the voice
+vector of each position."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What one prompt is made of. At most one of `speaker` (a named voice) and `voice` (a vector) is given."""
+    """What one prompt is made of. At most one of `speaker` (a named voice) and `voice` (a vector) is
+    given."""
 
     role_ids: Sequence[int]
     body_ids: Sequence[int]
@@ -59,15 +61,22 @@ class PromptParts:
     speaker: str | None = None
     voice: NDArray[np.float32] | None = None
     reference: Reference | None = None
-    #: The whole text before the first frame (`non_streaming_mode` of the published API), or one text token a frame.
+    #: The whole text before the first frame (`non_streaming_mode` of the published API), or one text token a
+    #: frame.
     text_first: bool = True
-    #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with `text_first`.
+    #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with
+    #: `text_first`.
     text_open: bool = False
 
     @property
     def streamed_ids(self) -> int:
-        """Ids of the text that stand in the prompt where one text token is read a frame: no prompt can be made of fewer."""
-        return 1 if self.reference is None else max(len(self.reference.codes) + 1 - len(self.reference.text_ids), 1)
+        """Ids of the text that stand in the prompt where one text token is read a frame: no prompt can be
+        made of fewer."""
+        return (
+            1
+            if self.reference is None
+            else max(len(self.reference.codes) + 1 - len(self.reference.text_ids), 1)
+        )
 
 
 def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
@@ -78,7 +87,11 @@ def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
     text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
     #: Of codebook 0.
     first = [NONE] * len(head) + prefix[:-1]
-    body = [*(reference.text_ids if reference else ()), *parts.body_ids, *(() if parts.text_open else (config.text_ids.tts_eos,))]
+    body = [
+        *(reference.text_ids if reference else ()),
+        *parts.body_ids,
+        *(() if parts.text_open else (config.text_ids.tts_eos,)),
+    ]
     heard = [ids.bos] + [NONE] * (len(reference.codes) if reference else 0)
     trailing: list[int] = []
     if parts.text_first:
@@ -99,7 +112,11 @@ def codec_prefix(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
     """Codebook-0 ids of language, voice (NONE for a vector), pad and bos."""
     ids = config.ids
     language = language_id(config, parts.language.lower(), parts.speaker)
-    think = [ids.nothink, ids.think_bos, ids.think_eos] if language is None else [ids.think, ids.think_bos, language, ids.think_eos]
+    think = (
+        [ids.nothink, ids.think_bos, ids.think_eos]
+        if language is None
+        else [ids.think, ids.think_bos, language, ids.think_eos]
+    )
     if parts.speaker:
         think.append(config.speakers[parts.speaker.lower()])
     elif parts.voice is not None:
@@ -108,7 +125,8 @@ def codec_prefix(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
 
 
 def language_id(config: Qwen3TTSConfig, language: str, speaker: str | None) -> int | None:
-    """The codec id of a language, None for "auto"; a dialect speaker turns Chinese and "auto" into the dialect."""
+    """The codec id of a language, None for "auto"; a dialect speaker turns Chinese and "auto" into the
+    dialect."""
     dialect = config.dialects.get(speaker.lower()) if speaker else None
     if dialect is not None and language in ("auto", "chinese"):
         return config.languages[dialect]
@@ -130,11 +148,14 @@ class TextTokenizer:
         made = json.loads(tokenizer.to_str())
         self._added = [token["content"] for token in made["added_tokens"]]
         parts = (made["pre_tokenizer"] or {}).get("pretokenizers", [{}])
-        self._splits_at_words = parts[0].get("pattern") == {"Regex": _SPLIT} and made["normalizer"] == {"type": "NFC"}
+        self._splits_at_words = parts[0].get("pattern") == {"Regex": _SPLIT} and made["normalizer"] == {
+            "type": "NFC"
+        }
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> TextTokenizer:
-        """Reads `tokenizer.json`, or `vocab.json` with `merges.txt` and the added tokens of `tokenizer_config.json`.
+        """Reads `tokenizer.json`, or `vocab.json` with `merges.txt` and the added tokens of
+        `tokenizer_config.json`.
 
         Raises `ModelError` (`model.bad_checkpoint`) naming the file when none can be read.
         """
@@ -154,17 +175,23 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def certain(self, text: str) -> int:
-        """How many characters of a text have ids that no text behind them can change; 0 where that is not known.
+        """How many characters of a text have ids that no text behind them can change; 0 where that is not
+        known.
 
-        They end before a space, or before a mark behind a word: there the split before BPE ends a part, whatever follows, and the part
-        behind it begins with a character that composes with nothing before it.
+        They end before a space, or before a mark behind a word: there the split before BPE ends a part,
+        whatever follows, and the part behind it begins with a character that composes with nothing before
+        it.
         """
         if not self._splits_at_words:
             return 0
         for end in range(len(text) - 1, 0, -1):
             last, following = text[end - 1], text[end]
-            behind_word = unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
-            if (behind_word or (following == " " and not last.isspace())) and not self._in_added_token(text, end):
+            behind_word = (
+                unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
+            )
+            if (behind_word or (following == " " and not last.isspace())) and not self._in_added_token(
+                text, end
+            ):
                 # The split knows letters by a table of its own.
                 known = self._tokenizer.normalizer.normalize_str(text[: end + 1])
                 if self._tokenizer.pre_tokenizer.pre_tokenize_str(known)[-1][1][0] == len(known) - 1:
@@ -193,7 +220,8 @@ class TextTokenizer:
     def target(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of the role (3) and of the text to speak.
 
-        The whole template is tokenized and then cut, because a text that starts with a line break may merge with the template's.
+        The whole template is tokenized and then cut, because a text that starts with a line break may
+        merge with the template's.
         """
         return split_target(self.encode(target_template(text)))
 
@@ -223,10 +251,15 @@ def split_reference(ids: list[int]) -> list[int]:
 def _from_vocabulary(folder: Path) -> Tokenizer:
     tokenizer: Any = Tokenizer(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     tokenizer.normalizer = normalizers.NFC()
-    split, to_bytes = pre_tokenizers.Split(Regex(_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split, to_bytes = (
+        pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("added_tokens_decoder", {})
+    added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
+        "added_tokens_decoder", {}
+    )
     # In the order of their ids, which must then be the ids that the library gives out.
     for token, entry in sorted((int(token), entry) for token, entry in added.items()):
         add = tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens

@@ -1,4 +1,5 @@
-"""Voices of the Base checkpoints: a recording to one vector of the talker's width (ECAPA-TDNN) and, to clone in context, to codes."""
+"""Voices of the Base checkpoints: a recording to one vector of the talker's width (ECAPA-TDNN) and, to
+clone in context, to codes."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ MEL_FLOOR = 1e-5
 def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Tensor:
     """Log-mel spectrogram of mono audio, float32 on the CPU: samples [n] -> [n // 256, bands].
 
-    n_fft = window = 1024 (periodic Hann), hop 256, 384 samples reflected at both ends, natural logarithm of mel magnitudes floored at
-    1e-5. Needs more than 384 samples. Source: the reference's `mel_spectrogram`, whose filters are librosa's defaults.
+    n_fft = window = 1024 (periodic Hann), hop 256, 384 samples reflected at both ends, natural logarithm
+    of mel magnitudes floored at 1e-5. Needs more than 384 samples. Source: the reference's
+    `mel_spectrogram`, whose filters are librosa's defaults.
     """
     border = (N_FFT - HOP) // 2
     audio = pad(samples.detach().to("cpu", torch.float32)[None, None], (border, border), mode="reflect")[0]
     window = torch.hann_window(N_FFT)
-    spectrum = torch.stft(audio, N_FFT, hop_length=HOP, win_length=N_FFT, window=window, center=False, return_complex=True)
+    spectrum = torch.stft(
+        audio, N_FFT, hop_length=HOP, win_length=N_FFT, window=window, center=False, return_complex=True
+    )
     magnitude = torch.sqrt(torch.view_as_real(spectrum).square().sum(-1) + MAGNITUDE_FLOOR)
     filters = mel_bands(N_FFT, bands, FMIN_HZ, FMAX_HZ, sample_rate).T.contiguous()
     return torch.matmul(filters, magnitude)[0].clamp(min=MEL_FLOOR).log().T
@@ -73,7 +77,11 @@ class SpeakerEncoder(nn.Module):
     """
 
     def __init__(
-        self, config: SpeakerEncoderConfig, source: TensorSource, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        config: SpeakerEncoderConfig,
+        source: TensorSource,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.config = config
@@ -90,14 +98,19 @@ class SpeakerEncoder(nn.Module):
             self.attend, self.scores = nn.Conv1d(3 * wide, narrow, 1), nn.Conv1d(narrow, wide, 1)
             self.fc = nn.Conv1d(2 * wide, config.enc_dim, 1)
         fill_module(self, source, PREFIX, self.device, dtype, _PUBLISHED)
-        reach = max((kernel - 1) * dilation // 2 for kernel, dilation in zip(config.enc_kernel_sizes, config.enc_dilations))
+        reach = max(
+            (kernel - 1) * dilation // 2
+            for kernel, dilation in zip(config.enc_kernel_sizes, config.enc_dilations)
+        )
         self.least_samples = max((N_FFT - HOP) // 2, HOP * reach + HOP - 1) + 1
 
     @torch.inference_mode()
     def embed(self, samples: Tensor) -> Tensor:
-        """The speaker vector of mono audio at `sample_rate`: samples float32 [n] -> [enc_dim] in the encoder's dtype.
+        """The speaker vector of mono audio at `sample_rate`: samples float32 [n] -> [enc_dim] in the
+        encoder's dtype.
 
-        Raises `InputError` (`input.reference_length`) when the audio is shorter than the network's own reach (about 50 ms).
+        Raises `InputError` (`input.reference_length`) when the audio is shorter than the network's own
+        reach (about 50 ms).
         """
         if samples.dim() != 1 or samples.numel() < self.least_samples:
             raise InputError(
@@ -131,7 +144,8 @@ def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedVoice:
-    """A recording as the model hears it. `codes` and `codec_state` (the decoder after those codes) only for cloning in context."""
+    """A recording as the model hears it. `codes` and `codec_state` (the decoder after those codes) only
+    for cloning in context."""
 
     #: float32 [talker hidden].
     vector: NDArray[np.float32]
@@ -141,9 +155,12 @@ class PreparedVoice:
 
 
 class VoiceCache:
-    """Prepares reference recordings, and keeps the last ones by their content: in memory, and with `files` on disk."""
+    """Prepares reference recordings, and keeps the last ones by their content: in memory, and with `files`
+    on disk."""
 
-    def __init__(self, speaker: SpeakerEncoder, codec: Codec, files: RecordingFiles | None = None, capacity: int = 256) -> None:
+    def __init__(
+        self, speaker: SpeakerEncoder, codec: Codec, files: RecordingFiles | None = None, capacity: int = 256
+    ) -> None:
         assert codec.encoder is not None
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
@@ -151,7 +168,8 @@ class VoiceCache:
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
-        """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also makes its codes.
+        """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also
+        makes its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
@@ -165,7 +183,11 @@ class VoiceCache:
                 return self._encode(recording, in_context)
 
         variant = "in context" if in_context else "vector"
-        found = encode() if self._files is None else self._files.get(recording, variant, encode, lambda kept: self._fits(kept, in_context))
+        found = (
+            encode()
+            if self._files is None
+            else self._files.get(recording, variant, encode, lambda kept: self._fits(kept, in_context))
+        )
         vector = found["vector"].astype(np.float32)
         if not in_context:
             return PreparedVoice(vector)
@@ -195,8 +217,11 @@ class VoiceCache:
         return sized and int(codes.min()) >= 0 and int(codes.max()) < self._encoder.codebook_size
 
 
-def voice_identity(config: Qwen3TTSConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and what they run on.
+def voice_identity(
+    config: Qwen3TTSConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype
+) -> str:
+    """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and
+    what they run on.
 
     Reads their weights from the checkpoint. Raises `ModelError` as `Checkpoint`.
     """

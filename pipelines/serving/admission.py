@@ -1,4 +1,5 @@
-"""Who may come in: slots of the pipeline, a bounded queue before them, and a refusal that says when to come back."""
+"""Who may come in: slots of the pipeline, a bounded queue before them, and a refusal that says when to
+come back."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class AdmissionQueue:
         return len(self._queue)
 
     def resize(self, slots: int) -> None:
-        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is sent away where there are fewer."""
+        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is
+        sent away where there are fewer."""
         self._slots = slots
         while self._queue and self.running < slots:
             self.running += 1
@@ -50,12 +52,15 @@ class AdmissionQueue:
         if self.closed:
             raise unavailable("The server is shutting down.", "shutting_down")
 
-    def ask(self, since: float | None = None, patience_seconds: float | None = None, *, under_way: bool = False) -> asyncio.Future[Permit]:
+    def ask(
+        self, since: float | None = None, patience_seconds: float | None = None, *, under_way: bool = False
+    ) -> asyncio.Future[Permit]:
         """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
-        `since` is when the request's first byte came, by the monotonic clock; None: now. Who has `patience_seconds` is refused if it would
-        wait for longer, judged by the mean time of a slot, and once it has waited for so long. `under_way`: the next part of what came in
-        earlier, which is finished also once the queue is closed.
+        `since` is when the request's first byte came, by the monotonic clock; None: now. Who has
+        `patience_seconds` is refused if it would wait for longer, judged by the mean time of a slot, and
+        once it has waited for so long. `under_way`: the next part of what came in earlier, which is
+        finished also once the queue is closed.
 
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
@@ -66,7 +71,9 @@ class AdmissionQueue:
         if self.running < self._slots:
             self.running += 1
             self._admit(waiter, since)
-        elif len(self._queue) >= self._room or (patience_seconds is not None and self._expected_seconds() > patience_seconds):
+        elif len(self._queue) >= self._room or (
+            patience_seconds is not None and self._expected_seconds() > patience_seconds
+        ):
             raise self._refusal()
         else:
             self._queue[waiter] = since
@@ -114,7 +121,8 @@ class AdmissionQueue:
 
 
 class Permit:
-    """One slot, held by the connection and by what it started in the pipeline; the last one to let go gives it back."""
+    """One slot, held by the connection and by what it started in the pipeline; the last one to let go
+    gives it back."""
 
     def __init__(self, gate: AdmissionQueue, since: float) -> None:
         self._gate = gate
@@ -128,7 +136,8 @@ class Permit:
         self._holders += 1
 
     def let_go(self) -> None:
-        """What the connection does when it is over, or earlier: once all that it started is made. May be called more than once."""
+        """What the connection does when it is over, or earlier: once all that it started is made. May be
+        called more than once."""
         if self._connected:
             self._connected = False
             self.release()

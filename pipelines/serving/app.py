@@ -36,11 +36,20 @@ from pipelines.serving.websocket import WebSocketSpeech
 _CARTESIA = {"/tts/bytes": SpeechFields, "/tts/sse": EventsRequest}
 
 
-def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None) -> ASGIApp:
-    """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be done."""
+def create_app(
+    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None
+) -> ASGIApp:
+    """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be
+    done."""
     metrics = ServerMetrics(model, gate)
     # A redirect would lead wherever the request's Host header says.
-    app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Nightjar",
+        lifespan=_lifespan(model, failed),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.router.route_class = JsonRoute
     errors.install(app)
     voices = Voices(model, options)
@@ -65,7 +74,11 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
         route["responses"].pop("422", None)
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {"name": "Nightjar", "about": "Speech over HTTP and WebSocket.", "models": list(options.names)}
-    about |= {"docs": "/docs", "openapi": "/openapi.json", "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"]}
+    about |= {
+        "docs": "/docs",
+        "openapi": "/openapi.json",
+        "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"],
+    }
     html = docs_page(schema, options.names, WEBSOCKET)
     app.add_api_route("/", lambda: about, include_in_schema=False)
     app.add_api_route("/docs", lambda: HTMLResponse(html), include_in_schema=False)
@@ -83,19 +96,31 @@ def _lifespan(model: ServedModel, failed: Callable[[], None]) -> Any:
 
 
 def _add_info_routes(
-    app: FastAPI, model: ServedModel, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics, voices: Voices
+    app: FastAPI,
+    model: ServedModel,
+    options: ServeOptions,
+    gate: AdmissionQueue,
+    metrics: ServerMetrics,
+    voices: Voices,
 ) -> None:
     """Routes that cost nothing."""
     started_at = int(time.time())
 
     def cards() -> list[dict[str, Any]]:
-        facts = {"capabilities": msgspec.to_builtins(model.card.capabilities), "sample_rate": model.card.sample_rate}
-        return [{"id": name, "object": "model", "created": started_at, "owned_by": "nightjar", **facts} for name in options.names]
+        facts = {
+            "capabilities": msgspec.to_builtins(model.card.capabilities),
+            "sample_rate": model.card.sample_rate,
+        }
+        return [
+            {"id": name, "object": "model", "created": started_at, "owned_by": "nightjar", **facts}
+            for name in options.names
+        ]
 
     @app.head(HEALTH, include_in_schema=False)
     @app.get(HEALTH)
     def health() -> Response:
-        """200 while requests are taken; 503 while the engine starts, is down or stuck, or the server drains."""
+        """200 while requests are taken; 503 while the engine starts, is down or stuck, or the server
+        drains."""
         state = "draining" if gate.closed else model.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
@@ -173,7 +198,9 @@ def _body(path: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices) -> None:
+def _add_synthesis_routes(
+    app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices
+) -> None:
     """Routes that the engine answers."""
     speaking, chatting = SpeechRoute(model, options, metrics, voices), ChatRoute(model, options, metrics)
 

@@ -22,21 +22,24 @@ class Playback:
         self._lasts_until = math.inf
 
     def add(self, now: float, seconds: float) -> float:
-        """A chunk of so many seconds comes; for how long the player had nothing to play, 0 where it came in time."""
+        """A chunk of so many seconds comes; for how long the player had nothing to play, 0 where it came
+        in time."""
         late = max(now - self._lasts_until, 0.0)
         self._lasts_until = seconds + (now if late or self._lasts_until == math.inf else self._lasts_until)
         return late
 
 
 class Unread:
-    """Bytes of audio that engines made and clients have not taken yet, of all streams. Used on the event loop only."""
+    """Bytes of audio that engines made and clients have not taken yet, of all streams. Used on the event
+    loop only."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
 
 class PipelineCall:
-    """A request. No thread waits for it: what the pipeline tells comes to the event loop, where it is kept until it is asked for."""
+    """A request. No thread waits for it: what the pipeline tells comes to the event loop, where it is kept
+    until it is asked for."""
 
     def __init__(
         self,
@@ -51,9 +54,11 @@ class PipelineCall:
     ) -> None:
         """`opened`: takes the request where more of its text follows. A pause in such a text is no underrun.
 
-        `over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then.
+        `over` is called on the event loop once the pipeline has let go of the request, however much of it
+        was asked for by then.
 
-        `underran` hears of each chunk that comes too late for a player that starts at the first one, and by how many seconds.
+        `underran` hears of each chunk that comes too late for a player that starts at the first one, and
+        by how many seconds.
         """
         self._pipeline = pipeline
         self._request = request
@@ -103,7 +108,11 @@ class PipelineCall:
         handle: Handle | None = None
         try:
             if not self._given_up:
-                handle = self._pipeline.start(self._request, lambda event: _on_loop(self._loop, lambda: self._arrived(event)), self._stream)
+                handle = self._pipeline.start(
+                    self._request,
+                    lambda event: _on_loop(self._loop, lambda: self._arrived(event)),
+                    self._stream,
+                )
         finally:
             with self._lock:
                 self._handle, self._begun = handle, True

@@ -1,4 +1,5 @@
-"""What clients of Cartesia's protocol send, and what they are sent: over `/tts/websocket`, and to `/tts/bytes` and `/tts/sse`."""
+"""What clients of Cartesia's protocol send, and what they are sent: over `/tts/websocket`, and to
+`/tts/bytes` and `/tts/sse`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ DEFAULT_BUFFER_MS = 3_000
 _MAX_BUFFER_MS = 60_000
 #: Of the name of a context, a voice, a language or a model.
 MAX_NAME_CHARACTERS = 200
-_TITLES = {400: "Invalid request", 401: "Unauthorized", 404: "Not found", 422: "No usable speech", 429: "Too many requests"}
+_TITLES = {
+    400: "Invalid request",
+    401: "Unauthorized",
+    404: "Not found",
+    422: "No usable speech",
+    429: "Too many requests",
+}
 #: Fields that ask for what no model makes here.
 _ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 #: Fields of Cartesia's clients that change nothing here.
@@ -44,7 +51,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
-    """`generation_config`: settings of ours, as in a line's `generation`. Cartesia's own (speed, volume, emotion) mean nothing here."""
+    """`generation_config`: settings of ours, as in a line's `generation`. Cartesia's own (speed, volume,
+    emotion) mean nothing here."""
 
     seed: Seed | None = None
     instruct: str | None = None
@@ -102,13 +110,16 @@ def as_object(given: object) -> dict[str, Any]:
 
 
 def typed(given: object, kind: type[T], *, strict: bool = False) -> T:
-    """The message of this kind. Raises `ApiError` (400) that names the field at fault; with `strict` also for a field nobody knows."""
+    """The message of this kind. Raises `ApiError` (400) that names the field at fault; with `strict` also
+    for a field nobody knows."""
     given = _in_first_words(as_object(given))
     # Pipecat's and LiveKit's services always ask for times of words over a WebSocket, and speak without them.
     unasked = () if strict or kind is not ContextMessage else ("add_timestamps",)
     absent = next((name for name in _ABSENT if given.get(name) and name not in unasked), None)
     if absent is not None:
-        raise bad_request(f"`{absent}` is not supported here. Remove it.", ErrorCode.INPUT_UNSUPPORTED.value, absent)
+        raise bad_request(
+            f"`{absent}` is not supported here. Remove it.", ErrorCode.INPUT_UNSUPPORTED.value, absent
+        )
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     unknown = sorted(given.keys() - known - _IGNORED)
     if strict and unknown:
@@ -122,7 +133,8 @@ def typed(given: object, kind: type[T], *, strict: bool = False) -> T:
 
 
 def _in_first_words(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields without nulls; the words of newer clients, a bare name as the voice and `locale`, as those that all of them know."""
+    """The fields without nulls; the words of newer clients, a bare name as the voice and `locale`, as
+    those that all of them know."""
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(given.get("voice"), str):
         given["voice"] = {"id": given["voice"]}
@@ -139,7 +151,14 @@ def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]
 
 def flush_done(context_id: str, number: int) -> dict[str, Any]:
     """All that was said before a flush is sent; flushes of a context are numbered from 1."""
-    return {"type": "flush_done", "done": False, "flush_done": True, "flush_id": number, "status_code": 206, "context_id": context_id}
+    return {
+        "type": "flush_done",
+        "done": False,
+        "flush_done": True,
+        "flush_id": number,
+        "status_code": 206,
+        "context_id": context_id,
+    }
 
 
 def done(context_id: str | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio. Its body has OpenAI's fields, as far as they mean
-something here, and `vllm_xargs`."""
+"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio. Its body has OpenAI's
+fields, as far as they mean something here, and `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -80,11 +80,18 @@ def _content_tag(content: Any) -> str:
 
 #: Tags begin with `of:`, so that an error's path shows only what the client wrote.
 Part = Annotated[
-    Annotated[TextPart, Tag("of:text")] | Annotated[AudioPart, Tag("of:input_audio")] | Annotated[AudioUrlPart, Tag("of:audio_url")],
-    Discriminator(_part_tag, custom_error_type="part_type", custom_error_message="A part has the type text, input_audio or audio_url"),
+    Annotated[TextPart, Tag("of:text")]
+    | Annotated[AudioPart, Tag("of:input_audio")]
+    | Annotated[AudioUrlPart, Tag("of:audio_url")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="part_type",
+        custom_error_message="A part has the type text, input_audio or audio_url",
+    ),
 ]
 Content = Annotated[
-    Annotated[str, Tag("of:string")] | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MAX_MESSAGES)],
+    Annotated[str, Tag("of:string")]
+    | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MAX_MESSAGES)],
     Discriminator(_content_tag),
 ]
 
@@ -164,7 +171,11 @@ class Asked:
     @property
     def head(self) -> dict[str, Any]:
         """What every part of the answer begins with."""
-        return {"id": f"chatcmpl-{self.request.request_id.removeprefix('req-')}", "created": self.created, "model": self.model}
+        return {
+            "id": f"chatcmpl-{self.request.request_id.removeprefix('req-')}",
+            "created": self.created,
+            "model": self.model,
+        }
 
 
 class ChatRoute:
@@ -178,7 +189,9 @@ class ChatRoute:
     async def answer(self, body: ChatBody, permit: Permit, request_id: str) -> Parts:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         if not self._model.card.capabilities.text_out:
-            raise bad_request("This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+            raise bad_request(
+                "This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model"
+            )
         try:
             asked = await asyncio.to_thread(self._asked, body, request_id)
             parts = self._streamed(asked, permit) if body.stream else self._whole(asked, permit)
@@ -204,10 +217,18 @@ class ChatRoute:
         )
         request = SynthesisRequest(request_id, messages, generation, body.seed_or_new())
         audio_format = _FORMATS[body.audio.format]
-        return Asked(request, self._options.names[0], mode, audio_format, body.stream_options.include_usage, int(time.time()))
+        return Asked(
+            request,
+            self._options.names[0],
+            mode,
+            audio_format,
+            body.stream_options.include_usage,
+            int(time.time()),
+        )
 
     def _mode(self, body: ChatBody) -> Mode | None:
-        """What is written; text alone where the request says nothing. Raises `ApiError` for what contradicts itself."""
+        """What is written; text alone where the request says nothing. Raises `ApiError` for what
+        contradicts itself."""
         modes = self._model.card.capabilities.modes
         said = body.vllm_xargs.mode
         if body.modalities is not None:
@@ -219,7 +240,9 @@ class ChatRoute:
         mode = said or ("text_only" if "text_only" in modes else None)
         if mode == "text_only":
             for name in _XARG_ONLY_WITH_AUDIO:
-                if (value := getattr(body.vllm_xargs, name)) is not None and not (name == "cfg" and 0 <= value <= 1):
+                if (value := getattr(body.vllm_xargs, name)) is not None and not (
+                    name == "cfg" and 0 <= value <= 1
+                ):
                     message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
                     raise bad_request(message, ErrorCode.INPUT_BAD_GENERATION.value, f"vllm_xargs.{name}")
         stops = set(body.stop_token_ids)
@@ -239,17 +262,31 @@ class ChatRoute:
                 found.append(Message(role, "text", part.text))
                 continue
             if role != "user":
-                raise bad_request(f"Audio of the role {turn.role} cannot be heard. Only users bring audio.", "invalid_value", "messages")
+                raise bad_request(
+                    f"Audio of the role {turn.role} cannot be heard. Only users bring audio.",
+                    "invalid_value",
+                    "messages",
+                )
             is_url = isinstance(part, AudioUrlPart)
-            text, declared = (part.audio_url.url, None) if is_url else (part.input_audio.data, part.input_audio.format)
+            text, declared = (
+                (part.audio_url.url, None) if is_url else (part.input_audio.data, part.input_audio.format)
+            )
             if is_url and ":" not in text[:64]:
-                raise bad_request("`audio_url` is a data URL: data:audio/wav;base64,...", ErrorCode.INPUT_AUDIO_FORBIDDEN.value, "messages")
+                raise bad_request(
+                    "`audio_url` is a data URL: data:audio/wav;base64,...",
+                    ErrorCode.INPUT_AUDIO_FORBIDDEN.value,
+                    "messages",
+                )
             found.append(Message(role, "audio", read_audio(text, self._options.max_audio_seconds, declared)))
         return found
 
     async def _whole(self, asked: Asked, permit: Permit) -> Parts:
         speech = await self._speech(asked, permit)
-        message: dict[str, Any] = {"role": "assistant", "content": speech.text_out or "", "audio": await self._audio(asked, speech)}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": speech.text_out or "",
+            "audio": await self._audio(asked, speech),
+        }
         choice = {"index": 0, "message": message, "finish_reason": _finish(speech), "logprobs": None}
         view = {**asked.head, "object": "chat.completion", "choices": [choice], "usage": _usage(speech)}
         # JSON of an answer with audio is long; its event form is the same bytes with a frame around them.
@@ -271,7 +308,9 @@ class ChatRoute:
                 async for delta in deltas:
                     if not started:
                         started = True
-                        yield Head(EVENT_STREAM, {"cache-control": "no-cache", "x-seed": str(asked.request.seed)})
+                        yield Head(
+                            EVENT_STREAM, {"cache-control": "no-cache", "x-seed": str(asked.request.seed)}
+                        )
                         yield self._event(asked, {"role": "assistant", "content": ""})
                         yield delta
                         self._metrics.began(ROUTE, time.monotonic() - permit.since)
@@ -284,7 +323,8 @@ class ChatRoute:
             yield event(as_api_error(error, _param(error)).view())
 
     async def _deltas(self, asked: Asked, permit: Permit) -> AsyncGenerator[bytes, None]:
-        """The events after the first: pieces of text, the audio, the reason of the end, and the usage if it was asked for."""
+        """The events after the first: pieces of text, the audio, the reason of the end, and the usage if
+        it was asked for."""
         none = np.zeros(0, np.float32)
         heard = [none]
         speech = Speech(none, self._model.card.sample_rate)
@@ -302,7 +342,9 @@ class ChatRoute:
             yield self._event(asked, {"audio": audio})
         yield self._event(asked, {}, _finish(speech))
         if asked.with_usage:
-            yield event({**asked.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)})
+            yield event(
+                {**asked.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)}
+            )
 
     async def _chunks(self, asked: Asked, permit: Permit) -> AsyncGenerator[AudioChunk | Done, None]:
         if self._model.card.capabilities.streaming:
@@ -350,7 +392,11 @@ def _usage(speech: Speech) -> dict[str, int] | None:
 
 def _either(max_tokens: int | None, max_completion_tokens: int | None) -> int | None:
     if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
-        raise bad_request("`max_tokens` and `max_completion_tokens` differ. Keep one of them.", "invalid_value", "max_tokens")
+        raise bad_request(
+            "`max_tokens` and `max_completion_tokens` differ. Keep one of them.",
+            "invalid_value",
+            "max_tokens",
+        )
     return max_completion_tokens if max_tokens is None else max_tokens
 
 

@@ -1,4 +1,5 @@
-"""The connections of a server: how many there may be, how long each may take for its headers, and which ones make room."""
+"""The connections of a server: how many there may be, how long each may take for its headers, and which
+ones make room."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ from pipelines.serving.websocket_protocol import protocol_of
 FIRST_BYTE = "nightjar.first_byte"
 log = logging.getLogger(__name__)
 
-#: Descriptors that stay free for everything that is no connection: files, the model, its threads and processes.
+#: Descriptors that stay free for everything that is no connection: files, the model, its threads and
+#: processes.
 _RESERVED_DESCRIPTORS = 256
 _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LOG_SECONDS = 60.0
 #: Chunks of a body in a second; others are read later.
 CHUNKS_A_SECOND = 1000
-#: What is read of a connection before others have their turn: a piece of many chunks, which may have 6 bytes, and one of few.
+#: What is read of a connection before others have their turn: a piece of many chunks, which may have 6 bytes,
+#: and one of few.
 _TURN_BYTES, _LARGE_TURN_BYTES = 2048, 1 << 16
 _FEW_CHUNKS = 32
 
@@ -37,20 +40,25 @@ _FEW_CHUNKS = 32
 class Connections:
     """All connections of one server. Used on its event loop only."""
 
-    def __init__(self, maximum: int, header_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`maximum` connections at once. A request's headers may take `header_seconds` from the connection or their first byte."""
+    def __init__(
+        self, maximum: int, header_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`maximum` connections at once. A request's headers may take `header_seconds` from the connection
+        or their first byte."""
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
         self._open: set[HttpProtocol] = set()
-        #: Those that have sent no whole request yet, and those that wait for their next one; the oldest first.
+        #: Those that have sent no whole request yet, and those that wait for their next one; the oldest
+        #: first.
         self._silent: OrderedDict[HttpProtocol, None] = OrderedDict()
         self._resting: OrderedDict[HttpProtocol, None] = OrderedDict()
         self._logged_at = -float("inf")
         self._unlogged = 0
 
     def enter(self, connection: HttpProtocol) -> bool:
-        """Takes a new connection in, in the place of one without a request where all are taken; False: there is no place."""
+        """Takes a new connection in, in the place of one without a request where all are taken; False:
+        there is no place."""
         if len(self._open) >= self.maximum and not self._make_room():
             self._say("All %d connections are taken by requests; a client was turned away.", self.maximum)
             return False
@@ -74,15 +82,20 @@ class Connections:
         self.work(connection)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: a socket that cannot be accepted makes room and is logged once a minute."""
+        """The event loop's exception handler: a socket that cannot be accepted makes room and is logged
+        once a minute."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_ROOM_TO_ACCEPT and "socket" in context:
             # Half of those without a request, so that the many that may wait behind them come in.
             for _ in range(len(self._silent) // 2 + 1):
                 self._make_room()
-            self._say("No connection can be accepted: %s. Raise the limit of descriptors (ulimit -n).", error.strerror)
+            self._say(
+                "No connection can be accepted: %s. Raise the limit of descriptors (ulimit -n).",
+                error.strerror,
+            )
         elif isinstance(error, ValueError) and "_start_serving" in context["message"]:
-            # asyncio tries an accept that failed again after a second, once for each of the backlog, and the socket was closed since.
+            # asyncio tries an accept that failed again after a second, once for each of the backlog, and the
+            # socket was closed since.
             log.debug("The server stopped before a failed accept was tried again.")
         else:
             loop.default_exception_handler(context)
@@ -161,13 +174,20 @@ class HttpProtocol(H11Protocol):
             self.transport.resume_reading()
 
     def _turn_bytes(self) -> int:
-        """What may be read at once: where a request ends and a body in chunks begins shows only once that is read."""
+        """What may be read at once: where a request ends and a body in chunks begins shows only once that
+        is read."""
         if self._in_chunks():
-            return _TURN_BYTES if self._unread.count(b"\r\n", 0, _LARGE_TURN_BYTES) > 2 * _FEW_CHUNKS else _LARGE_TURN_BYTES
+            return (
+                _TURN_BYTES
+                if self._unread.count(b"\r\n", 0, _LARGE_TURN_BYTES) > 2 * _FEW_CHUNKS
+                else _LARGE_TURN_BYTES
+            )
         return _TURN_BYTES if self.conn.their_state is h11.IDLE else len(self._unread)
 
     def _in_chunks(self) -> bool:
-        return self.conn.their_state is h11.SEND_BODY and any(name == b"transfer-encoding" for name, _ in self.headers)
+        return self.conn.their_state is h11.SEND_BODY and any(
+            name == b"transfer-encoding" for name, _ in self.headers
+        )
 
     def _read(self, data: bytes) -> None:
         """The first bytes of a request start its time."""
@@ -189,7 +209,8 @@ class HttpProtocol(H11Protocol):
             self._all.work(self)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """A WebSocket keeps the place of its connection; one without a context is closed to make room, like one without a request."""
+        """A WebSocket keeps the place of its connection; one without a context is closed to make room,
+        like one without a request."""
         self._cancel_deadline()
         self._all.work(self)
         super().handle_websocket_upgrade(event)
@@ -220,7 +241,8 @@ class HttpProtocol(H11Protocol):
 
 
 def connection_limit(maximum: int) -> int:
-    """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it was raised for them."""
+    """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it
+    was raised for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = maximum + _RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -229,11 +251,18 @@ def connection_limit(maximum: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return maximum
     room = max(soft - _RESERVED_DESCRIPTORS, soft // 4)
-    log.warning("The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).", soft, room, maximum)
+    log.warning(
+        "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
+        soft,
+        room,
+        maximum,
+    )
     return room
 
 
 def _no_room() -> bytes:
-    body = json.dumps(error_view(503, "All connections of the server are taken. Try again.", "too_many_connections")).encode()
+    body = json.dumps(
+        error_view(503, "All connections of the server are taken. Try again.", "too_many_connections")
+    ).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body

@@ -27,7 +27,8 @@ from pipelines.serving.text_units import TextPassages, TextUnits, has_words
 log = logging.getLogger(__name__)
 
 ROUTE = "/tts/websocket"
-#: Of the audio in one message; whole samples in every encoding. Clients take messages of 1 MiB, and base64 adds a third.
+#: Of the audio in one message; whole samples in every encoding. Clients take messages of 1 MiB, and base64
+#: adds a third.
 MAX_PIECE_BYTES = 1 << 18
 #: How long a passage may wait in its slot for text.
 MAX_STARVED_SECONDS = 30.0
@@ -77,11 +78,19 @@ class Passage:
 class Context:
     """Speaks its text in order.
 
-    A model that can speaks it while it grows, in passages, which keep their slot while they wait for text; their length and
-    `max_buffer_delay_ms` bound that. Other models speak units: each takes a slot, and none is held while a context waits for text.
+    A model that can speaks it while it grows, in passages, which keep their slot while they wait for text;
+    their length and `max_buffer_delay_ms` bound that. Other models speak units: each takes a slot, and
+    none is held while a context waits for text.
     """
 
-    def __init__(self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: SynthesisRequest, send: Send) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        context_id: str,
+        first: cartesia.ContextMessage,
+        request: SynthesisRequest,
+        send: Send,
+    ) -> None:
         """`request`: that of all units; each takes the place of its last message."""
         self.id = context_id
         self._settings = first.settings()
@@ -92,7 +101,8 @@ class Context:
         self._request = request
         self._send = send
         self._text = TextUnits()
-        # The prompt of a clone in context holds a token of text for each frame of the recording: a sentence alone is heard sooner.
+        # The prompt of a clone in context holds a token of text for each frame of the recording: a sentence
+        # alone is heard sooner.
         in_context = request.generation.reference_text is not None
         wanted = not in_context if serving.options.text_in is None else serving.options.text_in
         grows = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
@@ -110,19 +120,30 @@ class Context:
         self._moved_at = time.monotonic()
 
     def add(self, message: cartesia.ContextMessage) -> None:
-        """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must stay the same."""
+        """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must
+        stay the same."""
         for name, value in message.settings().items():
             if self._settings.get(name) != value:
-                raise bad_request(f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name)
+                raise bad_request(
+                    f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name
+                )
         if self._ended:
             if message.transcript.strip():
-                raise bad_request("The context has ended: nothing can follow `continue: false`.", "context_ended", "context_id")
+                raise bad_request(
+                    "The context has ended: nothing can follow `continue: false`.",
+                    "context_ended",
+                    "context_id",
+                )
             return
         # A message without text counts too: each may be a flush.
         self._characters += len(message.transcript) or 1
         if self._characters > self._serving.options.context_characters:
             limit = self._serving.options.context_characters
-            raise bad_request(f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG.value, "transcript")
+            raise bad_request(
+                f"The context has more than {limit:,} characters.",
+                ErrorCode.INPUT_TOO_LONG.value,
+                "transcript",
+            )
         self._moved_at = time.monotonic()
         ends = not message.more or message.flush or not message.max_buffer_delay_ms
         if self._passages is not None:
@@ -153,7 +174,8 @@ class Context:
                 self._passage = None
 
     async def run(self) -> None:
-        """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and `NightjarError`."""
+        """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and
+        `NightjarError`."""
         try:
             while await self._more():
                 todo = self._todo.popleft()
@@ -170,11 +192,14 @@ class Context:
             self._wait(None)
 
     async def _more(self) -> bool:
-        """Whether there is more to say; waits for it, and ends a context to which nothing comes for too long."""
+        """Whether there is more to say; waits for it, and ends a context to which nothing comes for too
+        long."""
         while not self._todo and not self._ended:
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._moved_at + self._serving.options.context_idle_seconds - time.monotonic()):
+                async with asyncio.timeout(
+                    self._moved_at + self._serving.options.context_idle_seconds - time.monotonic()
+                ):
                     await self._changed.wait()
             except TimeoutError:
                 self._end_text()
@@ -188,9 +213,12 @@ class Context:
         self._ended = True
 
     async def _admitted(self) -> Permit:
-        """A slot. Raises `ApiError` (429) for a wait that leaves the listener without sound for `stream_queue_seconds`."""
+        """A slot. Raises `ApiError` (429) for a wait that leaves the listener without sound for
+        `stream_queue_seconds`."""
         ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
-        waiter = self._serving.gate.ask(patience_seconds=self._serving.options.stream_queue_seconds + ahead_seconds, under_way=True)
+        waiter = self._serving.gate.ask(
+            patience_seconds=self._serving.options.stream_queue_seconds + ahead_seconds, under_way=True
+        )
         try:
             await asyncio.wait((waiter,))
             return waiter.result()
@@ -204,12 +232,18 @@ class Context:
             async with asyncio.timeout(seconds):
                 await self._say(text, permit)
         except TimeoutError:
-            raise ApiError(504, f"The speech took longer than {seconds:g} s and was ended.", ErrorCode.SYNTH_TIMEOUT.value) from None
+            raise ApiError(
+                504,
+                f"The speech took longer than {seconds:g} s and was ended.",
+                ErrorCode.SYNTH_TIMEOUT.value,
+            ) from None
 
     async def _say(self, said: str | Passage, permit: Permit) -> None:
         step = time.monotonic()
         number, self._units = self._units, self._units + 1
-        text, opened = (said, None) if isinstance(said, str) else (said.text, partial(said.follow, begun=len(said.text)))
+        text, opened = (
+            (said, None) if isinstance(said, str) else (said.text, partial(said.follow, begun=len(said.text)))
+        )
         request = replace(unit_request(self._request, text, number), text_open=opened is not None)
         resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
         metrics = self._serving.metrics
@@ -236,7 +270,8 @@ class Context:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
 
     def _wait(self, seconds: float | None) -> None:
-        """Speaks the words that have waited for the end of their sentence, or for more text, for so long; None: no longer."""
+        """Speaks the words that have waited for the end of their sentence, or for more text, for so long;
+        None: no longer."""
         pending = self._text.pending or (self._passages is not None and self._passages.pending)
         if self._timer is not None and (seconds is None or not pending):
             self._timer.cancel()

@@ -1,4 +1,5 @@
-"""The page `/docs`: the routes and bodies of an OpenAPI schema as HTML that loads nothing, for hosts without a network."""
+"""The page `/docs`: the routes and bodies of an OpenAPI schema as HTML that loads nothing, for hosts
+without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ th, td { text-align: left; vertical-align: top; padding: .2rem .75rem .2rem 0; f
 
 
 def docs_page(schema: Mapping[str, Any], names: tuple[str, ...], websocket: str) -> str:
-    """The page of a server that speaks with the models of these names, and at this path over a WebSocket, which no schema describes."""
+    """The page of a server that speaks with the models of these names, and at this path over a WebSocket,
+    which no schema describes."""
     return "".join(_lines(schema, names, websocket))
 
 
@@ -65,4 +67,8 @@ def _type(field: Mapping[str, Any]) -> str:
     values = field.get("enum", [field["const"]] if "const" in field else [])
     if values:
         return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
-    return f"list of {_type(field['items'])}" if "items" in field else escape(str(field.get("type", "any value")))
+    return (
+        f"list of {_type(field['items'])}"
+        if "items" in field
+        else escape(str(field.get("type", "any value")))
+    )

@@ -1,4 +1,5 @@
-"""Audio of requests and answers as bytes: files that come in, whole files that go out, and pieces of a stream."""
+"""Audio of requests and answers as bytes: files that come in, whole files that go out, and pieces of a
+stream."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
 MIN_RATE, MAX_RATE = 8_000, 48_000
 _LAWS: dict[Encoding, str] = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
 #: Of a WAV header: its format tag, and bytes a sample.
-_TAGS: dict[Encoding, tuple[int, int]] = {"pcm_s16le": (1, 2), "pcm_f32le": (3, 4), "pcm_mulaw": (7, 1), "pcm_alaw": (6, 1)}
+_TAGS: dict[Encoding, tuple[int, int]] = {
+    "pcm_s16le": (1, 2),
+    "pcm_f32le": (3, 4),
+    "pcm_mulaw": (7, 1),
+    "pcm_alaw": (6, 1),
+}
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF
@@ -49,7 +55,8 @@ def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechForma
 
 
 def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
-    """The rate of a file of speech in Hz: that of the speech, or the highest of a format that does not hold it."""
+    """The rate of a file of speech in Hz: that of the speech, or the highest of a format that does not
+    hold it."""
     return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
@@ -62,7 +69,11 @@ class Resampler:
     """Chunks of one utterance at another rate; joined they are the whole utterance resampled at once."""
 
     def __init__(self, sample_rate: int, wanted: int) -> None:
-        self._stream = None if sample_rate == wanted else soxr.ResampleStream(sample_rate, wanted, 1, dtype="float32", quality="HQ")
+        self._stream = (
+            None
+            if sample_rate == wanted
+            else soxr.ResampleStream(sample_rate, wanted, 1, dtype="float32", quality="HQ")
+        )
 
     def add(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
         """The samples that are ready with these [samples]; with the `last` ones all the rest."""
@@ -83,7 +94,13 @@ def encoded(samples: NDArray[np.float32], encoding: Encoding) -> bytes:
 def _law(encoding: Encoding) -> NDArray[np.uint8]:
     """The companded byte of each 16-bit sample, by its bits without a sign [65536]."""
     buffer = io.BytesIO()
-    soundfile.write(buffer, np.arange(1 << 16, dtype=np.uint16).view(np.int16), MAX_RATE, format="RAW", subtype=_LAWS[encoding])
+    soundfile.write(
+        buffer,
+        np.arange(1 << 16, dtype=np.uint16).view(np.int16),
+        MAX_RATE,
+        format="RAW",
+        subtype=_LAWS[encoding],
+    )
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
@@ -112,7 +129,8 @@ class PcmStream:
 
 
 class _Pipe(io.RawIOBase):
-    """A file that hands on what is written at its end; what the encoder goes back to write at its start comes too late."""
+    """A file that hands on what is written at its end; what the encoder goes back to write at its start
+    comes too late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +162,8 @@ class _Pipe(io.RawIOBase):
 
 
 class _WithoutTag(_Pipe):
-    """An MP3 without its first frame, a table that libsndfile goes back to at the end; players take an empty one for a length of 0."""
+    """An MP3 without its first frame, a table that libsndfile goes back to at the end; players take an
+    empty one for a length of 0."""
 
     def write(self, data: object, /) -> int:
         if self._end:
@@ -162,8 +181,12 @@ class FileStream:
         self._rate = _file_rate(sample_rate, kind)
         self._resampler = Resampler(sample_rate, self._rate)
         # Readers without the table take the length from the bit rate, so that has to be constant.
-        steady: dict[str, Any] = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
-        self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype, **steady)
+        steady: dict[str, Any] = (
+            {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
+        )
+        self._file = soundfile.SoundFile(
+            cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype, **steady
+        )
 
     def add(self, samples: NDArray[np.float32], *, last: bool = False) -> bytes:
         """The bytes that are ready with a chunk [samples]."""
@@ -186,7 +209,13 @@ def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStre
 
 
 #: What each name may be, in libsndfile's words.
-_KINDS = {"wav": ("WAV", "WAVEX", "RF64"), "flac": ("FLAC",), "ogg": ("OGG",), "opus": ("OGG",), "mp3": ("MP3",)}
+_KINDS = {
+    "wav": ("WAV", "WAVEX", "RF64"),
+    "flac": ("FLAC",),
+    "ogg": ("OGG",),
+    "opus": ("OGG",),
+    "mp3": ("MP3",),
+}
 _KNOWN = frozenset(kind for kinds in _KINDS.values() for kind in kinds)
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII)
 #: Of a data URL, up to its comma.
@@ -197,16 +226,22 @@ _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 def read_audio(text: str, max_seconds: float, declared: str | None = None) -> bytes:
     """The encoded file behind base64 or a data URL; nothing is ever fetched or opened by name.
 
-    `declared` is the format that the client says it is. Raises `InputError`: `input.audio_forbidden` for another URL,
-    `input.audio_unreadable` for what is not base64, not audio or not of that format; those of `pipelines.audio.read_header`.
+    `declared` is the format that the client says it is. Raises `InputError`: `input.audio_forbidden` for
+    another URL, `input.audio_unreadable` for what is not base64, not audio or not of that format; those of
+    `pipelines.audio.read_header`.
     """
     if declared is not None and declared not in _KINDS:
-        raise _unreadable(f"The audio format {declared[:20]!r} is not read", f"Formats are: {', '.join(_KINDS)}.")
+        raise _unreadable(
+            f"The audio format {declared[:20]!r} is not read", f"Formats are: {', '.join(_KINDS)}."
+        )
     data = _decoded(text)
     header = read_header(data, max_seconds)
     kind = header.kind
     if kind not in _KNOWN or header.frames <= 0:
-        raise _unreadable(f"The audio is {kind} with {header.frames} samples", "Give a WAV, FLAC, OGG or MP3 file with sound.")
+        raise _unreadable(
+            f"The audio is {kind} with {header.frames} samples",
+            "Give a WAV, FLAC, OGG or MP3 file with sound.",
+        )
     if declared is not None and kind not in _KINDS[declared]:
         raise _unreadable(f"The audio is {kind}, but its `format` says {declared!r}", "Correct the format.")
     return data
@@ -228,7 +263,9 @@ def _decoded(text: str) -> bytes:
     try:
         data = base64.b64decode("".join(payload.split()) if "\n" in payload else payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _unreadable("The audio is not base64", "Send the bytes of the file as base64, with its padding.") from error
+        raise _unreadable(
+            "The audio is not base64", "Send the bytes of the file as base64, with its padding."
+        ) from error
     if not data:
         raise _unreadable("The audio is empty", "Send the bytes of the file as base64.")
     return data

@@ -18,12 +18,20 @@ from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
-INVALID, KEY, RATE, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+INVALID, KEY, RATE, SERVER = (
+    "invalid_request_error",
+    "authentication_error",
+    "rate_limit_error",
+    "server_error",
+)
 #: What a client may read of an engine's failure; the rest is in the log.
 _ENGINE_SENTENCE = "The engine failed while it made this. The request may be tried again."
 _RETRY_SECONDS = 5
-#: Errors of the engine that the same request would most likely meet again: 422, so that no client repeats them by itself.
-_FINAL = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN})
+#: Errors of the engine that the same request would most likely meet again: 422, so that no client repeats
+#: them by itself.
+_FINAL = frozenset(
+    {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN}
+)
 _QUOTED = re.compile(r"`(\w+)`")
 _TYPES = {401: KEY, 403: KEY, 429: RATE}
 
@@ -32,7 +40,12 @@ class ApiError(HTTPException):
     """An answer in OpenAI's form that is no result."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
         self.code = code
@@ -51,7 +64,9 @@ def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
 def unknown_field(name: str) -> ApiError:
     """A 400 for a field that nobody knows."""
     return bad_request(
-        f"There is no field `{name[:100]}` here. Remove it; docs/serving.md lists what is known.", "unknown_field", name[:100]
+        f"There is no field `{name[:100]}` here. Remove it; docs/serving.md lists what is known.",
+        "unknown_field",
+        name[:100],
     )
 
 
@@ -61,7 +76,8 @@ def empty_text() -> InputError:
 
 
 def check_text(text: str, limit: int, param: str) -> None:
-    """Raises `ApiError` (400) for a text that no slot is worth: an empty one, and one of more than `limit` characters."""
+    """Raises `ApiError` (400) for a text that no slot is worth: an empty one, and one of more than `limit`
+    characters."""
     if len(text) > limit:
         message = f"The text has {len(text):,} characters; {limit:,} are taken."
         raise as_api_error(InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it."), param)
@@ -75,7 +91,8 @@ def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _
 
 
 def as_api_error(error: NightjarError, param: str | None = None) -> ApiError:
-    """What a client is told of an error of the pipeline. `param` names the field of the request that is at fault."""
+    """What a client is told of an error of the pipeline. `param` names the field of the request that is at
+    fault."""
     code = error.code
     if code.value.startswith("input."):
         return ApiError(400, str(error), code.value, param)
@@ -98,7 +115,9 @@ def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
     return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
 
 
-def error_view(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error_view(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """`{"error": ...}` of a status."""
     kind = _TYPES.get(status, INVALID if status < 500 else SERVER)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -117,8 +136,14 @@ async def _http(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return JSONResponse(error.view(), error.status_code, error.headers)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = f"There is no {request.method} {request.url.path[:100]} here. GET / lists the routes." if code else f"{error.detail}."
-    return JSONResponse(error_view(error.status_code, message, code or "bad_request"), error.status_code, error.headers)
+    message = (
+        f"There is no {request.method} {request.url.path[:100]} here. GET / lists the routes."
+        if code
+        else f"{error.detail}."
+    )
+    return JSONResponse(
+        error_view(error.status_code, message, code or "bad_request"), error.status_code, error.headers
+    )
 
 
 async def _nightjar(_request: Request, error: Exception) -> Response:
@@ -130,7 +155,8 @@ async def _nightjar(_request: Request, error: Exception) -> Response:
 async def _validation(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: Mapping[str, Any] = error.errors()[0]
-    # The first part is where the field was looked for; others name the variant of a union, which no client wrote.
+    # The first part is where the field was looked for; others name the variant of a union, which no client
+    # wrote.
     place = [part for part in first["loc"][1:] if not str(part).startswith("of:")]
     param = _path(place)
     code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
@@ -154,4 +180,6 @@ def _path(place: list[Any]) -> str | None:
 
 async def _unexpected(_request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return JSONResponse(error_view(500, "Something broke that should not; the server's log says what.", "internal_error"), 500)
+    return JSONResponse(
+        error_view(500, "Something broke that should not; the server's log says what.", "internal_error"), 500
+    )

@@ -15,7 +15,8 @@ Chunks = AsyncGenerator[AudioChunk | Done, None]
 
 
 def unit_seed(seed: int, number: int) -> int:
-    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does everywhere."""
+    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does
+    everywhere."""
     if not number:
         return seed
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
@@ -25,11 +26,19 @@ def unit_seed(seed: int, number: int) -> int:
 def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
     """The request for one unit of a text. The last message of `request` is replaced by it."""
     messages = (*request.messages[:-1], Message("user", "text", text))
-    return replace(request, request_id=f"{request.request_id}-{number}", messages=messages, seed=unit_seed(request.seed, number))
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{number}",
+        messages=messages,
+        seed=unit_seed(request.seed, number),
+    )
 
 
 async def chunks_of(
-    model: ServedModel, request: SynthesisRequest, permit: Permit, opened: Callable[[Handle], None] | None = None
+    model: ServedModel,
+    request: SynthesisRequest,
+    permit: Permit,
+    opened: Callable[[Handle], None] | None = None,
 ) -> Chunks:
     """The speech as it is made, then `Done`, which has all of its samples where the model makes them at once.
 
@@ -43,7 +52,9 @@ async def chunks_of(
             yield chunk
 
 
-async def unit_chunks(model: ServedModel, request: SynthesisRequest, units: Sequence[str], permit: Permit) -> Chunks:
+async def unit_chunks(
+    model: ServedModel, request: SynthesisRequest, units: Sequence[str], permit: Permit
+) -> Chunks:
     """The speech of all units in order; `Done` follows each. The slot is held until the last unit."""
     permit.hold()
     try:

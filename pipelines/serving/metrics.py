@@ -1,4 +1,5 @@
-"""Prometheus metrics of one server, with its engine's. Labels are few and closed: never a request, a voice or a text."""
+"""Prometheus metrics of one server, with its engine's. Labels are few and closed: never a request, a voice
+or a text."""
 
 from __future__ import annotations
 
@@ -17,7 +18,25 @@ from pipelines.vllm_engine.library import VllmMetrics
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
 ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket", "/voices")
 #: Of what a listener waits for: bars are in tens of milliseconds.
-_LISTENING_SECONDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_LISTENING_SECONDS = (
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.045,
+    0.065,
+    0.09,
+    0.13,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -30,9 +49,18 @@ class ServerMetrics:
         self._registry.register(_Now(model, gate))
         self._registry.register(EngineMetrics(model.pipelines))
         ProcessCollector(registry=self._registry)
-        self._answers = Counter("speech_http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry)
+        self._answers = Counter(
+            "speech_http_requests",
+            "Answers by route and status.",
+            ["route", "status"],
+            registry=self._registry,
+        )
         self._seconds = Histogram(
-            "speech_http_seconds", "Time of an answer, to its last byte.", ["route"], buckets=_SECONDS, registry=self._registry
+            "speech_http_seconds",
+            "Time of an answer, to its last byte.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
         )
         self._first = Histogram(
             "speech_first_audio_seconds",
@@ -42,15 +70,24 @@ class ServerMetrics:
             registry=self._registry,
         )
         self._queue = Histogram(
-            "speech_queue_seconds", "Time that a request waits for a slot.", buckets=_LISTENING_SECONDS, registry=self._registry
+            "speech_queue_seconds",
+            "Time that a request waits for a slot.",
+            buckets=_LISTENING_SECONDS,
+            registry=self._registry,
         )
         self._underruns = Counter(
-            "speech_stream_underruns", "Chunks too late for a player that starts at the first one.", registry=self._registry
+            "speech_stream_underruns",
+            "Chunks too late for a player that starts at the first one.",
+            registry=self._registry,
         )
         self._underrun_seconds = Counter(
-            "speech_stream_underrun_seconds", "Seconds that such players had nothing to play.", registry=self._registry
+            "speech_stream_underrun_seconds",
+            "Seconds that such players had nothing to play.",
+            registry=self._registry,
         )
-        self._audio = Counter("speech_audio_seconds", "Seconds of speech that were sent.", registry=self._registry)
+        self._audio = Counter(
+            "speech_audio_seconds", "Seconds of speech that were sent.", registry=self._registry
+        )
         gate.admitted = self._queue.observe
         model.underran = self._underran
 
@@ -88,7 +125,9 @@ class _Now(Collector):
     def collect(self) -> Iterable[Metric]:
         stats = self._model.stats()
         yield _gauge("speech_server_running", "Requests that hold a slot of the server.", self._gate.running)
-        yield _gauge("speech_server_waiting", "Requests that wait for a slot of the server.", self._gate.waiting)
+        yield _gauge(
+            "speech_server_waiting", "Requests that wait for a slot of the server.", self._gate.waiting
+        )
         yield _gauge("speech_engine_up", "Whether the engine takes requests.", stats.state == "ready")
         yield from _counters(stats)
 
@@ -96,9 +135,13 @@ class _Now(Collector):
 def _counters(stats: EngineStats) -> Sequence[Metric]:
     # They start again from 0 with a new engine, which Prometheus knows to handle.
     return (
-        CounterMetricFamily("speech_engine_requests", "Requests that ended in the engine.", stats.requests_done),
+        CounterMetricFamily(
+            "speech_engine_requests", "Requests that ended in the engine.", stats.requests_done
+        ),
         CounterMetricFamily("speech_engine_frames", "Frames or tokens that the engine made.", stats.frames),
-        CounterMetricFamily("speech_engine_audio_seconds", "Seconds of speech that the engine made.", stats.audio_seconds),
+        CounterMetricFamily(
+            "speech_engine_audio_seconds", "Seconds of speech that the engine made.", stats.audio_seconds
+        ),
     )
 
 

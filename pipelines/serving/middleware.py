@@ -1,4 +1,5 @@
-"""What stands before every route: the key, the host, the bounds of a request, a slot for what costs something, and one log line."""
+"""What stands before every route: the key, the host, the bounds of a request, a slot for what costs
+something, and one log line."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ Admit = Callable[[bool], Awaitable[Permit]]
 class RequestMiddleware:
     """The ASGI app around the routes."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics
+    ) -> None:
         self._app = app
         self._options = options
         self._keys = [_digest(key.encode()) for key in options.keys]
@@ -74,7 +77,9 @@ class RequestMiddleware:
             # The drain is over. Where the status is out, the answer breaks off.
             if status == CLIENT_LEFT:
                 api_error = unavailable("The server is shutting down.", "shutting_down")
-                await JSONResponse(api_error.view(), api_error.status_code, api_error.headers)(scope, receive, tell)
+                await JSONResponse(api_error.view(), api_error.status_code, api_error.headers)(
+                    scope, receive, tell
+                )
         finally:
             seconds = time.monotonic() - begin
             path = self._metrics.answered(scope["path"], status, seconds)
@@ -100,8 +105,12 @@ class RequestMiddleware:
             self._gate.check_open()
         except ApiError as api_error:
             headers = [(b"content-type", b"application/json"), *_raw(api_error.headers)]
-            await send({"type": "websocket.http.response.start", "status": api_error.status_code, "headers": headers})
-            await send({"type": "websocket.http.response.body", "body": json.dumps(api_error.view()).encode()})
+            await send(
+                {"type": "websocket.http.response.start", "status": api_error.status_code, "headers": headers}
+            )
+            await send(
+                {"type": "websocket.http.response.body", "body": json.dumps(api_error.view()).encode()}
+            )
             path = self._metrics.answered(scope["path"], api_error.status_code, time.monotonic() - begin)
             log.info("WebSocket %s %d", path, api_error.status_code)
             return
@@ -137,23 +146,29 @@ class RequestMiddleware:
             for permit in permits:
                 permit.let_go()
 
-    def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]], more_keys: Sequence[bytes] = ()) -> None:
-        """Raises `ApiError`: 401 without a key that fits, 403 for a host that a server without keys does not answer to, 404 for a path with
-        control characters, 400 for a body that is too large."""
+    def _check(
+        self, path: str, raw_headers: Sequence[tuple[bytes, bytes]], more_keys: Sequence[bytes] = ()
+    ) -> None:
+        """Raises `ApiError`: 401 without a key that fits, 403 for a host that a server without keys does
+        not answer to, 404 for a path with control characters, 400 for a body that is too large."""
         headers = dict(raw_headers)
         if not self._keys:
             self._check_host(headers)
         elif path != HEALTH and not self._fits(headers, more_keys):
-            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
+            message = (
+                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
+            )
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         if not path.isprintable():
-            # A route matches a path with a newline at its end, too, and what stands here would take it for another path.
+            # A route matches a path with a newline at its end, too, and what stands here would take it for
+            # another path.
             raise ApiError(404, "Not Found.", "not_found")
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send what its pages say to this one."""
+        """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send
+        what its pages say to this one."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
         if name not in self._hosts and not is_loopback(name):
@@ -163,12 +178,17 @@ class RequestMiddleware:
     def _fits(self, headers: Mapping[bytes, bytes], more_keys: Sequence[bytes]) -> bool:
         """Compares what was given with every key, in a time that tells nothing of them."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = [headers.get(b"x-api-key", b""), *more_keys[:1], *([bearer.strip()] if scheme.lower() == b"bearer" else [])]
+        given = [
+            headers.get(b"x-api-key", b""),
+            *more_keys[:1],
+            *([bearer.strip()] if scheme.lower() == b"bearer" else []),
+        ]
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
     async def _admit(self, streams: bool, body: LimitedBody, since: float | None) -> Permit:
-        """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client leaves while it waits."""
+        """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client
+        leaves while it waits."""
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
         if waiter.done():
             return waiter.result()
@@ -188,13 +208,19 @@ class RequestMiddleware:
 
 
 def _check_type(headers: Mapping[bytes, bytes]) -> None:
-    """Raises `ApiError` (415) for a body that is not JSON by its type: browsers let any page send the others to anywhere."""
+    """Raises `ApiError` (415) for a body that is not JSON by its type: browsers let any page send the
+    others to anywhere."""
     if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
-        raise ApiError(415, "The body is not JSON by its type. Send `Content-Type: application/json`.", "unsupported_media_type")
+        raise ApiError(
+            415,
+            "The body is not JSON by its type. Send `Content-Type: application/json`.",
+            "unsupported_media_type",
+        )
 
 
 def _check_origin(headers: Mapping[bytes, bytes]) -> None:
-    """Raises `ApiError` (403) where a page of another site wants to speak: browsers let any page open a WebSocket to anywhere."""
+    """Raises `ApiError` (403) where a page of another site wants to speak: browsers let any page open a
+    WebSocket to anywhere."""
     origin = headers.get(b"origin", b"")
     if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
         message = "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY."

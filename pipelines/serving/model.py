@@ -1,4 +1,5 @@
-"""The pipeline that a server serves: opened while the server already answers, and opened anew when its engine is given up."""
+"""The pipeline that a server serves: opened while the server already answers, and opened anew when its
+engine is given up."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from pipelines.stored_voices import DEFAULT_VOICE
 
 
 class Progress:
-    """Calls of the pipeline that are under way, and when one of them, or the engine itself, last came further.
+    """Calls of the pipeline that are under way, and when one of them, or the engine itself, last came
+    further.
 
     Counts are changed on the event loop; `is_stuck` may be asked from any thread.
     """
@@ -46,7 +48,8 @@ class Progress:
         self._under_way -= 1
 
     def is_stuck(self, stats: EngineStats) -> bool:
-        """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and then. `stats`: the engine's."""
+        """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and
+        then. `stats`: the engine's."""
         now = (self._moves, stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
         if not self._under_way or now != self._seen:
             self._seen, self._moved_at = now, self._clock()
@@ -57,7 +60,8 @@ log = logging.getLogger(__name__)
 
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
 _SUBMIT_THREADS = 16
-#: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made; above, once it is taken.
+#: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made;
+#: above, once it is taken.
 _UNREAD_BYTES = 1 << 30
 _LOOK_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 60.0
@@ -93,7 +97,9 @@ class ServedModel:
 
     def voice(self, asked: str | None) -> str | None:
         """The voice that a client means; None for the model's own."""
-        return None if asked == DEFAULT_VOICE and DEFAULT_VOICE not in self.card.capabilities.voices else asked
+        return (
+            None if asked == DEFAULT_VOICE and DEFAULT_VOICE not in self.card.capabilities.voices else asked
+        )
 
     @property
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
@@ -110,8 +116,11 @@ class ServedModel:
         return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
 
     async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
-        """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `ApiError` (503) while the engine is away."""
-        call = PipelineCall(self._living(), request, self._began(permit), self._unread, self.underran, stream=False)
+        """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `ApiError` (503) while
+        the engine is away."""
+        call = PipelineCall(
+            self._living(), request, self._began(permit), self._unread, self.underran, stream=False
+        )
         async with contextlib.aclosing(call.events(self._submitters)) as events:
             with self._answered():
                 async for event in events:
@@ -150,7 +159,8 @@ class ServedModel:
 
     @contextlib.contextmanager
     def _answered(self) -> Generator[None]:
-        """An error of the pipeline is an answer of it, but for one of the request, which is found before that."""
+        """An error of the pipeline is an answer of it, but for one of the request, which is found before
+        that."""
         try:
             yield
         except NightjarError as error:
@@ -170,7 +180,8 @@ class ServedModel:
         return over
 
     async def run(self, failed: Callable[[], None]) -> None:
-        """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at all."""
+        """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at
+        all."""
         try:
             await self._open_beside()
         except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
@@ -185,7 +196,8 @@ class ServedModel:
                 await self._renew()
 
     def close(self) -> bool:
-        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once. False: it does not end."""
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
+        False: it does not end."""
         pipeline, self._pipeline = self._pipeline, None
         ended = True
         if pipeline is not None:
@@ -195,7 +207,9 @@ class ServedModel:
             try:
                 closing.result(self._close_seconds)
             except TimeoutError:
-                log.error("the model did not close within %g s; the process ends without it", self._close_seconds)
+                log.error(
+                    "the model did not close within %g s; the process ends without it", self._close_seconds
+                )
                 ended = False
         self._submitters.shutdown(cancel_futures=True)
         self._starters.shutdown(cancel_futures=True)

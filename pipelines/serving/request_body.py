@@ -1,5 +1,5 @@
-"""The body of a request: bounded in bytes, signs of JSON and time while it comes, and its JSON, whose shape is bounded before it is
-parsed. Long JSON is parsed beside the event loop."""
+"""The body of a request: bounded in bytes, signs of JSON and time while it comes, and its JSON, whose
+shape is bounded before it is parsed. Long JSON is parsed beside the event loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from pipelines.serving.errors import ApiError, bad_request
 
 #: Of JSON that a client sends: commas and brackets outside of its texts, and brackets that are open at once.
 MAX_VALUES, MAX_DEPTH = 10_000, 32
-#: Of the signs that JSON gives a meaning, wherever they stand: what finding the texts may cost. A text of 50,000 characters has a tenth.
+#: Of the signs that JSON gives a meaning, wherever they stand: what finding the texts may cost. A text of
+#: 50,000 characters has a tenth.
 MAX_MARKS = 1 << 19
 _MARKS = b'"\\[{,'
 #: What is parsed on the event loop: it takes less than a hop to a thread.
 INLINE_BYTES = 1 << 16
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-#: One for all: each holds the interpreter while it parses, and the event loop has its turn between two of them.
+#: One for all: each holds the interpreter while it parses, and the event loop has its turn between two of
+#: them.
 _parser = DaemonThreads(1, "json")
 
 
@@ -62,9 +64,12 @@ def too_complex() -> ApiError:
 
 
 async def read(text: bytes | str) -> Any:
-    """The value of a JSON text. Raises `ApiError` (400) for one that is none, or whose shape is over a bound."""
+    """The value of a JSON text. Raises `ApiError` (400) for one that is none, or whose shape is over a
+    bound."""
     data = text.encode() if isinstance(text, str) else text
-    return parse(data) if len(data) <= INLINE_BYTES else await asyncio.wrap_future(_parser.submit(parse, data))
+    return (
+        parse(data) if len(data) <= INLINE_BYTES else await asyncio.wrap_future(_parser.submit(parse, data))
+    )
 
 
 def parse(data: bytes) -> Any:
@@ -81,7 +86,8 @@ def _check_shape(data: bytes) -> None:
     if marks(data) > MAX_MARKS:
         raise too_complex()
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
-    # Up to the first error of its syntax, every second piece between two quotes that are not escaped is outside of texts.
+    # Up to the first error of its syntax, every second piece between two quotes that are not escaped is
+    # outside of texts.
     outside = b"".join(plain.split(b'"')[::2])
     opened = outside.count(b"[") + outside.count(b"{")
     if opened + outside.count(b",") > MAX_VALUES:
@@ -92,7 +98,8 @@ def _check_shape(data: bytes) -> None:
             raise too_complex()
 
 
-#: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset connection.
+#: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset
+#: connection.
 _DISCARD_BYTES = 512 << 20
 _DISCARD_SECONDS = 10.0
 #: Between two reads of it: others go first.
@@ -130,8 +137,8 @@ class LimitedBody:
         self._over = False
 
     async def __call__(self) -> Message:
-        """The next message. Raises `ApiError`: 400 for a body over its bounds, 408 for one that does not come, 429 for a large one
-        beside too many others."""
+        """The next message. Raises `ApiError`: 400 for a body over its bounds, 408 for one that does not
+        come, 429 for a large one beside too many others."""
         if self._over:
             return await self._receive()
         self._deadline = self._deadline or asyncio.get_running_loop().time() + self._seconds
@@ -142,7 +149,12 @@ class LimitedBody:
             await self.discard()
             raise
         except TimeoutError:
-            raise ApiError(408, f"The request did not come within {self._seconds:g} s.", "request_timeout", headers=_CLOSE) from None
+            raise ApiError(
+                408,
+                f"The request did not come within {self._seconds:g} s.",
+                "request_timeout",
+                headers=_CLOSE,
+            ) from None
 
     async def left(self) -> None:
         """Returns when the client of a request that is whole leaves."""
@@ -187,18 +199,28 @@ class LimitedBody:
 
 def too_large(max_bytes: int) -> ApiError:
     """A refusal that names the bound."""
-    return ApiError(400, f"The body is larger than {max_bytes:,} bytes. Send less audio, or FLAC.", "body_too_large", headers=_CLOSE)
+    return ApiError(
+        400,
+        f"The body is larger than {max_bytes:,} bytes. Send less audio, or FLAC.",
+        "body_too_large",
+        headers=_CLOSE,
+    )
 
 
 class Body(BaseModel):
-    """An object of a request: fields that nobody knows are refused, and null is a field that was left out, as with OpenAI."""
+    """An object of a request: fields that nobody knows are refused, and null is a field that was left out,
+    as with OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        return (
+            {name: value for name, value in given.items() if value is not None}
+            if isinstance(given, dict)
+            else given
+        )
 
 
 class SpokenBody(Body):

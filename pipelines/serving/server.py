@@ -24,7 +24,8 @@ from pipelines.serving.options import ServeOptions
 from pipelines.serving.websocket_protocol import PING_SECONDS, PONG_SECONDS, WebSocketProtocol
 
 _BACKLOG = 2048
-#: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.
+#: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is
+#: being closed.
 _KEEP_ALIVE_SECONDS = 75
 #: Requests in a pipeline that does not say how many it holds.
 _UNKNOWN_SLOTS = 256
@@ -34,8 +35,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Server:
     """One model behind one address. `run` serves until `stop` or a signal."""
 
-    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions, address: str, port: int) -> None:
-        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
+    def __init__(
+        self,
+        card: ModelCard,
+        open_model: Callable[[], Pipeline],
+        options: ServeOptions,
+        address: str,
+        port: int,
+    ) -> None:
+        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it
+        cannot."""
         self._socket = _bound(address, port)
         self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
         self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
@@ -85,7 +94,8 @@ class Server:
     def _opened(self, pipeline: Pipeline) -> None:
         """Lets in as many requests as the engine holds, where nobody said how many.
 
-        Streams would wait in an engine of ours without a bound, so there they wait here, and the engine's own room stays empty.
+        Streams would wait in an engine of ours without a bound, so there they wait here, and the engine's
+        own room stays empty.
         """
         info = pipeline.info
         if self._slots is None and info != EngineInfo():
@@ -93,7 +103,8 @@ class Server:
             self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     def stop(self) -> None:
-        """Takes nothing more in and ends once what is under way is done. May be called from any thread, and again."""
+        """Takes nothing more in and ends once what is under way is done. May be called from any thread,
+        and again."""
         self._gate.closed = True
         self._uvicorn.should_exit = True
 
@@ -111,7 +122,8 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """As uvicorn's own, but the process does not die of the signal once it has drained: it ends with status 0."""
+        """As uvicorn's own, but the process does not die of the signal once it has drained: it ends with
+        status 0."""
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         except ValueError:
@@ -131,7 +143,9 @@ class _Uvicorn(uvicorn.Server):
 
 def _bound(address: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
@@ -140,6 +154,8 @@ def _bound(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"The server cannot listen at {address} port {port}: {reason}.", "Choose another port or address."
+            ErrorCode.CONFIG_INVALID,
+            f"The server cannot listen at {address} port {port}: {reason}.",
+            "Choose another port or address.",
         ) from error
     return listener

@@ -16,7 +16,14 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.encoding import COMPRESSED, MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
+from pipelines.serving.encoding import (
+    COMPRESSED,
+    MEDIA_TYPES,
+    SpeechFormat,
+    read_audio,
+    stream_encoder,
+    whole_file,
+)
 from pipelines.serving.errors import as_api_error, bad_request, check_text, named_field, unknown_field
 from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
@@ -50,17 +57,33 @@ _ADVICE = {
     ErrorCode.INPUT_BAD_GENERATION: "Correct its value.",
 }
 
-References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
+References = Annotated[
+    list[str],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    Field(max_length=16),
+]
 
 #: Of the name of a field that nobody knows, in a header and in the log.
 _NAME_CHARACTERS = 64
-#: Fields of clients of vLLM-Omni and Nari that choose nothing here: the checkpoint and the request say it already.
-_OTHERS = frozenset({"initial_codec_chunk_frames", "max_new_tokens", "non_streaming_mode", "task_type", "user", "x_vector_only_mode"})
+#: Fields of clients of vLLM-Omni and Nari that choose nothing here: the checkpoint and the request say it
+#: already.
+_OTHERS = frozenset(
+    {
+        "initial_codec_chunk_frames",
+        "max_new_tokens",
+        "non_streaming_mode",
+        "task_type",
+        "user",
+        "x_vector_only_mode",
+    }
+)
 
 
 def _voice_name(given: object) -> object:
     """OpenAI's clients name a voice of their own as an object."""
-    return cast("dict[str, object]", given)["id"] if isinstance(given, dict) and set(given) == {"id"} else given
+    return (
+        cast("dict[str, object]", given)["id"] if isinstance(given, dict) and set(given) == {"id"} else given
+    )
 
 
 def _known_format(given: object) -> object:
@@ -87,9 +110,14 @@ class SpeechBody(SpokenBody):
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
     language: str | None = None
-    #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file, or a list of them for models that clone several voices.
-    reference_audio: Annotated[References | None, Field(validation_alias=AliasChoices("reference_audio", "ref_audio"))] = None
-    reference_text: Annotated[str | None, Field(validation_alias=AliasChoices("reference_text", "ref_text"))] = None
+    #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file, or a list of them for models that clone several
+    #: voices.
+    reference_audio: Annotated[
+        References | None, Field(validation_alias=AliasChoices("reference_audio", "ref_audio"))
+    ] = None
+    reference_text: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reference_text", "ref_text"))
+    ] = None
     cfg: float | None = None
 
 
@@ -99,7 +127,9 @@ _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "inst
 class SpeechRoute:
     """Answers one request at a time for each call; holds what they share."""
 
-    def __init__(self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices) -> None:
+    def __init__(
+        self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices
+    ) -> None:
         self._model = model
         self._options = options
         self._metrics = metrics
@@ -114,8 +144,16 @@ class SpeechRoute:
             # A hop between threads costs more than a request without a recording.
             has_audio = bool(body.reference_audio) or self._voices.is_stored(body.voice)
             units = self._units(body.input)
-            request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
-            chunks = unit_chunks(self._model, request, units, permit) if units else chunks_of(self._model, request, permit)
+            request = (
+                await asyncio.to_thread(self._request, body, request_id)
+                if has_audio
+                else self._request(body, request_id)
+            )
+            chunks = (
+                unit_chunks(self._model, request, units, permit)
+                if units
+                else chunks_of(self._model, request, permit)
+            )
             if body.stream_format == "sse":
                 parts = self._events(chunks, body, request.seed, since)
             elif streams or units:
@@ -124,7 +162,11 @@ class SpeechRoute:
                 parts = self._file(request, body.response_format, permit)
             async with aclosing(chunks), aclosing(parts):
                 async for part in parts:
-                    yield part if isinstance(part, bytes) or not ignored else replace(part, headers={**part.headers, **ignored})
+                    yield (
+                        part
+                        if isinstance(part, bytes) or not ignored
+                        else replace(part, headers={**part.headers, **ignored})
+                    )
         except NightjarError as error:
             error.advice = _ADVICE.get(error.code, error.advice)
             raise as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
@@ -134,7 +176,9 @@ class SpeechRoute:
         unknown = sorted(name for name in (body.model_extra or {}) if name not in _OTHERS)
         if not unknown:
             return {}
-        names = ", ".join(name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier())
+        names = ", ".join(
+            name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier()
+        )
         log.info("a request has unknown fields: %s", names)
         return {"x-ignored-fields": names}
 
@@ -154,20 +198,38 @@ class SpeechRoute:
         """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do."""
         able = self._model.card.capabilities
         if able.multi_turn:
-            raise bad_request("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+            raise bad_request(
+                "This model answers dialogues. Use /v1/chat/completions.",
+                ErrorCode.INPUT_UNSUPPORTED.value,
+                "model",
+            )
         if body.speed is not None and body.speed != 1.0:
-            raise bad_request("This model has one speed. Remove `speed`.", ErrorCode.INPUT_UNSUPPORTED.value, "speed")
+            raise bad_request(
+                "This model has one speed. Remove `speed`.", ErrorCode.INPUT_UNSUPPORTED.value, "speed"
+            )
         if body.instructions and not able.instruct:
-            message = "This model takes no instructions. Remove `instructions`, or use a model that follows them."
+            message = (
+                "This model takes no instructions. Remove `instructions`, or use a model that follows them."
+            )
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, "instructions")
         if body.stream and not able.streaming:
-            raise bad_request("This model makes the whole speech at once. Remove `stream`.", ErrorCode.INPUT_UNSUPPORTED.value, "stream")
-        wanted = body.stream if body.stream is not None else body.response_format == "pcm" or body.stream_format is not None
+            raise bad_request(
+                "This model makes the whole speech at once. Remove `stream`.",
+                ErrorCode.INPUT_UNSUPPORTED.value,
+                "stream",
+            )
+        wanted = (
+            body.stream
+            if body.stream is not None
+            else body.response_format == "pcm" or body.stream_format is not None
+        )
         return wanted and able.streaming
 
     def _request(self, body: SpeechBody, request_id: str) -> SynthesisRequest:
         seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
-        messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()]
+        messages = [
+            Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()
+        ]
         generation = Generation(
             language=body.language,
             instruct=body.instructions or None,
@@ -182,7 +244,9 @@ class SpeechRoute:
         speech = await self._model.speech(request, permit)
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
         self._metrics.spoke(len(speech.samples) / speech.sample_rate)
-        yield Head(MEDIA_TYPES[kind], {**_facts(speech.sample_rate, request.seed), "content-length": str(len(data))})
+        yield Head(
+            MEDIA_TYPES[kind], {**_facts(speech.sample_rate, request.seed), "content-length": str(len(data))}
+        )
         yield data
 
     async def _audio(self, chunks: Chunks, kind: SpeechFormat, seed: int, since: float) -> Parts:
@@ -195,7 +259,8 @@ class SpeechRoute:
                 yield piece
 
     async def _events(self, chunks: Chunks, body: SpeechBody, seed: int, since: float) -> Parts:
-        """OpenAI's server-sent events: `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`."""
+        """OpenAI's server-sent events: `speech.audio.delta` with base64 of the next bytes, then
+        `speech.audio.done`."""
         started = False
         # A model counts no tokens here that a client could be billed for: characters of text stand for them.
         usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
@@ -204,7 +269,10 @@ class SpeechRoute:
                 async for piece in pieces:
                     if not started:
                         started = True
-                        yield Head(EVENT_STREAM, {**_facts(self._model.card.sample_rate, seed), "cache-control": "no-cache"})
+                        yield Head(
+                            EVENT_STREAM,
+                            {**_facts(self._model.card.sample_rate, seed), "cache-control": "no-cache"},
+                        )
                     yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
             yield event({"type": "speech.audio.done", "usage": usage})
         except NightjarError as error:
@@ -224,7 +292,11 @@ class SpeechRoute:
                     continue
                 heard = True
                 self._metrics.spoke(len(chunk.samples) / chunk.sample_rate)
-                piece = await asyncio.to_thread(encoder.add, chunk.samples) if compresses else encoder.add(chunk.samples)
+                piece = (
+                    await asyncio.to_thread(encoder.add, chunk.samples)
+                    if compresses
+                    else encoder.add(chunk.samples)
+                )
                 if piece:
                     yield piece
                     # It is sent.

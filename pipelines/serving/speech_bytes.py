@@ -1,4 +1,5 @@
-"""`POST /tts/bytes` and `/tts/sse`: a whole text in Cartesia's words, and its speech while it is made, as bytes or as events."""
+"""`POST /tts/bytes` and `/tts/sse`: a whole text in Cartesia's words, and its speech while it is made, as
+bytes or as events."""
 
 from __future__ import annotations
 
@@ -39,16 +40,25 @@ class BytesRoute:
         self._voices.check_model(fields.model_id)
         whole = fields.output_format is not None and fields.output_format.container != "raw"
         if isinstance(fields, cartesia.EventsRequest) and whole:
-            raise bad_request("Events have the container `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
+            raise bad_request(
+                "Events have the container `raw`; /tts/bytes sends WAV.",
+                "invalid_value",
+                "output_format.container",
+            )
         check_text(fields.transcript, self._serving.options.context_characters, "transcript")
         return fields
 
-    async def answer(self, fields: cartesia.SpeechFields, permit: Permit, request_id: str, route: str = ROUTE) -> Parts:
+    async def answer(
+        self, fields: cartesia.SpeechFields, permit: Permit, request_id: str, route: str = ROUTE
+    ) -> Parts:
         """The parts of the answer. Raises `ApiError` before the first one, and `NightjarError`."""
         output = fields.output_format or cartesia.OutputFormat()
         try:
             request = await asyncio.to_thread(self._voices.request, fields, request_id)
-            head = Head("audio/wav" if output.container == "wav" else "application/octet-stream", {"x-seed": str(request.seed)})
+            head = Head(
+                "audio/wav" if output.container == "wav" else "application/octet-stream",
+                {"x-seed": str(request.seed)},
+            )
             started = False
             async with aclosing(self._audio(request, fields.transcript, output, permit)) as pieces:
                 async for piece in pieces:
@@ -57,7 +67,11 @@ class BytesRoute:
                         continue
                     started = True
                     yield head
-                    yield stream_header(output.sample_rate, output.encoding) + piece if output.container == "wav" else piece
+                    yield (
+                        stream_header(output.sample_rate, output.encoding) + piece
+                        if output.container == "wav"
+                        else piece
+                    )
                     # It is sent.
                     self._serving.metrics.began(route, time.monotonic() - permit.since)
         except NightjarError as error:
@@ -67,7 +81,8 @@ class BytesRoute:
             raise as_api_error(error)
 
     async def events(self, fields: cartesia.EventsRequest, permit: Permit, request_id: str) -> Parts:
-        """The same as server-sent events: `chunk` with base64 of bare samples, then `done`. Raises as `answer`."""
+        """The same as server-sent events: `chunk` with base64 of bare samples, then `done`. Raises as
+        `answer`."""
         started, step = False, permit.since
         parts = self.answer(fields, permit, request_id, EVENTS)
         try:
@@ -78,7 +93,9 @@ class BytesRoute:
                         yield Head(EVENT_STREAM, {**part.headers, "cache-control": "no-cache"})
                         continue
                     now = time.monotonic()
-                    yield event(msgspec.to_builtins(cartesia.chunk(fields.context_id, part, 1000 * (now - step))))
+                    yield event(
+                        msgspec.to_builtins(cartesia.chunk(fields.context_id, part, 1000 * (now - step)))
+                    )
                     step = now
             yield event(cartesia.done(fields.context_id))
         except ApiError as error:

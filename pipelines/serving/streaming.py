@@ -1,4 +1,5 @@
-"""An answer that is made while its client waits: it ends when the client leaves or its time is over, whatever it was doing."""
+"""An answer that is made while its client waits: it ends when the client leaves or its time is over,
+whatever it was doing."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def event(view: object) -> bytes:
 
 
 class Reply(Response):
-    """Sends a `Head` and then bytes as they come. Closing the generator is how the work behind it is given up."""
+    """Sends a `Head` and then bytes as they come. Closing the generator is how the work behind it is given
+    up."""
 
     def __init__(self, parts: Parts, seconds: float) -> None:
         super().__init__()
@@ -60,7 +62,9 @@ class Reply(Response):
                 sending.result()
         except (TimeoutError, NightjarError, ApiError) as error:
             if isinstance(error, TimeoutError):
-                error = ApiError(504, f"The request took longer than {self._seconds:g} s and was ended.", "synth.timeout")
+                error = ApiError(
+                    504, f"The request took longer than {self._seconds:g} s and was ended.", "synth.timeout"
+                )
             if not self._started:
                 raise error from None
             # The status is out: an answer that breaks off is all that can still be said.

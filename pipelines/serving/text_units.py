@@ -1,4 +1,5 @@
-"""Cuts a text, also one that comes in pieces, into units that are spoken one after the other: whole sentences.
+"""Cuts a text, also one that comes in pieces, into units that are spoken one after the other: whole
+sentences.
 
 Where a unit ends depends on the joined text alone, never on where its pieces begin and end.
 """
@@ -20,14 +21,35 @@ _SPACE = re.compile(r"\s")
 _WORD = re.compile(r"[^\W_]")
 _JOINER = "\u200d"
 _MARKS = frozenset({"Mn", "Mc", "Me", "Cf"})
-#: Letters that are written into the one before them: Hangul's vowels and ends, marks of Kana, Thai and Lao; and the skin of an emoji.
+#: Letters that are written into the one before them: Hangul's vowels and ends, marks of Kana, Thai and Lao;
+#: and the skin of an emoji.
 _CONTINUES = re.compile("[\u1160-\u11ff\ud7b0-\ud7ff\uff9e\uff9f\u0e33\u0eb3\U0001f3fb-\U0001f3ff]")
 _FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
 #: Above it there are scripts that put no space between sentences.
 _FIRST_WIDE = "\u2e80"
 #: Never the end of a sentence: a name follows, or what was meant.
 _TITLES = frozenset(
-    {"adm", "bzw", "ca", "capt", "cf", "col", "d.h", "dr", "e.g", "gen", "gov", "hon", "i.e", "lt", "messrs", "mlle", "mme", "mr", "mrs"}
+    {
+        "adm",
+        "bzw",
+        "ca",
+        "capt",
+        "cf",
+        "col",
+        "d.h",
+        "dr",
+        "e.g",
+        "gen",
+        "gov",
+        "hon",
+        "i.e",
+        "lt",
+        "messrs",
+        "mlle",
+        "mme",
+        "mr",
+        "mrs",
+    }
     | {"ms", "mt", "pres", "prof", "rep", "rev", "sen", "sgt", "st", "vs", "z.b"}
 )
 #: Not the end of a sentence where a number follows.
@@ -56,7 +78,8 @@ class TextUnits:
         return self._take("", final=True)
 
     def words(self) -> list[str]:
-        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on with what follows that."""
+        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
+        with what follows that."""
         cut = len(self._text) if _is_sentence(self._text) else _last_gap(self._text)
         rest, self._text = self._text[:cut], self._text[cut:].lstrip()
         return _spoken([rest])
@@ -77,14 +100,16 @@ class TextUnits:
         return _spoken(units)
 
 
-#: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the maximum.
+#: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the
+#: maximum.
 PASSAGE_CHARACTERS = 400
 MAX_PASSAGE_CHARACTERS = 1200
 _MAX_WORD_CHARACTERS = 200
 
 
 class TextPassages:
-    """A text that is spoken while it grows, as passages of some sentences each. A word is given once its end is there."""
+    """A text that is spoken while it grows, as passages of some sentences each. A word is given once its
+    end is there."""
 
     def __init__(self) -> None:
         #: The passage, how much of it was given, and where its last sentence begins.
@@ -98,7 +123,8 @@ class TextPassages:
         return bool(self._text)
 
     def add(self, text: str, *, final: bool = False) -> list[tuple[str, bool]]:
-        """Pieces of passages that are certain with this text, each with whether its passage ends with it; `final`: all of the rest."""
+        """Pieces of passages that are certain with this text, each with whether its passage ends with it;
+        `final`: all of the rest."""
         pieces: list[tuple[str, bool]] = []
         given, joined = self._given, (self._text + text).lstrip()
         while (end := self._end(joined)) is not None:
@@ -112,7 +138,8 @@ class TextPassages:
         return [*pieces, (joined[given : self._given], False)] if self._given > given else pieces
 
     def cut(self) -> list[tuple[str, bool]]:
-        """The end of the passage, if there is one, behind its last whole word; one that waits for its end begins the next passage."""
+        """The end of the passage, if there is one, behind its last whole word; one that waits for its end
+        begins the next passage."""
         return self._cut_at(len(self._text) if _is_sentence(self._text) else self._given)
 
     def _cut_at(self, end: int) -> list[tuple[str, bool]]:
@@ -138,7 +165,8 @@ def has_words(text: str) -> bool:
 
 
 def _sentence_length(text: str) -> int | None:
-    """Characters of the sentence that a text begins with, with the space before it; None where the text to come decides."""
+    """Characters of the sentence that a text begins with, with the space before it; None where the text to
+    come decides."""
     window = text.lstrip()
     for found in _END.finditer(window):
         ends = _ends(window, found)
@@ -160,7 +188,8 @@ def _spoken(units: list[str]) -> list[str]:
 
 
 def _unit_length(window: str, *, final: bool) -> int | None:
-    """Characters of the unit that a window begins with; None where the text to come decides. A full window is all that counts."""
+    """Characters of the unit that a window begins with; None where the text to come decides. A full window
+    is all that counts."""
     full = len(window) > MAX_UNIT_CHARACTERS
     for found in _END.finditer(window):
         if found.end() > MAX_UNIT_CHARACTERS:
@@ -196,7 +225,11 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     match = _LAST_WORD.search(window, 0, found.start())
     word = match[0] if match else ""
     short = word.lower()
-    if short in _TITLES or (len(word) == 1 and word.isupper()) or (word.isdigit() and match and match.start() == 0):
+    if (
+        short in _TITLES
+        or (len(word) == 1 and word.isupper())
+        or (word.isdigit() and match and match.start() == 0)
+    ):
         return False
     if short in _NUMBERED:
         return not rest[0].isdigit() if rest else None
@@ -206,10 +239,13 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
 
 
 def _cut(window: str) -> int:
-    """Where a sentence that is too long is cut: behind a comma in its second half, else between words, else between characters."""
+    """Where a sentence that is too long is cut: behind a comma in its second half, else between words,
+    else between characters."""
     half = MAX_UNIT_CHARACTERS // 2
     for pattern, least in ((_SOFT_END, half), (_SPACE, 0)):
-        ends = [found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > least]
+        ends = [
+            found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > least
+        ]
         ends = [end for end in ends if not _belong_together(window[end - 1], window[end])]
         if ends:
             return ends[-1]
@@ -217,7 +253,8 @@ def _cut(window: str) -> int:
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether a text ends like a sentence. A full stop does not end what may go on behind it: a number, a title, an abbreviation."""
+    """Whether a text ends like a sentence. A full stop does not end what may go on behind it: a number, a
+    title, an abbreviation."""
     *_, found = (None, *_END.finditer(text))
     if found is None or found["blank"] or found.end() < len(text):
         return False
@@ -229,24 +266,37 @@ def _is_sentence(text: str) -> bool:
 
 
 def _last_gap(text: str, begin: int = 0, *, with_space: bool = False) -> int:
-    """Where the last word of a text begins that may go on, without or `with_space` before it; `begin` where no word behind it is whole.
+    """Where the last word of a text begins that may go on, without or `with_space` before it; `begin`
+    where no word behind it is whole.
 
-    A word is whole with a space behind it; in scripts without spaces, with a mark of theirs and the character behind that.
+    A word is whole with a space behind it; in scripts without spaces, with a mark of theirs and the
+    character behind that.
     """
     spaces = [found.end() if with_space else found.start() for found in _SPACE.finditer(text, begin)]
-    marks = [found.end() for pattern in (_SOFT_END, _WIDE_END) for found in pattern.finditer(text, begin) if found.end() < len(text)]
-    gaps = (place for place in (*spaces, *marks) if not _belong_together(text[place - 1 : place], text[place : place + 1]))
+    marks = [
+        found.end()
+        for pattern in (_SOFT_END, _WIDE_END)
+        for found in pattern.finditer(text, begin)
+        if found.end() < len(text)
+    ]
+    gaps = (
+        place
+        for place in (*spaces, *marks)
+        if not _belong_together(text[place - 1 : place], text[place : place + 1])
+    )
     return max(gaps, default=begin)
 
 
 def _between_characters(text: str, place: int, least: int) -> int:
-    """The last place up to `place` that is not inside of what is written as one character; `place` where there is none above `least`."""
+    """The last place up to `place` that is not inside of what is written as one character; `place` where
+    there is none above `least`."""
     places = range(place, least, -1)
     return next((end for end in places if not _belong_together(text[end - 1], text[end])), place)
 
 
 def _belong_together(before: str, after: str) -> bool:
-    """Whether two characters that follow each other are written as one: a letter and its marks, syllables of Hangul, an emoji."""
+    """Whether two characters that follow each other are written as one: a letter and its marks, syllables
+    of Hangul, an emoji."""
     if not before or not after:
         return False
     goes_on = unicodedata.category(after) in _MARKS or _CONTINUES.match(after) is not None

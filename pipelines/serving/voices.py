@@ -1,4 +1,5 @@
-"""The voices that clients may ask for, by the model's names and by those that they bring along from other services."""
+"""The voices that clients may ask for, by the model's names and by those that they bring along from other
+services."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import Body
-from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceExistsError, VoiceFolder, in_voice_of
+from pipelines.stored_voices import (
+    MAX_TEXT_CHARACTERS,
+    OPENAI_VOICES,
+    RESERVED,
+    StoredVoice,
+    VoiceExistsError,
+    VoiceFolder,
+    in_voice_of,
+)
 from pipelines.validation import check_generation, own_voice
 
 #: Voices that an error names, and those of a page.
@@ -42,22 +51,33 @@ class Voices:
         self._model = model
         self._options = options
         folder = options.voices_folder
-        self._folder = None if folder is None else VoiceFolder(folder, options.stored_voices, options.voice_bytes)
+        self._folder = (
+            None if folder is None else VoiceFolder(folder, options.stored_voices, options.voice_bytes)
+        )
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ApiError` (404) for a model that is not served here; a client that names none means the one that is."""
+        """Raises `ApiError` (404) for a model that is not served here; a client that names none means the
+        one that is."""
         if name is not None and name not in self._options.names:
-            message = f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
+            message = (
+                f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
+            )
             raise ApiError(404, message, "model_not_found", "model")
 
     def is_stored(self, asked: str | None) -> bool:
         """Whether a name is that of a stored voice, whose recording has to be read."""
-        return asked is not None and self._folder is not None and not self._is_own(asked) and self._folder.has(asked)
+        return (
+            asked is not None
+            and self._folder is not None
+            and not self._is_own(asked)
+            and self._folder.has(asked)
+        )
 
     def named(self, asked: str | None) -> str | StoredVoice | None:
         """What is behind a name: a voice of the model, a stored one, or None for the model's own.
 
-        OpenAI's names stand for voices of the model, each for the same one at all times. A name that nobody knows stays as it is.
+        OpenAI's names stand for voices of the model, each for the same one at all times. A name that
+        nobody knows stays as it is.
         """
         if asked is None:
             return None
@@ -73,20 +93,28 @@ class Voices:
     def spoken_by(
         self, asked: str | None, generation: Generation, before: Sequence[Message], text: str
     ) -> tuple[list[Message], Generation]:
-        """The messages and the settings of a text in the voice of this name. `before`: recordings that the request brought along.
+        """The messages and the settings of a text in the voice of this name. `before`: recordings that the
+        request brought along.
 
-        Raises `InputError` where there are such recordings and the name is that of another one, and for a name that neither a model that
-        clones nor the folder has.
+        Raises `InputError` where there are such recordings and the name is that of another one, and for a
+        name that neither a model that clones nor the folder has.
         """
         voice = self.named(asked)
         messages = [*before, Message("user", "text", text)]
         if not isinstance(voice, StoredVoice):
-            if voice is not None and not before and self._model.card.capabilities.cloning and not self._is_own(voice):
+            if (
+                voice is not None
+                and not before
+                and self._model.card.capabilities.cloning
+                and not self._is_own(voice)
+            ):
                 raise self._unknown(voice)
             return messages, msgspec.structs.replace(generation, voice=voice)
         if before:
             raise InputError(
-                ErrorCode.INPUT_UNSUPPORTED, f"The voice {asked!r} has a recording, and the request another one.", "Leave one of them out."
+                ErrorCode.INPUT_UNSUPPORTED,
+                f"The voice {asked!r} has a recording, and the request another one.",
+                "Leave one of them out.",
             )
         return in_voice_of(messages, generation, voice.recording, voice.text)
 
@@ -97,26 +125,36 @@ class Voices:
         return self.request(fields, request_id)
 
     def request(self, fields: SpeechFields, request_id: str) -> SynthesisRequest:
-        """A request in Cartesia's words, with its whole transcript. Raises `ApiError` (400), and `InputError` for a bad setting."""
+        """A request in Cartesia's words, with its whole transcript. Raises `ApiError` (400), and
+        `InputError` for a bad setting."""
         able = self._model.card.capabilities
         if able.multi_turn:
-            raise bad_request("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model_id")
+            raise bad_request(
+                "This model answers dialogues. Use /v1/chat/completions.",
+                ErrorCode.INPUT_UNSUPPORTED.value,
+                "model_id",
+            )
         config = fields.generation_config or GenerationConfig()
         given = {name: value for name, value in msgspec.structs.asdict(config).items() if name != "seed"}
         # Clients name a language to models that have none to choose from, too.
         generation = Generation(language=fields.language if able.languages else None, **given)
         check_generation(generation)
-        messages, generation = self.spoken_by(None if fields.voice is None else fields.voice.id, generation, (), fields.transcript)
+        messages, generation = self.spoken_by(
+            None if fields.voice is None else fields.voice.id, generation, (), fields.transcript
+        )
         return SynthesisRequest(request_id, tuple(messages), generation, fields.seed)
 
     def cards(self) -> list[dict[str, str]]:
         """All voices that may be asked for by their own names."""
-        cards = [{"id": name, "object": "voice", "kind": "model"} for name in self._model.card.capabilities.voices]
+        cards = [
+            {"id": name, "object": "voice", "kind": "model"} for name in self._model.card.capabilities.voices
+        ]
         stored = self._folder.names() if self._folder is not None else []
         return cards + [{"id": name, "object": "voice", "kind": "stored"} for name in stored]
 
     def page(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """A page of them for Cartesia's clients: `limit` voices behind the one that `starting_after` names. Raises `ApiError` (400)."""
+        """A page of them for Cartesia's clients: `limit` voices behind the one that `starting_after`
+        names. Raises `ApiError` (400)."""
         unknown = next((name for name in asked if name not in ("limit", "starting_after")), None)
         if unknown is not None:
             message = f"Voices cannot be chosen by `{unknown[:100]}` here. Remove it."
@@ -140,26 +178,35 @@ class Voices:
         return _voice(card)
 
     def add(self, body: VoiceBody) -> dict[str, object]:
-        """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder cannot be written, and
-        `InputError` as `VoiceFolder.add`."""
+        """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder
+        cannot be written, and `InputError` as `VoiceFolder.add`."""
         able = self._model.card.capabilities
         if not able.cloning or self._folder is None:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED.value, "name")
         if body.name in RESERVED or self._is_own(body.name):
-            raise ApiError(409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name")
+            raise ApiError(
+                409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name"
+            )
         if able.needs_reference_text and not body.text.strip():
-            raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "This model needs the text of a recording.", "Send it as `text`.")
+            raise InputError(
+                ErrorCode.INPUT_REFERENCE_TEXT,
+                "This model needs the text of a recording.",
+                "Send it as `text`.",
+            )
         recording = read_audio(body.recording, MAX_REFERENCE_SECONDS)
         try:
             voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
         except VoiceExistsError:
-            raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name") from None
+            raise ApiError(
+                409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name"
+            ) from None
         except ConfigError as error:
             raise _not_kept(error) from error
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
-        """Forgets a stored voice. Raises `ApiError`: 404 where there is none, 500 where the folder cannot be written."""
+        """Forgets a stored voice. Raises `ApiError`: 404 where there is none, 500 where the folder cannot
+        be written."""
         try:
             deleted = self._folder is not None and self._folder.delete(name)
         except ConfigError as error:
@@ -169,9 +216,16 @@ class Voices:
         return {"id": name, "object": "voice", "deleted": True}
 
     def _unknown(self, asked: str) -> InputError:
-        names = [*self._model.card.capabilities.voices, *(self._folder.names() if self._folder is not None else [])]
+        names = [
+            *self._model.card.capabilities.voices,
+            *(self._folder.names() if self._folder is not None else []),
+        ]
         near = names if len(names) <= _SHOWN else get_close_matches(asked, names, _SHOWN, 0.0)
-        advice = f"Choose one of: {', '.join(near)}." if near else "No voice is stored here: add one, or send a recording."
+        advice = (
+            f"Choose one of: {', '.join(near)}."
+            if near
+            else "No voice is stored here: add one, or send a recording."
+        )
         return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"There is no voice {asked[:80]!r}.", advice)
 
     def _is_own(self, name: str) -> bool:
@@ -182,7 +236,13 @@ class Voices:
 def _voice(card: Mapping[str, str]) -> dict[str, Any]:
     """A card in Cartesia's words."""
     own = card["kind"] == "stored"
-    return {"id": card["id"], "name": card["id"], "description": "", "is_owner": own, "access": "private" if own else "public"}
+    return {
+        "id": card["id"],
+        "name": card["id"],
+        "description": "",
+        "is_owner": own,
+        "access": "private" if own else "public",
+    }
 
 
 def _no_voice(name: str, what: str = "voice") -> ApiError:

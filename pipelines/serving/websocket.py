@@ -43,7 +43,9 @@ class WebSocketSpeech:
         """Serves one connection until it ends."""
         await receive()
         await send({"type": "websocket.accept"})
-        connection = _Connection(self, self._serving, self._voices, send, scope.get(RESTING, lambda _resting: None))
+        connection = _Connection(
+            self, self._serving, self._voices, send, scope.get(RESTING, lambda _resting: None)
+        )
         try:
             await connection.run(receive)
         except _ClientLeftError:
@@ -54,7 +56,14 @@ class WebSocketSpeech:
 
 
 class _Connection:
-    def __init__(self, route: WebSocketSpeech, serving: Serving, voices: Voices, send: Send, resting: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        route: WebSocketSpeech,
+        serving: Serving,
+        voices: Voices,
+        send: Send,
+        resting: Callable[[bool], None],
+    ) -> None:
         self._route = route
         self._serving = serving
         self._voices = voices
@@ -86,10 +95,18 @@ class _Connection:
                     else:
                         await self._heard(message)
                 elif idle is not None and not self._contexts and not self._changed.is_set():
-                    await self._asgi_send({"type": "websocket.close", "code": 1000, "reason": "Nothing was said for too long."})
+                    await self._asgi_send(
+                        {"type": "websocket.close", "code": 1000, "reason": "Nothing was said for too long."}
+                    )
                     return
                 if self._draining and not self._contexts:
-                    await self._asgi_send({"type": "websocket.close", "code": _GOING_AWAY, "reason": "The server is shutting down."})
+                    await self._asgi_send(
+                        {
+                            "type": "websocket.close",
+                            "code": _GOING_AWAY,
+                            "reason": "The server is shutting down.",
+                        }
+                    )
                     return
         finally:
             if reading is not None:
@@ -111,7 +128,9 @@ class _Connection:
                 raise bad_request("The message is binary. Send JSON as text.", "invalid_value")
             given = cartesia.as_object(await request_body.read(text))
             named = given.get("context_id")
-            context_id = named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
+            context_id = (
+                named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
+            )
             await self._act(cartesia.typed(given, cartesia.ContextMessage, strict=self._options.strict))
         except _ClientLeftError:
             raise
@@ -124,7 +143,12 @@ class _Connection:
         known = self._contexts.get(message.context_id)
         if message.cancel:
             if known is None:
-                raise ApiError(404, "The context is not open: it has ended, or never began.", "context_not_found", "context_id")
+                raise ApiError(
+                    404,
+                    "The context is not open: it has ended, or never began.",
+                    "context_not_found",
+                    "context_id",
+                )
             await self._end(message.context_id)
             await self._send(cartesia.done(message.context_id))
         elif known is not None:
@@ -133,7 +157,8 @@ class _Connection:
             await self._begin(message)
 
     async def _begin(self, message: cartesia.ContextMessage) -> None:
-        """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what the model cannot do."""
+        """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what
+        the model cannot do."""
         self._serving.gate.check_open()
         for count, limit, whose in (
             (len(self._contexts), self._options.contexts_per_connection, "connection"),
@@ -143,7 +168,11 @@ class _Connection:
                 text = f"The {whose} has {limit} open contexts. Cancel one, or wait until one is done."
                 raise ApiError(429, text, "too_many_contexts", "context_id", {"retry-after": "1"})
         if message.output_format is not None and message.output_format.container != "raw":
-            raise bad_request("Over a WebSocket the container is `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
+            raise bad_request(
+                "Over a WebSocket the container is `raw`; /tts/bytes sends WAV.",
+                "invalid_value",
+                "output_format.container",
+            )
         self._voices.check_model(message.model_id)
         # While a recording is read, others may begin.
         self._route.contexts += 1
@@ -195,5 +224,7 @@ class _Connection:
 def _failure(error: Exception, context_id: str | None) -> dict[str, Any]:
     if not isinstance(error, (ApiError, NightjarError)):
         log.error("a context failed", exc_info=error)
-        error = ApiError(500, "Something broke that should not; the server's log says what.", "internal_error")
+        error = ApiError(
+            500, "Something broke that should not; the server's log says what.", "internal_error"
+        )
     return cartesia.failure(error, context_id)

@@ -1,4 +1,5 @@
-"""A WebSocket connection of the server: counted like others, with bounds on what a client may send and how long it may be away."""
+"""A WebSocket connection of the server: counted like others, with bounds on what a client may send and how
+long it may be away."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ DRAIN = "nightjar.drain"
 RESTING = "nightjar.resting"
 #: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
-#: Of what a client sends: the frames of a message, and those of a second, pings among them; others are read later.
+#: Of what a client sends: the frames of a message, and those of a second, pings among them; others are read
+#: later.
 MAX_FRAMES, FRAMES_A_SECOND = 1024, 1000
 #: What is read of it before others have their turn: a frame may have 6 bytes.
 _TURN_BYTES = 2048
@@ -24,7 +26,8 @@ _BAD_TEXT, _TOO_BIG = 1007, 1009
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's connection, which lets the app end what is under way when the server stops, and says why it closes."""
+    """uvicorn's connection, which lets the app end what is under way when the server stops, and says why
+    it closes."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -107,7 +110,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.close_sent:
             return
         closing = self.conn.close_sent
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006 if closing is None else closing.code})
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": 1006 if closing is None else closing.code}
+        )
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.transport.can_write_eof():
             # Clients wait for the end of the connection before they say that it was closed.

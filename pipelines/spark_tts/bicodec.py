@@ -35,7 +35,8 @@ class AdaLayerNorm(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A ConvNeXt block of Vocos (Siuzdak, 2023): depthwise convolution over time, then a gated feed-forward by step."""
+    """A ConvNeXt block of Vocos (Siuzdak, 2023): depthwise convolution over time, then a gated
+    feed-forward by step."""
 
     def __init__(self, dim: int, intermediate: int, condition: int | None) -> None:
         super().__init__()
@@ -55,7 +56,9 @@ class ConvNeXt(nn.Module):
 class Vocos(nn.Module):
     """A stack of ConvNeXt blocks: [batch, input, steps] -> [batch, steps, dim]. Not causal."""
 
-    def __init__(self, input: int, dim: int, intermediate: int, layers: int, condition: int | None = None) -> None:
+    def __init__(
+        self, input: int, dim: int, intermediate: int, layers: int, condition: int | None = None
+    ) -> None:
         super().__init__()
         self.embed = nn.Conv1d(input, dim, 7, padding=3)
         self.norm = _norm(dim, condition)
@@ -70,7 +73,8 @@ class Vocos(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Features of wav2vec2 to what the semantic tokens are chosen by: [batch, steps, input] -> [batch, steps, output]."""
+    """Features of wav2vec2 to what the semantic tokens are chosen by: [batch, steps, input] -> [batch,
+    steps, output]."""
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__()
@@ -86,7 +90,8 @@ class Encoder(nn.Module):
 
 
 class Prenet(nn.Module):
-    """Semantic vectors under a voice to what the wave is made of: [batch, input, steps] -> [batch, output, steps]."""
+    """Semantic vectors under a voice to what the wave is made of: [batch, input, steps] -> [batch, output,
+    steps]."""
 
     def __init__(self, config: VocosConfig, condition: int) -> None:
         super().__init__()
@@ -104,7 +109,8 @@ class Prenet(nn.Module):
 
 
 class Sampling(nn.Sequential):
-    """The published sampling block at ratio 1, which returns three times its input, and the Vocos behind it."""
+    """The published sampling block at ratio 1, which returns three times its input, and the Vocos behind
+    it."""
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__(nn.Identity(), Vocos(config.dim, config.dim, config.intermediate, 2))
@@ -126,7 +132,8 @@ def _normed(norm: nn.Module, x: Tensor, condition: Tensor | None) -> Tensor:
     return norm(x, condition) if isinstance(norm, AdaLayerNorm) else norm(x)
 
 
-#: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel filters.
+#: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel
+#: filters.
 _UNUSED = (
     "postnet.*",
     "mel_transformer.*",
@@ -159,7 +166,9 @@ class SemanticQuantizer(nn.Module):
 class Tokenizer:
     """The encoding half, always in float32: ids must not depend on the type that the decoder runs in."""
 
-    def __init__(self, encoder: Encoder, quantizer: SemanticQuantizer, speaker: SpeakerEncoder, mel: MelMagnitudes) -> None:
+    def __init__(
+        self, encoder: Encoder, quantizer: SemanticQuantizer, speaker: SpeakerEncoder, mel: MelMagnitudes
+    ) -> None:
         self.encoder = encoder
         self.quantizer = quantizer
         self.speaker = speaker
@@ -197,14 +206,17 @@ class BiCodec:
 
     @torch.inference_mode()
     def decode(self, semantic: Sequence[Tensor], voices: Sequence[Tensor], pad_to: int = 0) -> list[Tensor]:
-        """Waveforms (float32 [samples] each) of semantic tokens (int64 [steps] each) in voices (int64 [tokens] each).
+        """Waveforms (float32 [samples] each) of semantic tokens (int64 [steps] each) in voices (int64
+        [tokens] each).
 
-        Tokens lie on the host, which does not wait for a GPU. Rows of different lengths are padded, to `pad_to` steps where that is more,
-        and masked; each comes out as it would alone.
+        Tokens lie on the host, which does not wait for a GPU. Rows of different lengths are padded, to
+        `pad_to` steps where that is more, and masked; each comes out as it would alone.
         """
         lengths = [len(row) for row in semantic]
         longest = max(pad_to, *lengths)
-        tokens = to_device(torch.stack([functional.pad(row, (0, longest - len(row))) for row in semantic]), self.device)
+        tokens = to_device(
+            torch.stack([functional.pad(row, (0, longest - len(row))) for row in semantic]), self.device
+        )
         vector = self.vector(to_device(torch.stack(list(voices)), self.device))
         mask = None
         if min(lengths) != longest:
@@ -219,7 +231,8 @@ class BiCodec:
         return self.speaker.vector(voices)
 
     def mixed(self, tokens: Tensor, vector: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The prenet's output plus the voice: int64 [batch, steps], [batch, output] -> [batch, output, steps]."""
+        """The prenet's output plus the voice: int64 [batch, steps], [batch, output] -> [batch, output,
+        steps]."""
         vectors = self.quantizer.vectors(tokens).to(self.dtype)
         voice = vector.to(self.dtype)
         return self.prenet(vectors, voice, mask) + voice[:, :, None]
@@ -250,7 +263,8 @@ def load_bicodec(
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
 
 
-#: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.
+#: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in
+#: bfloat16.
 BATCH_TOKENS = 8192
 #: Lengths are rounded up to multiples of this, so that convolutions meet few shapes.
 LENGTH_STEP = 32
@@ -276,11 +290,13 @@ class Voice:
 class BiCodecDecoder(Decoder[Voice]):
     """Its states are voices. Codes are semantic tokens, int64 [steps, 1].
 
-    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the rounding of a batch differs, and on a
-    CPU it is no faster.
+    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the
+    rounding of a batch differs, and on a CPU it is no faster.
     """
 
-    def __init__(self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS, alone: bool = False) -> None:
+    def __init__(
+        self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS, alone: bool = False
+    ) -> None:
         self.codec = codec
         self._alone = alone or codec.device.type == "cpu"
         self._left = left
@@ -305,11 +321,15 @@ class BiCodecDecoder(Decoder[Voice]):
         starts = [max(0, state.heard - self._left) for state, _ in ready]
         windows = [torch.tensor(state.semantic[start:]) for (state, _), start in zip(ready, starts)]
         waves = self._decode(windows, [state.tokens for state, _ in ready]) if ready else []
-        settled = {id(state): self._settle(state, end, start, wave) for (state, end), start, wave in zip(ready, starts, waves)}
+        settled = {
+            id(state): self._settle(state, end, start, wave)
+            for (state, end), start, wave in zip(ready, starts, waves)
+        }
         return [settled.get(id(state), torch.zeros(0)) for state in states]
 
     def _settle(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
-        """Cuts what is new out of a window that starts at token `start`, and fades into it from the window before."""
+        """Cuts what is new out of a window that starts at token `start`, and fades into it from the window
+        before."""
         first, last = (state.heard - start) * self._samples, (end - start) * self._samples
         new = wave[first:last].clone()
         if state.tail is not None:
@@ -327,6 +347,8 @@ class BiCodecDecoder(Decoder[Voice]):
         waves: dict[int, Tensor] = {}
         for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):
             longest = -(-max(len(semantic[index]) for index in batch) // LENGTH_STEP) * LENGTH_STEP
-            made = self.codec.decode([semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest)
+            made = self.codec.decode(
+                [semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest
+            )
             waves.update(zip(batch, made))
         return [waves[index] for index in range(len(semantic))]

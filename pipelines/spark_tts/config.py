@@ -1,4 +1,5 @@
-"""A SparkTTS checkpoint folder's own configuration: config.yaml, BiCodec/config.yaml and LLM/config.json. Imports no torch."""
+"""A SparkTTS checkpoint folder's own configuration: config.yaml, BiCodec/config.yaml and LLM/config.json.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class MelConfig:
 
 @dataclass(frozen=True, slots=True)
 class VocosConfig:
-    """One of `encoder` and `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two projections."""
+    """One of `encoder` and `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two
+    projections."""
 
     input: Annotated[Size, "input_channels"]
     dim: Annotated[Size, "vocos_dim"]
@@ -129,23 +131,31 @@ class SparkConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> SparkConfig:
-        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
+        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
+        at fault."""
         folder = Path(folder)
         top = Keys.read(folder / "config.yaml", _ADVICE)
         bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml", _ADVICE).section("audio_tokenizer"))
         hop = top.value("latent_hop_length", Whole)
         if hop != bicodec.samples_per_token:
-            raise top.error("latent_hop_length", f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples a token")
+            raise top.error(
+                "latent_hop_length",
+                f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples a token",
+            )
         rate = top.value("sample_rate", Size)
         clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
         lm = _lm(Keys.read(folder / LLM / "config.json", _ADVICE))
-        return top.take(cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm, sampling=SamplingDefaults())
+        return top.take(
+            cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm, sampling=SamplingDefaults()
+        )
 
 
 def _bicodec(keys: Keys) -> BiCodecConfig:
     config = keys.take(BiCodecConfig)
     prenet, speaker = keys.section("prenet"), keys.section("speaker_encoder")
-    prenet.expect(use_tanh_at_final=False, condition_dim=config.speaker.output, out_channels=config.speaker.output)
+    prenet.expect(
+        use_tanh_at_final=False, condition_dim=config.speaker.output, out_channels=config.speaker.output
+    )
     speaker.expect(fsq_num_quantizers=1)
     if any(level % 2 for level in config.speaker.levels):
         raise speaker.error("fsq_levels", "must be even numbers")
@@ -160,12 +170,17 @@ def _bicodec(keys: Keys) -> BiCodecConfig:
 def _lm(keys: Keys) -> LmConfig:
     keys.expect(model_type="qwen2", use_sliding_window=False, hidden_act="silu")
     heads, hidden = keys.value("num_attention_heads", Size), keys.value("hidden_size", Size)
-    config = keys.take(LmConfig, rope_theta=keys.rope_theta(), head_dim=keys.value("head_dim", Size, hidden // heads))
-    keys.require(heads % config.kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
+    config = keys.take(
+        LmConfig, rope_theta=keys.rope_theta(), head_dim=keys.value("head_dim", Size, hidden // heads)
+    )
+    keys.require(
+        heads % config.kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"
+    )
     return config
 
 
-#: Labels of created voices, in the order of their token numbers (`gender_0` is female, `pitch_label_0` very low).
+#: Labels of created voices, in the order of their token numbers (`gender_0` is female, `pitch_label_0` very
+#: low).
 GENDERS = ("female", "male")
 LEVELS = ("very_low", "low", "moderate", "high", "very_high")
 #: The voice of a line that names none and has no reference audio.

@@ -1,4 +1,5 @@
-"""The speech LM of SparkTTS on our engine: LLM/ under our names, every tensor accounted for, and one id a frame."""
+"""The speech LM of SparkTTS on our engine: LLM/ under our names, every tensor accounted for, and one id a
+frame."""
 
 from __future__ import annotations
 
@@ -43,14 +44,17 @@ class Drawable:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, lm: LmConfig) -> Drawable:
-        """Everything but pieces of text, which the model reads and never writes: they would make its head ten times as large.
+        """Everything but pieces of text, which the model reads and never writes: they would make its head
+        ten times as large.
 
         Raises `ModelError` (`model.bad_checkpoint`) for an id that the LM does not know.
         """
         ends = {lm.eos, vocabulary.control("end_semantic_token")}
         ids = np.array(sorted(vocabulary.marks | ends), np.int64)
         if ids[-1] >= lm.vocab:
-            raise bad_checkpoint(f"The tokenizer of {LLM} has the id {ids[-1]}, but the LM knows {lm.vocab} ids.")
+            raise bad_checkpoint(
+                f"The tokenizer of {LLM} has the id {ids[-1]}, but the LM knows {lm.vocab} ids."
+            )
         return cls(ids, tuple(np.searchsorted(ids, sorted(ends)).tolist()))
 
 
@@ -59,23 +63,30 @@ class LmWeights:
     stack: StackWeights
     #: [vocabulary, hidden], the embeddings of all ids.
     table: Tensor
-    #: [rows, hidden]: the embeddings of what can be drawn, and the head that draws it, both filled up with zeros; one tensor where the
-    #: head is tied.
+    #: [rows, hidden]: the embeddings of what can be drawn, and the head that draws it, both filled up with
+    #: zeros; one tensor where the head is tied.
     codes: Tensor
     head: Tensor
 
 
-def take_weights(source: TensorSource, lm: LmConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str) -> LmWeights:
+def take_weights(
+    source: TensorSource, lm: LmConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
+) -> LmWeights:
     """Reads the LM. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
     table = source.take("model.embed_tokens.weight", (lm.vocab, lm.hidden), dtype, device)
     stack = take_stack(source, "model.", lm, dtype, device, head_norm=False, qkv_bias=True)
     codes = _rows(table, drawable)
-    head = codes if lm.tied else _rows(source.take("lm_head.weight", (lm.vocab, lm.hidden), dtype, device), drawable)
+    head = (
+        codes
+        if lm.tied
+        else _rows(source.take("lm_head.weight", (lm.vocab, lm.hidden), dtype, device), drawable)
+    )
     return LmWeights(stack, table, codes, head)
 
 
 def check_weights(config: SparkConfig) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one, holds one too many, or of another shape."""
+    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one, holds one too
+    many, or of another shape."""
     wanted = Shapes()
     take_weights(wanted, config.lm, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
     with _opened(config) as checkpoint:
@@ -83,7 +94,9 @@ def check_weights(config: SparkConfig) -> None:
         checkpoint.finish()
 
 
-def load_weights(config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device) -> LmWeights:
+def load_weights(
+    config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device
+) -> LmWeights:
     """The LM of a checkpoint folder. Raises as `take_weights`, and for a tensor too many."""
     with _opened(config) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
@@ -124,7 +137,9 @@ class SparkModel(FrameModel):
         rope = rope_table(max_context + LARGEST_PAGE, lm.head_dim, lm.rope_theta, dtype, device)
         starts = torch.zeros(1, dtype=torch.int64, device=device)
         draw = DrawRules(drawable.ends, suppress_from=len(drawable.ids))
-        super().__init__(FrameTensors(weights.stack.tensors(lm, rope), weights.head, draw, Feedback(weights.codes, starts)))
+        super().__init__(
+            FrameTensors(weights.stack.tensors(lm, rope), weights.head, draw, Feedback(weights.codes, starts))
+        )
         self._table = weights.table
 
     def embed(self, prompt: Prompt) -> Tensor:
@@ -132,7 +147,8 @@ class SparkModel(FrameModel):
         return self._table[to_device(torch.from_numpy(prompt.ids), self.device)]
 
 
-#: Heard tokens of a stream's chunks, 50 a second, and those that the first chunk may have: a window of the codec has 76 tokens more.
+#: Heard tokens of a stream's chunks, 50 a second, and those that the first chunk may have: a window of the
+#: codec has 76 tokens more.
 CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
 #: Tokens of a turn on a GPU: a frame of 512 rows takes 2 ms there, a turn of the host 5.
 _TOKENS_PER_TURN = 4
@@ -140,24 +156,34 @@ _TOKENS_PER_TURN = 4
 _DECODED_TOKEN_BYTES = 4 * 61_440
 
 
-def plan_sizes(config: SparkConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype) -> EngineOptions:
+def plan_sizes(
+    config: SparkConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype
+) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
     lm, width = config.lm, dtype.itemsize
     with Checkpoint.open(config.folder / LLM) as model, Checkpoint.open(config.folder / BICODEC) as codec:
         weights = model.values() * width + codec.values() * torch.float32.itemsize
-    weights += sum(path.stat().st_size for path in (config.folder / WAV2VEC2).iterdir() if path.suffix in (".bin", ".safetensors"))
+    weights += sum(
+        path.stat().st_size
+        for path in (config.folder / WAV2VEC2).iterdir()
+        if path.suffix in (".bin", ".safetensors")
+    )
     needs = MemoryNeeds(
         # The head is a copy of rows of the embeddings, and no larger than they.
         weights=weights + lm.vocab * lm.hidden * width,
-        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
+        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the
+        # widest state of a layer.
         slot=3 * 4 * (lm.vocab + 2 * lm.intermediate),
         page=options.page_size * lm.cached_values * width,
         decoded_frame=_DECODED_TOKEN_BYTES,
     )
-    return sized(options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second), device)
+    return sized(
+        options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second), device
+    )
 
 
 def sized(sizes: EngineOptions, device: torch.device) -> EngineOptions:
-    """Sizes of an engine whose frames are tokens: chunks of streams, and on a GPU turns that hide the host."""
+    """Sizes of an engine whose frames are tokens: chunks of streams, and on a GPU turns that hide the
+    host."""
     turn = _TOKENS_PER_TURN if device.type == "cuda" else sizes.frames_per_turn
     return replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS, frames_per_turn=turn)

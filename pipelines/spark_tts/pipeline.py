@@ -1,4 +1,5 @@
-"""SparkTTS as a pipeline: requests in the words of a dialogue to prompts, the LM on either engine, its tokens to speech."""
+"""SparkTTS as a pipeline: requests in the words of a dialogue to prompts, the LM on either engine, its
+tokens to speech."""
 
 from __future__ import annotations
 
@@ -19,9 +20,23 @@ from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModel
 from pipelines.options import read_options
 from pipelines.request import Generation, Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.spark_tts.bicodec import BATCH_TOKENS, RIGHT_TOKENS, BiCodec, BiCodecDecoder, Voice, load_bicodec
+from pipelines.spark_tts.bicodec import (
+    BATCH_TOKENS,
+    RIGHT_TOKENS,
+    BiCodec,
+    BiCodecDecoder,
+    Voice,
+    load_bicodec,
+)
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, check_weights, load_weights, plan_sizes
+from pipelines.spark_tts.language_model import (
+    Drawable,
+    Prompt,
+    SparkModel,
+    check_weights,
+    load_weights,
+    plan_sizes,
+)
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.tokens import (
@@ -104,11 +119,16 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 def model_spec(config: SparkConfig) -> ModelSpec:
     """What vLLM is told."""
-    return ModelSpec(config.folder / LLM, memory_share=_MEMORY_SHARE, context=CONTEXT, max_positions=config.lm.max_positions)
+    return ModelSpec(
+        config.folder / LLM,
+        memory_share=_MEMORY_SHARE,
+        context=CONTEXT,
+        max_positions=config.lm.max_positions,
+    )
 
 
-#: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
-#: around the parts.
+#: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and
+#: speed values, and the marks around the parts.
 CREATION_EXTRAS, _USUAL_EXTRAS = 32, 8
 #: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
 _MEMORY_SHARE = 0.5
@@ -118,10 +138,12 @@ _GATHER_SECONDS = 0.05
 
 
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
-    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
+    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
+    (`pipelines.engine_choice`); the others are its own.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
-    cannot run with, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
+    is unknown or that it cannot run with, and `SynthesisError` (`synth.oom`) where other programs have
+    taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
     with memory_told():
@@ -136,10 +158,13 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     config = SparkConfig.from_folder(folder)
     check_weights(config)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
+    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
+    # start.
     host = VllmHost(model_spec(config), chosen)
     meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-    return SparkPipeline(config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished)
+    return SparkPipeline(
+        config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished
+    )
 
 
 def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
@@ -150,33 +175,64 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     config = SparkConfig.from_folder(folder)
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
     sizes = plan_sizes(config, chosen, device, dtype)
-    vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
+    vocabulary, references, codec = _load_parts(
+        config, device, precision(chosen.codec_dtype or chosen.dtype, device)
+    )
     drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
     with torch.inference_mode():
-        model = SparkModel(config.lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context)
+        model = SparkModel(
+            config.lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context
+        )
     engine = chosen.open_engine(model, sizes, stage)
-    host = NativeHost(engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
-    meta: Meta = {"engine": "native", "executor": host.info.executor, "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-    return SparkPipeline(config, vocabulary, references, stage, host, meta, NativeSparkStreamer, keep_unfinished=chosen.keep_unfinished)
+    host = NativeHost(
+        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
+    )
+    meta: Meta = {
+        "engine": "native",
+        "executor": host.info.executor,
+        "dtype": host.dtype,
+        "codec_dtype": type_name(codec.dtype),
+    }
+    return SparkPipeline(
+        config,
+        vocabulary,
+        references,
+        stage,
+        host,
+        meta,
+        NativeSparkStreamer,
+        keep_unfinished=chosen.keep_unfinished,
+    )
 
 
 def _check_precision(asked: Precision | None) -> None:
     if asked == "float16":
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32."
+        )
 
 
-def _load_parts(config: SparkConfig, device: torch.device, codec_dtype: torch.dtype) -> tuple[Vocabulary, ReferenceEncoder, BiCodec]:
+def _load_parts(
+    config: SparkConfig, device: torch.device, codec_dtype: torch.dtype
+) -> tuple[Vocabulary, ReferenceEncoder, BiCodec]:
     """Everything but the LM."""
     sizes = config.bicodec
     vocabulary = Vocabulary.from_folder(config.folder / LLM, sizes.codebook_size, sizes.global_codes)
     tokenizer, codec = load_bicodec(config, device, codec_dtype)
-    return vocabulary, ReferenceEncoder(config, tokenizer, SemanticFeatures(config.folder / WAV2VEC2, device)), codec
+    return (
+        vocabulary,
+        ReferenceEncoder(config, tokenizer, SemanticFeatures(config.folder / WAV2VEC2, device)),
+        codec,
+    )
 
 
 def open_stage(codec: BiCodec, reproducible: bool = False) -> CodecStage[Voice]:
-    """BiCodec's decoder on threads of its own; on a GPU utterances wait for company, unless their bits must not depend on it."""
+    """BiCodec's decoder on threads of its own; on a GPU utterances wait for company, unless their bits
+    must not depend on it."""
     gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
-    return CodecStage(BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
+    return CodecStage(
+        BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS
+    )
 
 
 class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
@@ -218,7 +274,9 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         sampling = token_sampling(self.config.sampling, request.generation, most, request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         tokens = self.config.bicodec.speaker.tokens
-        info = SparkRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens, longest)
+        info = SparkRequestInfo(
+            task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens, longest
+        )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
         return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info
 
@@ -230,14 +288,18 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             message = f"The line has both reference audio and the created voice {task.voice!r}."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove one of them.")
         reference = self.references.prepare(task.recording, with_semantic=bool(task.reference_text))
-        prompt = clone_prompt(self.vocabulary, task.text, reference.voice, task.reference_text, reference.semantic)
+        prompt = clone_prompt(
+            self.vocabulary, task.text, reference.voice, task.reference_text, reference.semantic
+        )
         return prompt, reference.voice
 
     def _longest(self, generation: Generation) -> int | None:
         """Semantic tokens of the longest speech that a line asks for; None where it names no limit."""
         if generation.max_seconds is None:
             return None
-        return frames_within(generation.max_seconds, self.config.tokens_per_second, self.config.sampling.max_new_tokens)
+        return frames_within(
+            generation.max_seconds, self.config.tokens_per_second, self.config.sampling.max_new_tokens
+        )
 
     def _token_limit(self, longest: int | None, created: bool) -> int:
         """Tokens that the LM may write: speech, what stands before it, and one that may be the end."""

@@ -1,4 +1,5 @@
-"""Prompts of the speech LM (Spark-TTS, `process_prompt` and `process_prompt_control`): plain concatenation, no chat template."""
+"""Prompts of the speech LM (Spark-TTS, `process_prompt` and `process_prompt_control`): plain
+concatenation, no chat template."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Vocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
-        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the token at fault."""
+        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
+        token at fault."""
         path = folder / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -69,7 +71,8 @@ class Vocabulary:
 
     @property
     def marks(self) -> frozenset[int]:
-        """The ids of all tokens that are no pieces of text: those of BiCodec, labels, values and control tokens."""
+        """The ids of all tokens that are no pieces of text: those of BiCodec, labels, values and control
+        tokens."""
         return self._added.union(self.semantic, self.voice, self._controls.values())
 
     def encode(self, text: str) -> list[int]:
@@ -117,17 +120,24 @@ class Vocabulary:
         ids = [self.id(f"{name}_{code}") for code in range(count)]
         run = range(ids[0], ids[0] + count)
         if ids != list(run):
-            raise bad_checkpoint(f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another.")
+            raise bad_checkpoint(
+                f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another."
+            )
         return run
 
 
 def clone_prompt(
-    vocabulary: Vocabulary, text: str, voice: Sequence[int], reference_text: str | None = None, semantic: Sequence[int] = ()
+    vocabulary: Vocabulary,
+    text: str,
+    voice: Sequence[int],
+    reference_text: str | None = None,
+    semantic: Sequence[int] = (),
 ) -> list[int]:
     """The ids that ask for `text` in a voice of these global tokens.
 
-    With the text of the reference the LM goes on after the reference's own semantic tokens. The two texts are joined before
-    they are tokenized, as the published code does. Raises `InputError` (`input.unpronounceable`).
+    With the text of the reference the LM goes on after the reference's own semantic tokens. The two texts
+    are joined before they are tokenized, as the published code does. Raises `InputError`
+    (`input.unpronounceable`).
     """
     ids = [
         vocabulary.control("task_tts"),

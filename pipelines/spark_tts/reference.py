@@ -21,7 +21,8 @@ from pipelines.spark_tts.config import SparkConfig
 
 #: Indices into hidden_states, where 0 is the output of the embedding.
 LAYERS = (11, 14, 16)
-#: One more than needed: the last recorded state lies behind the final layer norm in some versions of transformers.
+#: One more than needed: the last recorded state lies behind the final layer norm in some versions of
+#: transformers.
 KEPT_LAYERS = max(LAYERS) + 1
 _VARIANCE_FLOOR = 1e-7
 #: Where the published names differ from those of transformers.
@@ -37,11 +38,16 @@ class SemanticFeatures:
     """A recording at 16 kHz to features at 50 Hz."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Reads a folder of wav2vec2. Raises `ModelError` (`model.bad_checkpoint`) that names the file or tensor at fault."""
+        """Reads a folder of wav2vec2. Raises `ModelError` (`model.bad_checkpoint`) that names the file or
+        tensor at fault."""
         config = Wav2Vec2Config.from_dict(read_table(folder / "config.json"))
         if config.num_hidden_layers < KEPT_LAYERS:
-            raise bad_checkpoint(f"{folder / 'config.json'}: num_hidden_layers must be {KEPT_LAYERS} or more.")
-        dropped = [f"wav2vec2.encoder.layers.{index}.*" for index in range(KEPT_LAYERS, config.num_hidden_layers)]
+            raise bad_checkpoint(
+                f"{folder / 'config.json'}: num_hidden_layers must be {KEPT_LAYERS} or more."
+            )
+        dropped = [
+            f"wav2vec2.encoder.layers.{index}.*" for index in range(KEPT_LAYERS, config.num_hidden_layers)
+        ]
         config.num_hidden_layers = KEPT_LAYERS
         config.apply_spec_augment = False
         config.mask_time_prob = config.mask_feature_prob = 0.0
@@ -97,26 +103,34 @@ class Reference:
 class ReferenceEncoder:
     """Recordings to tokens, and the last ones kept by their content."""
 
-    def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures, capacity: int = 1024) -> None:
+    def __init__(
+        self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures, capacity: int = 1024
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._features = features
         self._kept: RecordingCache[Reference] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
-        """The tokens of an encoded audio file within the bounds of `pipelines.audio`; semantic tokens only where they are needed.
+        """The tokens of an encoded audio file within the bounds of `pipelines.audio`; semantic tokens only
+        where they are needed.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
         """
-        return self._kept.get(recording, with_semantic, lambda: self.encode([self.read(recording)], with_semantic)[0])
+        return self._kept.get(
+            recording, with_semantic, lambda: self.encode([self.read(recording)], with_semantic)[0]
+        )
 
     def read(self, recording: bytes) -> NDArray[np.float32]:
-        """Samples [n] at the model's rate: the first channel, resampled at very high quality, at the published volume."""
+        """Samples [n] at the model's rate: the first channel, resampled at very high quality, at the
+        published volume."""
         samples = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
-    def encode(self, recordings: Sequence[NDArray[np.float32]], with_semantic: bool = True) -> list[Reference]:
+    def encode(
+        self, recordings: Sequence[NDArray[np.float32]], with_semantic: bool = True
+    ) -> list[Reference]:
         """The tokens of recordings [samples] of one length, at the model's rate and volume, as one batch."""
         device = self._features.device
         clips = np.stack([reference_clip(samples, self._config.clip_samples) for samples in recordings])
@@ -129,7 +143,8 @@ class ReferenceEncoder:
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Samples [n] scaled so that their loud part, the 90th to the 99th hundredth of what is heard, is at 0.2; peak at most 1."""
+    """Samples [n] scaled so that their loud part, the 90th to the 99th hundredth of what is heard, is at
+    0.2; peak at most 1."""
     levels = np.sort(np.abs(samples))
     if levels[-1] < _QUIET_PEAK:
         samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK

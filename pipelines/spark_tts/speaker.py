@@ -1,4 +1,5 @@
-"""The voice of a recording as global tokens: mel magnitudes, ECAPA-TDNN, a perceiver and a finite scalar quantizer (FSQ)."""
+"""The voice of a recording as global tokens: mel magnitudes, ECAPA-TDNN, a perceiver and a finite scalar
+quantizer (FSQ)."""
 
 from __future__ import annotations
 
@@ -20,17 +21,27 @@ _FSQ_WIDEN = 1.001
 
 
 class MelMagnitudes:
-    """Magnitudes, not their logarithm, in Slaney's mel bands: [batch, samples] -> [batch, mels, samples // hop + 1]."""
+    """Magnitudes, not their logarithm, in Slaney's mel bands: [batch, samples] -> [batch, mels, samples //
+    hop + 1]."""
 
     def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
         self._config = config
-        self._bands = mel_bands(config.n_fft, config.num_mels, config.mel_fmin, config.highest, sample_rate).to(device)
+        self._bands = mel_bands(
+            config.n_fft, config.num_mels, config.mel_fmin, config.highest, sample_rate
+        ).to(device)
         self._window = torch.hann_window(config.win_length, device=device)
 
     def __call__(self, samples: Tensor) -> Tensor:
         size = self._config
         spectrum = torch.stft(
-            samples, size.n_fft, size.hop_length, size.win_length, self._window, center=True, pad_mode="reflect", return_complex=True
+            samples,
+            size.n_fft,
+            size.hop_length,
+            size.win_length,
+            self._window,
+            center=True,
+            pad_mode="reflect",
+            return_complex=True,
         )
         return (spectrum.abs().transpose(1, 2) @ self._bands).transpose(1, 2)
 
@@ -38,7 +49,11 @@ class MelMagnitudes:
 def ecapa(bands: int) -> Ecapa:
     """The published network, whose pooling is not used."""
     widths = (_WIDTH, _WIDTH, _WIDTH, _WIDTH, _CONTEXT)
-    return Ecapa(EcapaConfig(bands, widths, (5, 3, 3, 3, 1), (1, 2, 3, 4, 1), groups=8, squeezed=128, speechbrain=False))
+    return Ecapa(
+        EcapaConfig(
+            bands, widths, (5, 3, 3, 3, 1), (1, 2, 3, 4, 1), groups=8, squeezed=128, speechbrain=False
+        )
+    )
 
 
 #: Where the published network has other names than ours, as for `pipelines.nn.checkpoint.fill_module`.
@@ -66,7 +81,9 @@ class PerceiverAttention(nn.Module):
 
     def forward(self, latents: Tensor, context: Tensor) -> Tensor:
         key, value = self.to_kv(torch.cat((latents, context), dim=1)).chunk(2, dim=-1)
-        heads = [x.unflatten(-1, (_HEADS, _HEAD_DIM)).transpose(1, 2) for x in (self.to_q(latents), key, value)]
+        heads = [
+            x.unflatten(-1, (_HEADS, _HEAD_DIM)).transpose(1, 2) for x in (self.to_q(latents), key, value)
+        ]
         return self.to_out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
@@ -96,7 +113,9 @@ class Perceiver(nn.Module):
         super().__init__()
         self.proj_context = nn.Linear(_CONTEXT, dim)
         self.latents = nn.Parameter(torch.empty(latents, dim))
-        self.layers = nn.ModuleList([nn.ModuleList([PerceiverAttention(dim), FeedForward(dim)]) for _ in range(_DEPTH)])
+        self.layers = nn.ModuleList(
+            [nn.ModuleList([PerceiverAttention(dim), FeedForward(dim)]) for _ in range(_DEPTH)]
+        )
         self.norm = RmsNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +128,8 @@ class Perceiver(nn.Module):
 
 
 class Fsq(nn.Module):
-    """Finite scalar quantization (Mentzer et al., 2023): each of a few dimensions is rounded to one of an even number of levels."""
+    """Finite scalar quantization (Mentzer et al., 2023): each of a few dimensions is rounded to one of an
+    even number of levels."""
 
     def __init__(self, dim: int, levels: Sequence[int]) -> None:
         super().__init__()
@@ -134,15 +154,20 @@ class Fsq(nn.Module):
         return self.project_out(((digits - levels // 2) / (levels // 2)).to(self.project_out.weight.dtype))
 
     def _digits(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The levels of each dimension and the weight of its digit, int64; kept, since making them on a GPU makes the host wait."""
+        """The levels of each dimension and the weight of its digit, int64; kept, since making them on a
+        GPU makes the host wait."""
         if device not in self._kept:
             weights = [math.prod(self._levels[:index]) for index in range(len(self._levels))]
-            self._kept[device] = torch.tensor(self._levels, device=device), torch.tensor(weights, device=device)
+            self._kept[device] = (
+                torch.tensor(self._levels, device=device),
+                torch.tensor(weights, device=device),
+            )
         return self._kept[device]
 
 
 class SpeakerEncoder(nn.Module):
-    """A recording's mel magnitudes to global tokens, and global tokens to the vector that the decoder is conditioned on."""
+    """A recording's mel magnitudes to global tokens, and global tokens to the vector that the decoder is
+    conditioned on."""
 
     def __init__(self, config: SpeakerConfig) -> None:
         super().__init__()
@@ -160,5 +185,6 @@ class SpeakerEncoder(nn.Module):
         return self.speaker_encoder(mel).transpose(1, 2)
 
     def vector(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, tokens] -> [batch, output]. The published projection takes the latent index first, then the token's."""
+        """int64 [batch, tokens] -> [batch, output]. The published projection takes the latent index first,
+        then the token's."""
         return self.project(self.quantizer.vectors(tokens).transpose(1, 2).flatten(1))

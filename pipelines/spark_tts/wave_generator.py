@@ -1,8 +1,9 @@
-"""BiCodec's wave generator on the codec's fused ops: channels-last, and each op applies the snake of the one that reads its result.
+"""BiCodec's wave generator on the codec's fused ops: channels-last, and each op applies the snake of the
+one that reads its result.
 
-The ops are causal and the generator is centred, so an activated input has margins of zeros, half the reach wide, in front and behind;
-an op that takes both for history reads as far behind a step as before it. Rows of different lengths are zero behind their ends, as the
-plain module's masks make them.
+The ops are causal and the generator is centred, so an activated input has margins of zeros, half the reach
+wide, in front and behind; an op that takes both for history reads as far behind a step as before it. Rows
+of different lengths are zero behind their ends, as the plain module's masks make them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class UpBlock(nn.Module):
         super().__init__()
         self.rate = rate
         up = nn.ConvTranspose1d(channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2)
-        self.block = nn.ModuleList([Snake(channels), up, *(ResidualUnit(channels // 2, dilation) for dilation in _DILATIONS)])
+        self.block = nn.ModuleList(
+            [Snake(channels), up, *(ResidualUnit(channels // 2, dilation) for dilation in _DILATIONS)]
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if mask is not None:
@@ -82,9 +85,13 @@ class WaveGenerator(nn.Module):
     def __init__(self, config: WaveConfig) -> None:
         super().__init__()
         channels = [config.channels >> index for index in range(len(config.rates) + 1)]
-        blocks = [UpBlock(wide, kernel, rate) for wide, kernel, rate in zip(channels, config.kernels, config.rates)]
+        blocks = [
+            UpBlock(wide, kernel, rate) for wide, kernel, rate in zip(channels, config.kernels, config.rates)
+        ]
         first = nn.Conv1d(config.input, config.channels, 7, padding=3)
-        self.model = nn.ModuleList([first, *blocks, Snake(channels[-1]), nn.Conv1d(channels[-1], 1, 7, padding=3)])
+        self.model = nn.ModuleList(
+            [first, *blocks, Snake(channels[-1]), nn.Conv1d(channels[-1], 1, 7, padding=3)]
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = masked(self.model[0](masked(x, mask)), mask)
@@ -93,7 +100,8 @@ class WaveGenerator(nn.Module):
         return torch.tanh(self.model[-1](self.model[-2](x)))[:, 0]
 
 
-#: Steps on either side that a convolution of the stem, the head or a residual unit sees at dilation 1, and a transposed one.
+#: Steps on either side that a convolution of the stem, the head or a residual unit sees at dilation 1, and a
+#: transposed one.
 _REACH, _UP_REACH = 3, 1
 
 _ops: Any = torch.ops.nightjar
@@ -128,19 +136,29 @@ class FusedWave:
         readers = [_Reader.of(block.block[0], _UP_REACH) for block in blocks] + [_Reader.of(snake, _REACH)]
         self._entry = readers[0]
         self._blocks = [_Block(block, after, dtype) for block, after in zip(blocks, readers[1:])]
-        self._head, self._head_bias = (head.weight[0].T / HEADROOM).to(dtype).contiguous(), head.bias.float() / HEADROOM
+        self._head, self._head_bias = (
+            (head.weight[0].T / HEADROOM).to(dtype).contiguous(),
+            head.bias.float() / HEADROOM,
+        )
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step * steps] within [-1, 1]."""
+        """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step *
+        steps] within [-1, 1]."""
         steps = x.shape[2]
         # Whole rows have ends too: kernels without them would be compiled beside those with.
-        ends = x.new_full((len(x),), steps, dtype=torch.int32) if mask is None else mask.sum(dim=(1, 2), dtype=torch.int32)
+        ends = (
+            x.new_full((len(x),), steps, dtype=torch.int32)
+            if mask is None
+            else mask.sum(dim=(1, 2), dtype=torch.int32)
+        )
         a = _margined(x, steps, x.shape[1], _REACH, self._dtype)
         a[:, _REACH : _REACH + steps] = masked(x, mask).transpose(1, 2)
         entry, taps = self._entry, 2 * _REACH + 1
         following = entry.input(a, steps)
         after = (following, entry.lead, entry.frequency, entry.gain)
-        _ops.codec_active_conv(a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends)
+        _ops.codec_active_conv(
+            a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends
+        )
         for block in self._blocks:
             following, ends = block(following, ends)
         return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * HEADROOM)
@@ -148,7 +166,8 @@ class FusedWave:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Who reads a result: the snake that it needs applied, float32 [channels], and the steps on either side that it sees."""
+    """Who reads a result: the snake that it needs applied, float32 [channels], and the steps on either
+    side that it sees."""
 
     frequency: Tensor
     gain: Tensor
@@ -187,12 +206,15 @@ class _Block:
         ]
 
     def __call__(self, a: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the ends there."""
+        """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the
+        ends there."""
         steps = (a.shape[1] - 2 * _UP_REACH) * self._rate
         following = self._first.input(a, steps)
         x = a.new_empty(len(a), steps, following.shape[2])
         after, taps = (following, self._first.lead, *self._snake), 2 * _UP_REACH + 1
-        _ops.codec_active_conv(a, 2 * _UP_REACH, self._weight, self._bias, taps, 1, None, x, *after, ends=ends)
+        _ops.codec_active_conv(
+            a, 2 * _UP_REACH, self._weight, self._bias, taps, 1, None, x, *after, ends=ends
+        )
         ends = ends * self._rate
         for unit, reach, reader in self._units:
             a, following = following, reader.input(a, steps)
@@ -217,12 +239,18 @@ class _Weights:
     def of(cls, unit: ResidualUnit, dtype: torch.dtype) -> _Weights:
         parts: Any = unit.block
         _, wide, snake, narrow = parts
-        weights = wide.weight.to(dtype), wide.bias.float(), narrow.weight[:, :, 0].to(dtype), narrow.bias.float()
+        weights = (
+            wide.weight.to(dtype),
+            wide.bias.float(),
+            narrow.weight[:, :, 0].to(dtype),
+            narrow.bias.float(),
+        )
         return cls(*weights, wide.dilation[0], _Reader.of(snake, 0))
 
 
 def _margined(like: Tensor, steps: int, channels: int, margin: int, dtype: torch.dtype) -> Tensor:
-    """[batch, margin + steps + margin, channels] on the device of `like`, whose margins are zero and whose steps hold anything."""
+    """[batch, margin + steps + margin, channels] on the device of `like`, whose margins are zero and whose
+    steps hold anything."""
     made = like.new_empty(len(like), steps + 2 * margin, channels, dtype=dtype)
     made[:, :margin], made[:, margin + steps :] = 0, 0
     return made

@@ -1,4 +1,5 @@
-"""Audio input: log-mel frames through the Qwen3-Omni audio tower and the adaptor, to rows of the backbone's width."""
+"""Audio input: log-mel frames through the Qwen3-Omni audio tower and the adaptor, to rows of the
+backbone's width."""
 
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ _MIN_SAMPLES = 400
 
 
 class AudioEncoder:
-    """The tower with its adaptor. Recordings are encoded one at a time, each alone: its features depend on nothing else."""
+    """The tower with its adaptor. Recordings are encoded one at a time, each alone: its features depend on
+    nothing else."""
 
-    def __init__(self, tower: nn.Module, adaptor: nn.Linear, n_window: int, window_infer: int, normalise: bool) -> None:
+    def __init__(
+        self, tower: nn.Module, adaptor: nn.Linear, n_window: int, window_infer: int, normalise: bool
+    ) -> None:
         self.tower = tower
         self.adaptor = adaptor
         self.n_window = n_window
         self.window_infer = window_infer
         #: Zero mean and unit variance before the mel, as in training; the published servers do not.
         self.normalise = normalise
-        self._mel = WhisperFeatureExtractor(feature_size=128, sampling_rate=SAMPLE_RATE, hop_length=_HOP, chunk_length=TOWER_SECONDS)
+        self._mel = WhisperFeatureExtractor(
+            feature_size=128, sampling_rate=SAMPLE_RATE, hop_length=_HOP, chunk_length=TOWER_SECONDS
+        )
         self._lock = threading.Lock()
 
     @property
@@ -49,7 +55,12 @@ class AudioEncoder:
         """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
         padded = np.pad(samples, (0, -len(samples) % _HOP))
         made = self._mel(
-            padded, sampling_rate=SAMPLE_RATE, padding="longest", truncation=False, do_normalize=self.normalise, return_tensors="pt"
+            padded,
+            sampling_rate=SAMPLE_RATE,
+            padding="longest",
+            truncation=False,
+            do_normalize=self.normalise,
+            return_tensors="pt",
         )
         return made["input_features"][0]
 
@@ -57,15 +68,18 @@ class AudioEncoder:
     def encode(self, samples: NDArray[np.float32]) -> Tensor:
         """Samples [n] at 16 kHz -> features [count, hidden] on the host.
 
-        Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more than the tower takes.
+        Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more
+        than the tower takes.
         """
         check_length(len(samples))
         mel = self.mel(samples).to(self.device)
         frames = mel.shape[1]
-        # The library counts the features of chunks of n_window 50 only, so it is told which rows are real (only the last chunk of a
-        # recording can have others) and where attention ends.
+        # The library counts the features of chunks of n_window 50 only, so it is told which rows are real
+        # (only the last chunk of a recording can have others) and where attention ends.
         valid = torch.arange(feature_count(frames, self.n_window), device=self.device)
-        ends = torch.tensor(window_ends(frames, self.n_window, self.window_infer), dtype=torch.int32, device=self.device)
+        ends = torch.tensor(
+            window_ends(frames, self.n_window, self.window_infer), dtype=torch.int32, device=self.device
+        )
         lengths = torch.tensor([frames], device=self.device)
         with self._lock:
             heard: Any = self.tower(mel, feature_lens=lengths, valid_indices=valid, cu_seqlens=ends)
@@ -76,20 +90,26 @@ class AudioEncoder:
 def check_length(samples: int) -> None:
     """Raises `InputError` for a recording that the tower was not made for. It is refused whole, never cut."""
     if samples < _MIN_SAMPLES:
-        raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"The audio has {samples} samples at 16 kHz.", "Give at least 25 ms of audio.")
+        raise InputError(
+            ErrorCode.INPUT_AUDIO_UNREADABLE,
+            f"The audio has {samples} samples at 16 kHz.",
+            "Give at least 25 ms of audio.",
+        )
     if samples > TOWER_SECONDS * SAMPLE_RATE:
         message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; this model hears at most {TOWER_SECONDS} s at once."
         raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it into several audio messages.")
 
 
 def feature_count(frames: int, n_window: int) -> int:
-    """Features of so many mel frames: chunks of 2 * n_window frames, each halved three times (rounding up)."""
+    """Features of so many mel frames: chunks of 2 * n_window frames, each halved three times (rounding
+    up)."""
     whole, rest = divmod(frames, 2 * n_window)
     return whole * _halved(2 * n_window) + _halved(rest)
 
 
 def window_ends(frames: int, n_window: int, window_infer: int) -> list[int]:
-    """Where the windows of the attention end, from 0 on: each has the features of window_infer // (2 * n_window) whole chunks."""
+    """Where the windows of the attention end, from 0 on: each has the features of window_infer // (2 *
+    n_window) whole chunks."""
     count = feature_count(frames, n_window)
     width = _halved(2 * n_window) * (window_infer // (2 * n_window))
     return [*range(0, count, width), count]
@@ -110,7 +130,8 @@ def load_tower(
     window_infer: int | None,
     normalise: bool,
 ) -> AudioEncoder:
-    """The tower of a checkpoint; `n_window` and `window_infer` go before those of config.json, which public sources disagree on.
+    """The tower of a checkpoint; `n_window` and `window_infer` go before those of config.json, which
+    public sources disagree on.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
     """
@@ -119,12 +140,16 @@ def load_tower(
     try:
         sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
         with torch.device("meta"):
-            tower = Qwen3OmniMoeAudioEncoder._from_config(sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa")
+            tower = Qwen3OmniMoeAudioEncoder._from_config(
+                sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa"
+            )
             adaptor = nn.Linear(config.tower_width, config.backbone.hidden)
         if sizes.n_window_infer < 2 * sizes.n_window:
             raise ValueError("n_window_infer is less than one chunk of 2 * n_window frames")
     except (TypeError, ValueError) as error:
-        raise bad_checkpoint(f"{config.folder / 'config.json'}: audio_config is not a tower's: {error}.") from error
+        raise bad_checkpoint(
+            f"{config.folder / 'config.json'}: audio_config is not a tower's: {error}."
+        ) from error
     fill_module(tower, checkpoint, TOWER, device, dtype)
     fill_module(adaptor, checkpoint, ADAPTOR, device, dtype)
     # A table that is computed, not stored.

@@ -1,4 +1,5 @@
-"""Xcodec's decoder: codes of eight streams to a waveform. Built from `transformers`; encoders and HuBERT are never loaded."""
+"""Xcodec's decoder: codes of eight streams to a waveform. Built from `transformers`; encoders and HuBERT
+are never loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Xcodec(nn.Module):
 
     def __init__(self, config: Any, streams: int) -> None:
         super().__init__()
-        self.codebooks = nn.ParameterList(torch.zeros(config.codebook_size, config.codebook_dim) for _ in range(streams))
+        self.codebooks = nn.ParameterList(
+            torch.zeros(config.codebook_size, config.codebook_dim) for _ in range(streams)
+        )
         self.fc2 = nn.Linear(config.hidden_size, config.acoustic_model_config.hidden_size)
         self.acoustic_decoder = DacDecoder(config.acoustic_model_config)
         XcodecModel._adjust_dac_decoder(self.acoustic_decoder)
@@ -50,7 +53,8 @@ class Xcodec(nn.Module):
     def forward(self, codes: Tensor, lengths: Tensor | None = None) -> Tensor:
         """int64 [batch, frames, streams] -> samples [batch, frames * samples_per_frame].
 
-        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros behind them.
+        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros behind
+        them.
         """
         streams = torch.arange(len(self.codebooks), device=codes.device)
         frames = self.fc2(torch.stack(tuple(self.codebooks))[streams, codes].sum(-2)).transpose(1, 2)
@@ -58,21 +62,26 @@ class Xcodec(nn.Module):
         return self.acoustic_decoder(self._silence(None, (), frames)).squeeze(1)
 
     def _silence(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        """Zeros behind the end of each row [batch, channels, time]: a convolution pads a row that is alone with just these."""
+        """Zeros behind the end of each row [batch, channels, time]: a convolution pads a row that is alone
+        with just these."""
         if self._lengths is None:
             return output
         ends = (self._lengths * output.shape[-1]).round()
         return output * (torch.arange(output.shape[-1], device=output.device) < ends[:, None])[:, None]
 
 
-def load_codec(checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.device, dtype: torch.dtype) -> Xcodec:
+def load_codec(
+    checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.device, dtype: torch.dtype
+) -> Xcodec:
     """The decoder with the checkpoint's own copy of its weights, so that nothing is downloaded.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor.
     """
     sizes = _sizes(config.folder, config.xcodec)
     if sizes.codebook_size != config.codes:
-        raise bad_checkpoint(f"The codec has {sizes.codebook_size} codes, but config.json speaks of {config.codes}.")
+        raise bad_checkpoint(
+            f"The codec has {sizes.codebook_size} codes, but config.json speaks of {config.codes}."
+        )
     with torch.device("meta"):
         codec = Xcodec(sizes, config.streams)
     published = {r"^codebooks\.(\d+)$": r"quantizer.quantizers.\1.codebook.embed"}
@@ -81,7 +90,8 @@ def load_codec(checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.dev
 
 
 def _sizes(folder: Path, tag: str) -> Any:
-    """The codec's config: of the folder that the checkpoint brings, or else the published one's, which is the library's default."""
+    """The codec's config: of the folder that the checkpoint brings, or else the published one's, which is
+    the library's default."""
     place = folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()

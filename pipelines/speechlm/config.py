@@ -46,7 +46,8 @@ class SpeechLmConfig:
     #: Text ids are `text_start` <= id < `text_end`.
     text_start: Annotated[Size, "text_token_offset"]
     text_end: Annotated[Size, "text_token_end"]
-    #: `text_config` and `audio_config` as they stand: what `transformers` builds the decoder and the tower from.
+    #: `text_config` and `audio_config` as they stand: what `transformers` builds the decoder and the tower
+    #: from.
     text: Annotated[dict[str, Any], "text_config"]
     tower: Annotated[dict[str, Any], "audio_config"]
     tower_width: Annotated[Size, "adaptor_input_dim"]
@@ -83,7 +84,9 @@ class SpeechLmConfig:
         if max(specials.values()) >= config.text_start:
             raise keys.error("text_token_offset", "must lie above the control tokens")
         if not config.text_start < config.text_end <= config.codec_base:
-            raise keys.error("text_token_end", "must lie above text_token_offset and not above codec_base_offset")
+            raise keys.error(
+                "text_token_end", "must lie above text_token_offset and not above codec_base_offset"
+            )
         if config.codec_end > backbone.vocab:
             room = f"leaves no room for {config.streams} streams of {config.layer_size} ids in the vocabulary"
             raise keys.error("codec_base_offset", room)
@@ -93,7 +96,8 @@ class SpeechLmConfig:
 
 
 def own_keys(section: dict[str, Any]) -> dict[str, Any]:
-    """A section as a config class of `transformers` takes it, without the names by which a checkpoint chooses the class."""
+    """A section as a config class of `transformers` takes it, without the names by which a checkpoint
+    chooses the class."""
     return {key: value for key, value in section.items() if key not in ("model_type", "architectures")}
 
 

@@ -1,6 +1,8 @@
-"""The backbone on vLLM: what it reads of a dialogue, what is asked of it for each part of a request, and what it writes.
+"""The backbone on vLLM: what it reads of a dialogue, what is asked of it for each part of a request, and
+what it writes.
 
-A prompt is that of the checkpoint's serving template: `[bos]`, then for each message role, modality, content, `[eos]`.
+A prompt is that of the checkpoint's serving template: `[bos]`, then for each message role, modality,
+content, `[eos]`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pipelines.vllm_engine.pairs import pair_extra
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Ids of a prompt. Audio is its marker and one more of it for each feature; `features` are where those go."""
+    """Ids of a prompt. Audio is its marker and one more of it for each feature; `features` are where those
+    go."""
 
     ids: list[int]
     #: (first position, features) of each recording, in order.
@@ -55,7 +58,9 @@ class TextCoder:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if any(not self._start <= token < self._end for token in ids):
             message = "The text holds something that this model's tokenizer turns into control tokens."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove control characters and markup from the text.")
+            raise InputError(
+                ErrorCode.INPUT_UNSUPPORTED, message, "Remove control characters and markup from the text."
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,14 +69,18 @@ class TextCoder:
 
 
 def chosen_messages(messages: Sequence[Message], mode: Mode) -> list[Message]:
-    """The messages that a prompt is made of: for audio generation the assistant's are what is asked for, and skipped."""
+    """The messages that a prompt is made of: for audio generation the assistant's are what is asked for,
+    and skipped."""
     return [one for one in messages if not (mode == "text_audio" and one.role == "assistant")]
 
 
-def build_prompt(config: SpeechLmConfig, coder: TextCoder, messages: Sequence[Message], feature_counts: Sequence[int]) -> Prompt:
+def build_prompt(
+    config: SpeechLmConfig, coder: TextCoder, messages: Sequence[Message], feature_counts: Sequence[int]
+) -> Prompt:
     """The prompt of these messages, up to the assistant's turn.
 
-    `feature_counts` are the lengths of the audio messages, in order. Source: the checkpoint's chat_template.jinja.
+    `feature_counts` are the lengths of the audio messages, in order. Source: the checkpoint's
+    chat_template.jinja.
     """
     special = config.specials
     roles = {"system": special.system, "user": special.user, "assistant": special.assistant}
@@ -104,7 +113,8 @@ class Phase(IntEnum):
 
 
 def phase_after(start: Phase, written: Sequence[int], special: Specials) -> tuple[Phase, int]:
-    """The phase of a request that began in `start` and wrote these stream-0 ids, and how many of them came before its audio."""
+    """The phase of a request that began in `start` and wrote these stream-0 ids, and how many of them came
+    before its audio."""
     if start is Phase.AUDIO or not written:
         return start, 0
     if special.audio in written:
@@ -114,7 +124,8 @@ def phase_after(start: Phase, written: Sequence[int], special: Specials) -> tupl
 
 
 def next_phase(phase: Tensor, token: Tensor, eot: int) -> Tensor:
-    """The phases after these tokens, int64 [n]. A text that may not go on ends with its eot, so nobody asks what comes then."""
+    """The phases after these tokens, int64 [n]. A text that may not go on ends with its eot, so nobody
+    asks what comes then."""
     text = (phase == Phase.TEXT_MARK) | (phase == Phase.TEXT)
     after_text = (token == eot).long() + Phase.TEXT
     return after_text.where(text, (phase + 1).clamp(max=int(Phase.AUDIO)))
@@ -189,13 +200,20 @@ class Script:
         # Text has nothing beside its tokens: the guided audio that follows it, and others, may share its KV.
         extra = self._extra(Phase.TEXT_MARK, private=goes_on)
         return TokenRequest(
-            self.request_id, self.prompt_ids, self._sampling(self.max_tokens, stops), extra, codes=goes_on, cache_salt=self.salt
+            self.request_id,
+            self.prompt_ids,
+            self._sampling(self.max_tokens, stops),
+            extra,
+            codes=goes_on,
+            cache_salt=self.salt,
         )
 
     def audio_pair(self, config: SpeechLmConfig, written: Sequence[int], pair: str) -> TokenRequest:
-        """The guided audio after the text `written`, which ended with eot; `pair` is a name that no other pair has.
+        """The guided audio after the text `written`, which ended with eot; `pair` is a name that no other
+        pair has.
 
-        The null branch sees zeros up to the marker of audio, and the same audio. Its prompt begins like that of every other null branch.
+        The null branch sees zeros up to the marker of audio, and the same audio. Its prompt begins like
+        that of every other null branch.
         """
         special = config.specials
         prompt = [*self.prompt_ids, *written, special.assistant, special.audio]
@@ -203,7 +221,9 @@ class Script:
         # A broken pair ends with the pad.
         sampling = self._sampling(self.max_tokens - len(written) - 2, (special.eos, special.pad))
         main = {**self._extra(Phase.AUDIO, private=True), **pair_extra(pair, "main", self.cfg)}
-        other = {key: value for key, value in main.items() if key != "features"} | pair_extra(pair, "null", self.cfg)
+        other = {key: value for key, value in main.items() if key != "features"} | pair_extra(
+            pair, "null", self.cfg
+        )
         shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
         return TokenRequest(self.request_id, prompt, sampling, main, cache_salt=self.salt, shadow=shadow)
 
@@ -221,7 +241,9 @@ class Script:
             PRIVATE: private,
         }
         if self.features:
-            extra["features"] = [(position, rows.float().numpy().tobytes()) for position, rows in self.features]
+            extra["features"] = [
+                (position, rows.float().numpy().tobytes()) for position, rows in self.features
+            ]
         return extra
 
 
@@ -232,7 +254,8 @@ End = Literal["eos", "eot", "length"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """Stream-0 ids with the forced ones and the end, as published models write them, and the rows of audio."""
+    """Stream-0 ids with the forced ones and the end, as published models write them, and the rows of
+    audio."""
 
     ids: list[int]
     text_ids: list[int]
@@ -241,8 +264,11 @@ class ModelOutput:
     end: End
 
 
-def read_output(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool) -> ModelOutput:
-    """Reads the ids of a request; `codes` [len(ids), streams] where it may have audio; `finished` unless max_tokens ended it."""
+def read_output(
+    config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool
+) -> ModelOutput:
+    """Reads the ids of a request; `codes` [len(ids), streams] where it may have audio; `finished` unless
+    max_tokens ended it."""
     special = config.specials
     ids = list(ids)
     begin = ids.index(special.audio) + 1 if special.audio in ids else None
@@ -250,7 +276,9 @@ def read_output(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.in
     text_ids = [one for one in written if config.text_start <= one < config.text_end]
     if begin is None or codes is None:
         last = ids[-1] if ids and finished else None
-        return ModelOutput(ids, text_ids, None, "eos" if last == special.eos else "eot" if last == special.eot else "length")
+        return ModelOutput(
+            ids, text_ids, None, "eos" if last == special.eos else "eot" if last == special.eot else "length"
+        )
     rows = codes[begin:].copy()
     end: End = "length"
     if finished and len(rows) and rows[-1, 0] == special.eos:
@@ -265,7 +293,8 @@ def read_output(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.in
 
 
 def interleave(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Codes [frames, streams] in 0.. -> rows [frames + streams - 1, streams]; 0 is the pad, code c is 1 + c."""
+    """Codes [frames, streams] in 0.. -> rows [frames + streams - 1, streams]; 0 is the pad, code c is 1 +
+    c."""
     frames, streams = codes.shape
     rows = np.zeros((frames + streams - 1 if frames else 0, streams), np.int64)
     for stream in range(streams):
@@ -274,7 +303,8 @@ def interleave(codes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows [n, streams] as in `interleave` -> codes [max(n - streams + 1, 0), streams]; a pad becomes code 0."""
+    """Rows [n, streams] as in `interleave` -> codes [max(n - streams + 1, 0), streams]; a pad becomes code
+    0."""
     streams = rows.shape[1]
     frames = max(len(rows) - streams + 1, 0)
     codes = np.stack([rows[stream : stream + frames, stream] for stream in range(streams)], axis=1)

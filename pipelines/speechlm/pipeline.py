@@ -20,11 +20,27 @@ from pipelines.results import SpeechPipeline
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
-from pipelines.speechlm.lm import Prompt, Script, StreamSampling, TextCoder, build_prompt, chosen_messages, model_spec
+from pipelines.speechlm.lm import (
+    Prompt,
+    Script,
+    StreamSampling,
+    TextCoder,
+    build_prompt,
+    chosen_messages,
+    model_spec,
+)
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmStreamer, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenRequest
-from pipelines.validation import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
+from pipelines.validation import (
+    bounded,
+    bounded_top_k,
+    check_room,
+    check_seed,
+    either,
+    frames_within,
+    speech_task,
+)
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
@@ -39,10 +55,12 @@ _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
 class SpeechLmOptions(TokenModelOptions):
     """How a checkpoint is opened; None means the best for the device, or what its config.json says."""
 
-    #: Mel frames of half a chunk of the audio tower, and of its attention's window; public sources disagree on them.
+    #: Mel frames of half a chunk of the audio tower, and of its attention's window; public sources disagree
+    #: on them.
     n_window: int | None = None
     window_infer: int | None = None
-    #: Zero mean and unit variance of recordings before the tower, as in training; the published servers do not.
+    #: Zero mean and unit variance of recordings before the tower, as in training; the published servers do
+    #: not.
     normalise_audio: bool = False
     #: Rows of audio (50 a second) before which it may not end.
     min_rows: int = 0
@@ -53,8 +71,8 @@ class SpeechLmOptions(TokenModelOptions):
 def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     """Loads a checkpoint folder.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that the
-    model cannot run with.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
+    is unknown or that the model cannot run with.
     """
     chosen = read_options(SpeechLmOptions, options)
     load_vllm(chosen.cpu_kv_gib)
@@ -68,7 +86,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         codec = load_codec(checkpoint, config, device, codec_dtype)
         windows = chosen.n_window, chosen.window_infer
         encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
+    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
+    # start.
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
@@ -76,7 +95,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
-    A result of mode `text_only` has no samples. A stream gives the text while it is written, and the audio whole behind it.
+    A result of mode `text_only` has no samples. A stream gives the text while it is written, and the audio
+    whole behind it.
     """
 
     def __init__(
@@ -103,12 +123,17 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         super().__init__(host, stage, SpeechLmUtterance, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
-        """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""
+        """The engine's first request and what delivery must know. Raises `InputError` for what this model
+        cannot do."""
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities)
         check_seed(request.seed)
         if either(generation.repetition_penalty, 1.0) != 1.0:
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model has no repetition penalty.", "Remove `repetition_penalty`.")
+            raise InputError(
+                ErrorCode.INPUT_UNSUPPORTED,
+                "This model has no repetition penalty.",
+                "Remove `repetition_penalty`.",
+            )
         mode = generation.mode or CAPABILITIES.modes[0]
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
@@ -121,7 +146,15 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, *parts)
         return script.first_request(self.config), info
 
-    def _script(self, request: SynthesisRequest, mode: Mode, prompt: Prompt, features: list[Tensor], salt: str | None, room: int) -> Script:
+    def _script(
+        self,
+        request: SynthesisRequest,
+        mode: Mode,
+        prompt: Prompt,
+        features: list[Tensor],
+        salt: str | None,
+        room: int,
+    ) -> Script:
         asked, config = request.generation, self.config
         top_p = either(asked.top_p, 1.0)
         temperatures = (
@@ -133,9 +166,13 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
             prompt.ids,
             min(either(asked.max_tokens, _STEPS[mode]), room),
             request.seed,
-            StreamSampling(bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p),
             StreamSampling(
-                bounded(temperatures[1]), bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))), top_p
+                bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p
+            ),
+            StreamSampling(
+                bounded(temperatures[1]),
+                bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))),
+                top_p,
             ),
             with_audio=mode == "text_audio",
             cfg=bounded(either(asked.cfg, 1.0)),
@@ -153,7 +190,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         return frames_within(generation.max_seconds, self._frames_per_second, most) + self.config.delay
 
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:
-        """Features of every recording, in order, and a name for their content. Raises `InputError` for audio that is not heard."""
+        """Features of every recording, in order, and a name for their content. Raises `InputError` for
+        audio that is not heard."""
         features: list[Tensor] = []
         digest = hashlib.sha256()
         for message in messages:
@@ -161,8 +199,16 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
                 continue
             if message.role != "user" or not isinstance(message.content, bytes):
                 text = "Audio in the prompt must be a user's, as the bytes of an encoded file."
-                raise InputError(ErrorCode.INPUT_AUDIO_MISSING, text, "Use mode text_audio to skip the assistant's messages.")
-            features.append(self._heard.get(message.content, None, lambda recording=message.content: self._hear(recording)))
+                raise InputError(
+                    ErrorCode.INPUT_AUDIO_MISSING,
+                    text,
+                    "Use mode text_audio to skip the assistant's messages.",
+                )
+            features.append(
+                self._heard.get(
+                    message.content, None, lambda recording=message.content: self._hear(recording)
+                )
+            )
             digest.update(hashlib.sha256(message.content).digest())
         return features, digest.hexdigest() if features else None
 

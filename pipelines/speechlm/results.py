@@ -66,7 +66,8 @@ class SpeechLmUtterance(Utterance[None]):
             self.failed(error)
 
     def hang_up(self) -> None:
-        """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from now on."""
+        """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from
+        now on."""
         self._end_pair()
 
     def _end_pair(self) -> None:
@@ -79,7 +80,8 @@ class SpeechLmUtterance(Utterance[None]):
         return ended and len(tokens.ids) + 2 < self._request.script.max_tokens
 
     def _forced_to_the_limit(self, tokens: Tokens) -> list[int]:
-        """What of the assistant token and the marker still counts where guided audio has no room behind them."""
+        """What of the assistant token and the marker still counts where guided audio has no room behind
+        them."""
         config, script = self._request.config, self._request.script
         if not script.guided or tokens.finish != "stop" or tokens.ids[-1] != config.specials.eot:
             return []
@@ -120,10 +122,17 @@ class SpeechLmUtterance(Utterance[None]):
             none = np.zeros(0, np.float32)
             self.done(Speech(none, info.sample_rate, info.text, text, {**info.meta, "finish": finish}))
             return
-        frames = np.zeros((0, info.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
+        frames = (
+            np.zeros((0, info.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
+        )
         if not len(frames):
             message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
-            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, {**info.meta, "finish": finish})
+            raise NoAudioError(
+                message,
+                "Try another seed, or a prompt that asks for audio.",
+                text,
+                {**info.meta, "finish": finish},
+            )
         info.check_end(finish, len(frames))
         self.decode(FinishedCodes(frames, finish, text_out=text))
 

@@ -1,6 +1,8 @@
-"""The backbone as a model of vLLM's: Qwen3 whose rows of one table are the streams' embeddings and heads, and a sampler of all streams.
+"""The backbone as a model of vLLM's: Qwen3 whose rows of one table are the streams' embeddings and heads,
+and a sampler of all streams.
 
-The sampler knows the phases of a request, its guidance, and draws all streams of all rows with each request's own noise.
+The sampler knows the phases of a request, its guidance, and draws all streams of all rows with each
+request's own noise.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -33,10 +35,14 @@ _CANDIDATES = 64
 
 
 class DrawSettings(DrawTensors):
-    """The settings of one sampler, a row a slot: temperature, top_p float32; top_k int64; greedy bool; each [slots]."""
+    """The settings of one sampler, a row a slot: temperature, top_p float32; top_k int64; greedy bool;
+    each [slots]."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        whole, truth = torch.zeros(slots, dtype=torch.int64, device=device), torch.ones(slots, dtype=torch.bool, device=device)
+        whole, truth = (
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            torch.ones(slots, dtype=torch.bool, device=device),
+        )
         super().__init__(torch.ones(slots, device=device), whole, torch.ones(slots, device=device), truth)
 
     def write(self, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
@@ -50,7 +56,8 @@ class DrawSettings(DrawTensors):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """How a running request is drawn: temperature, top_k, top_p. vLLM warms its kernels up with requests of its own, which say nothing."""
+    """How a running request is drawn: temperature, top_k, top_p. vLLM warms its kernels up with requests
+    of its own, which say nothing."""
 
     text: tuple[float, int, float] = (1.0, 1, 1.0)
     audio: tuple[float, int, float] = (1.0, 1, 1.0)
@@ -64,42 +71,58 @@ class _Asked:
 
 
 class SpeechLmState(FrameState):
-    """The running requests. Keys of `TokenRequest.extra` are those of `pipelines.speechlm.lm.Script`, and of a pair's halves."""
+    """The running requests. Keys of `TokenRequest.extra` are those of `pipelines.speechlm.lm.Script`, and
+    of a pair's halves."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, self._config = self.max_num_reqs, model.speechlm
         self._numbers = torch.zeros(6, slots, dtype=torch.int64, device=device)
-        #: By slot: key of the request's noise, and the position that its noise counts from; its phase; where the first row of audio stands,
-        #: rows before which audio may not end, and after which it must.
+        #: By slot: key of the request's noise, and the position that its noise counts from; its phase; where
+        #: the first row of audio stands, rows before which audio may not end, and after which it must.
         self.seeds, self.origins, self.phases, self.audio_starts, self.min_rows, self.max_rows = self._numbers
         self.text, self.audio = DrawSettings(slots, device), DrawSettings(slots, device)
         self.wide = torch.zeros(slots, dtype=torch.bool, device=device)
         special = self._config.specials
-        #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the start: a copy would wait.
+        #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the
+        #: start: a copy would wait.
         self._forced = torch.tensor((special.text, 0, special.assistant, special.audio, 0), device=device)
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
         self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
         self._asked = [_Asked()] * slots
-        #: By slot: (first position, rows [n, hidden]) of the recordings in a prompt that is not computed as far.
+        #: By slot: (first position, rows [n, hidden]) of the recordings in a prompt that is not computed as
+        #: far.
         self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
     def admit(self, request: Admitted) -> None:
         slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
-        phase, before = phase_after(Phase(extra.get("phase", Phase.TEXT)), request.written_ids, self._config.specials)
+        phase, before = phase_after(
+            Phase(extra.get("phase", Phase.TEXT)), request.written_ids, self._config.specials
+        )
         origin, rows = extra.get("noise_origin", length), (extra.get("min_rows", 0), extra.get("max_rows", 1))
-        self._numbers[:, slot] = torch.tensor((request.sampling.seed or 0, origin, phase, length + before, *rows), device=self.device)
+        self._numbers[:, slot] = torch.tensor(
+            (request.sampling.seed or 0, origin, phase, length + before, *rows), device=self.device
+        )
         given = {name: tuple(extra[name]) for name in ("text", "audio") if name in extra}
         self._asked[slot] = asked = _Asked(**given, half=half_of(extra))
         self.wide[slot] = asked.wide
         for settings, (temperature, top_k, top_p) in ((self.text, asked.text), (self.audio, asked.audio)):
-            settings.write(*(torch.tensor([value], device=self.device) for value in (slot, float(temperature), int(top_k), float(top_p))))
+            settings.write(
+                *(
+                    torch.tensor([value], device=self.device)
+                    for value in (slot, float(temperature), int(top_k), float(top_p))
+                )
+            )
         self._features.pop(slot, None)
         if "features" in extra:
             self._features[slot] = [(position, self._rows_of(data)) for position, data in extra["features"]]
 
     def _rows_of(self, data: bytes) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, self.inputs_embeds_size).to(self.device, self.dtype)
+        return (
+            torch.frombuffer(bytearray(data), dtype=torch.float32)
+            .view(-1, self.inputs_embeds_size)
+            .to(self.device, self.dtype)
+        )
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self.model.embed_frames(ids, codes.long())
@@ -114,7 +137,9 @@ class SpeechLmState(FrameState):
                 for position, rows in features:
                     low, high = max(position, first), min(position + len(rows), first + end - begin)
                     if low < high:
-                        inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[low - position : high - position]
+                        inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[
+                            low - position : high - position
+                        ]
                 if all(position + len(rows) <= first for position, rows in features):
                     del self._features[slot]
         return inputs
@@ -122,7 +147,9 @@ class SpeechLmState(FrameState):
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
         """See `FrameState.draw`."""
         # Random words of the request's seed, its place in its own output, and the stream alone.
-        noise = frame_noise(self.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams)
+        noise = frame_noise(
+            self.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams
+        )
         phase = self.phases[step.slots]
         asked = [self._asked[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
@@ -141,7 +168,8 @@ class SpeechLmState(FrameState):
         return token, codes
 
     def _merge(self, rows: Tensor, pairs: Matched) -> tuple[Tensor, Tensor] | None:
-        """Guides the float32 logits of main rows in place; returns the rows of both halves, where there are any."""
+        """Guides the float32 logits of main rows in place; returns the rows of both halves, where there
+        are any."""
         if not pairs.mains:
             return None
         mains, nulls, scales = (to_device(part, self.device) for part in pairs.tensors())
@@ -155,21 +183,36 @@ class SpeechLmState(FrameState):
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.rows(step.slots))
+        temperature, top_k, top_p, greedy = (
+            one.repeat_interleave(streams) for one in self.audio.rows(step.slots)
+        )
         flags = DrawFlags.of([one.audio for one in asked])
         flat = logits.view(count * streams, layer + 2)
         most = min(flags.max_top_k, layer + 2)
-        drawn = sample(flat, noise.reshape(-1), temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
-        # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody has.
+        drawn = sample(
+            flat,
+            noise.reshape(-1),
+            temperature,
+            top_k,
+            top_p,
+            greedy,
+            most,
+            flags.any_top_p,
+            flags.all_greedy,
+        )
+        # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody
+        # has.
         drawn = drawn.view(count, streams)
         return torch.cat((drawn[:, :1], drawn[:, 1:].clamp(max=layer - 1)), 1)
 
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, asked: list[_Asked]) -> Tensor:
-        """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""
+        """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the
+        vocabulary is wide."""
         start, end = self._config.text_start, self._config.text_end
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
         flags = DrawFlags.of([one.text for one in asked])
-        # Always as many, whatever the other rows ask for: the order and the width of the candidates are part of a draw.
+        # Always as many, whatever the other rows ask for: the order and the width of the candidates are part
+        # of a draw.
         likeliest, places = span.topk(min(_CANDIDATES, span.shape[1]), dim=-1)
         token = self._drawn(likeliest, places + start, ends, step, noise, flags)
         if any(one.wide for one in asked):
@@ -177,19 +220,26 @@ class SpeechLmState(FrameState):
             token = torch.where(self.wide[step.slots], whole, token)
         return token
 
-    def _drawn(self, logits: Tensor, ids: Tensor, ends: Tensor, step: FrameStep, noise: Tensor, flags: DrawFlags) -> Tensor:
+    def _drawn(
+        self, logits: Tensor, ids: Tensor, ends: Tensor, step: FrameStep, noise: Tensor, flags: DrawFlags
+    ) -> Tensor:
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
         top_k = min(flags.max_top_k, candidates.shape[1])
-        place = sample(candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
+        place = sample(
+            candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy
+        )
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw, `full` rows at their limit."""
+        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw,
+        `full` rows at their limit."""
         eos, layer = self._config.specials.eos, self._config.layer_size
         ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base)
-        token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, self._forced[phase]))
+        token = torch.where(
+            phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, self._forced[phase])
+        )
         codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * ((phase == Phase.AUDIO) & ended)
@@ -204,10 +254,12 @@ class SpeechLmState(FrameState):
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
-    """The decoder. Codes beside the token are those of streams 1 and on, each 1 + its place in the stream's ids; 0 is none.
+    """The decoder. Codes beside the token are those of streams 1 and on, each 1 + its place in the
+    stream's ids; 0 is none.
 
-    The codec's rows of embedding and head are copied out, so that a step gathers and multiplies 8,202 rows instead of eight times
-    160,392, every rank of a tensor-parallel group has them whole, and logits of audio are float32 whatever the weights are.
+    The codec's rows of embedding and head are copied out, so that a step gathers and multiplies 8,202 rows
+    instead of eight times 160,392, every rank of a tensor-parallel group has them whole, and logits of
+    audio are float32 whatever the weights are.
     """
 
     state_class = SpeechLmState
@@ -220,7 +272,8 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         dtype = vllm_config.model_config.dtype
         #: [1 + width * layer, hidden]: row 0 is the code that is none and adds nothing.
         self.frame_embedding = _held(torch.zeros(1 + rows - self.speechlm.layer_size, hidden, dtype=dtype))
-        #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream 0.
+        #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream
+        #: 0.
         self.frame_head = _held(torch.zeros(rows + 2, hidden, dtype=torch.float32))
         self.frame_bias = _held(torch.zeros(rows + 2, dtype=torch.float32))
 
@@ -228,10 +281,13 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         """Sum of the embeddings of a token [n] and of its codes [n, width]: [n, hidden]."""
         offsets = torch.arange(self.width, device=codes.device) * self.speechlm.layer_size
         places = torch.where(codes > 0, codes + offsets, 0)
-        return self.embed_input_ids(ids) + functional.embedding_bag(places, self.frame_embedding, mode="sum", padding_idx=0)
+        return self.embed_input_ids(ids) + functional.embedding_bag(
+            places, self.frame_embedding, mode="sum", padding_idx=0
+        )
 
     def frame_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, streams * layer + 2] from hidden states [n, hidden]: lm_head(h + stream_emb[s]) in the rows of stream s."""
+        """float32 [n, streams * layer + 2] from hidden states [n, hidden]: lm_head(h + stream_emb[s]) in
+        the rows of stream s."""
         return functional.linear(hidden.float(), self.frame_head, self.frame_bias)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -241,7 +297,9 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         self._copy_rows(held)
         return loaded | {"frame_embedding", "frame_head", "frame_bias"}
 
-    def _decoder(self, weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _decoder(
+        self, weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             if name in (EMBEDDING, HEAD, STREAMS):
                 held[name] = tensor

@@ -34,9 +34,11 @@ from pipelines.vllm_engine.library import (
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
-#: The default of vLLM's asynchronous engine on a GPU is a quarter of this: a burst of requests would enter in four times as many steps.
+#: The default of vLLM's asynchronous engine on a GPU is a quarter of this: a burst of requests would enter in
+#: four times as many steps.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
-#: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched from Python.
+#: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched
+#: from Python.
 _GRAPHED_SEQUENCES = 512
 #: The sizes that it captures end in multiples of this.
 _GRAPH_STEP = 16
@@ -44,7 +46,8 @@ _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for what the model cannot run with."""
+    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for what the model
+    cannot run with."""
     cpu, frames = on_cpu(), bool(spec.model)
     sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     memory_share, context = spec.chosen(options)
@@ -66,7 +69,8 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     if cpu:
         arguments["disable_custom_all_reduce"] = True
         if not frames:
-            # No step's budget may cut a prompt off: one with a seed ends the V1 runner, which then turns back a generator as only CUDA can.
+            # No step's budget may cut a prompt off: one with a seed ends the V1 runner, which then turns back
+            # a generator as only CUDA can.
             arguments["enable_chunked_prefill"] = False
     elif sequences > _GRAPHED_SEQUENCES:
         arguments["max_cudagraph_capture_size"] = -(-sequences // _GRAPH_STEP) * _GRAPH_STEP
@@ -75,7 +79,10 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     if spec.codes_per_step > 1:
         arguments["max_logprobs"] = spec.codes_per_step
     if frames:
-        arguments |= {"config_format": CONFIG_FORMAT, "hf_overrides": {**spec.config, "architectures": [architecture(spec.model)]}}
+        arguments |= {
+            "config_format": CONFIG_FORMAT,
+            "hf_overrides": {**spec.config, "architectures": [architecture(spec.model)]},
+        }
         if not cpu:
             # vLLM 0.26 takes it for some architectures only when it is asked to.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -97,22 +104,31 @@ def _scheduler(pairs: bool, asynchronous: bool) -> str:
 
 
 def _step_tokens(frames: bool, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
-    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a prompt where none may be cut."""
-    # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one beside all that runs.
-    tokens = options.step_tokens or (max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences))
+    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a
+    prompt where none may be cut."""
+    # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one
+    # beside all that runs.
+    tokens = options.step_tokens or (
+        max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences)
+    )
     least = max(sequences, context) if cpu and not frames else sequences
     if tokens < least:
         message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context."
+        )
     return tokens
 
 
 def _check_runner(arguments: dict[str, Any]) -> None:
-    """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only say in its log."""
+    """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could
+    only say in its log."""
     try:
         refuse(AsyncEngineArgs(**arguments).create_engine_config())
     except ValueError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", FRAMES_ADVICE) from error
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", FRAMES_ADVICE
+        ) from error
 
 
 def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
@@ -137,8 +153,11 @@ def kv_sizes(llm: AsyncLLM | None) -> tuple[int, int]:
     return cache.num_gpu_blocks or 0, cache.block_size or 0
 
 
-def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool, extra: Mapping[str, Any] | None = None) -> SamplingParams:
-    """How vLLM draws a sequence; `extra`: what samplers and schedulers of ours read, None: the request's own."""
+def sampling_params(
+    request: TokenRequest, codes_per_step: int, streamed: bool, extra: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """How vLLM draws a sequence; `extra`: what samplers and schedulers of ours read, None: the request's
+    own."""
     asked = request.sampling
     told = dict(request.extra if extra is None else extra)
     with_codes = codes_per_step > 1 and request.codes
@@ -161,11 +180,13 @@ def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool, 
 
 
 def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
-    """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None where none were asked for."""
+    """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None
+    where none were asked for."""
     if codes_per_step == 1 or logprobs is None:
         return None
     rows: Sequence[Sequence[int]] = [
-        logprobs.token_ids[start:end][:codes_per_step] for start, end in zip(logprobs.start_indices, logprobs.end_indices)
+        logprobs.token_ids[start:end][:codes_per_step]
+        for start, end in zip(logprobs.start_indices, logprobs.end_indices)
     ]
     return np.array(rows, dtype=np.int64).reshape(steps, codes_per_step) % CODE_SPAN
 

@@ -14,16 +14,23 @@ from pipelines.request import EngineState
 
 log = logging.getLogger(__name__)
 
-#: Engine cores that may die one after the other, with no sequence finished in between, before no further one is started.
+#: Engine cores that may die one after the other, with no sequence finished in between, before no further one
+#: is started.
 MAX_DEATHS = 3
 #: Between looks at the engine core.
 _LOOK_SECONDS = 0.25
 
 
 class CoreSupervisor:
-    """Keeps one engine core alive. Its methods run on the host's loop; `state`, `llm` and `failure` may be read from any thread."""
+    """Keeps one engine core alive. Its methods run on the host's loop; `state`, `llm` and `failure` may be
+    read from any thread."""
 
-    def __init__(self, start: Callable[[], Any], changed: threading.Condition, outlive_users: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Any],
+        changed: threading.Condition,
+        outlive_users: Callable[[], Awaitable[None]],
+    ) -> None:
         """`start` makes vLLM's `AsyncLLM`. `changed` is notified of a new core and of the end.
 
         `outlive_users` returns once every sequence of a dead core has failed.
@@ -60,7 +67,8 @@ class CoreSupervisor:
         self._renewed.set()
 
     async def living(self) -> Any:
-        """The engine core, or the next one where it is dead. Raises `SynthesisError` (`synth.engine`) where there will be none."""
+        """The engine core, or the next one where it is dead. Raises `SynthesisError` (`synth.engine`)
+        where there will be none."""
         while self.llm is None or self.llm.errored:
             if self.failure is not None:
                 raise self.failure
@@ -117,6 +125,8 @@ class CoreSupervisor:
                 log.exception("vLLM did not start again")
                 reason = f"it did not start again: {type(error).__name__}: {error}"
         with self._changed:
-            self.failure = SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM is given up: {reason}.", "See the log; open the model again.")
+            self.failure = SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"vLLM is given up: {reason}.", "See the log; open the model again."
+            )
             self._changed.notify_all()
         self._renewed.set()

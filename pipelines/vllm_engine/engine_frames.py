@@ -18,7 +18,8 @@ from pipelines.engine.state import PagedKV, SlotState
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A batch size: what runs its frame, its inputs (states, slots) and codes, and what holds the memory that a graph works in."""
+    """A batch size: what runs its frame, its inputs (states, slots) and codes, and what holds the memory
+    that a graph works in."""
 
     run: Callable[[], None]
     hidden: Tensor
@@ -28,7 +29,8 @@ class _Bucket:
 
 
 class EngineFrames:
-    """Frames behind a backbone that runs elsewhere: in fused kernels on CUDA, a graph a bucket; anywhere else op by op."""
+    """Frames behind a backbone that runs elsewhere: in fused kernels on CUDA, a graph a bucket; anywhere
+    else op by op."""
 
     def __init__(self, tensors: FrameTensors, state: SlotState, graphed: bool) -> None:
         """`graphed`: whether the fused kernels are replayed as graphs."""
@@ -44,7 +46,8 @@ class EngineFrames:
             self._bucket(bucket)
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The codes int64 [n, codebooks] of slots rows [n], which may be dead; hidden: [n, hidden], behind the final norm."""
+        """The codes int64 [n, codebooks] of slots rows [n], which may be dead; hidden: [n, hidden], behind
+        the final norm."""
         count = len(rows)
         if not self._buckets:
             # Settings are looked up by row: no flag says more of them.
@@ -65,7 +68,9 @@ class EngineFrames:
             tensors, device = self._tensors, self._device
             stack, dtype = tensors.backbone, tensors.head.dtype
             none = PagedKV(0, 0, stack.kv_heads, 1, stack.head_dim, dtype, device)
-            frame = FusedFrame(tensors, self._state.tensors(), none.k, none.v, bucket, plan_for(bucket, stack.hidden))
+            frame = FusedFrame(
+                tensors, self._state.tensors(), none.k, none.v, bucket, plan_for(bucket, stack.hidden)
+            )
             inputs = torch.zeros(bucket, stack.hidden, dtype=dtype, device=device)
             rows = torch.full((bucket,), self._state.dead, device=device)
             codes = torch.zeros(bucket, tensors.codebooks, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
 """Models with several codes a step, on vLLM's V2 runner: a frame of codes beside every token.
 
-A model mixes `FrameModel` in before its vLLM class and names a subclass of `FrameState`, which says how frames are embedded and
-drawn; `EngineFrameState` draws them as our own engine does. Its sequences run with `ModelSpec(model=..., codes_per_step=1 + width)`; a
-step's codes come back in `Tokens.codes`.
+A model mixes `FrameModel` in before its vLLM class and names a subclass of `FrameState`, which says how
+frames are embedded and drawn; `EngineFrameState` draws them as our own engine does. Its sequences run with
+`ModelSpec(model=..., codes_per_step=1 + width)`; a step's codes come back in `Tokens.codes`.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -28,7 +28,8 @@ from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.vllm_engine.engine_frames import EngineFrames
 from pipelines.vllm_engine.library import CODE_SPAN, refuse
 
-#: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.
+#: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet
+#: resumed.
 _KEPT = 4
 
 
@@ -48,7 +49,8 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class FrameStep:
-    """The rows of one step that have logits, one a request in the order of the batch; `_host` are the same on the host."""
+    """The rows of one step that have logits, one a request in the order of the batch; `_host` are the same
+    on the host."""
 
     #: int64 [n].
     slots: Tensor
@@ -62,7 +64,8 @@ class FrameStep:
 
 
 class FrameModel:
-    """Mixed in before a vLLM model: keeps the hidden states that the logits came from, for the codes beside the token.
+    """Mixed in before a vLLM model: keeps the hidden states that the logits came from, for the codes
+    beside the token.
 
     `width` is the number of codes beside the token; `state_class` the subclass of `FrameState`.
     """
@@ -82,20 +85,25 @@ class FrameModel:
 class FrameState(DefaultModelState):
     """What the engine's process knows of the running requests, a row a slot.
 
-    A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them ends the engine core.
+    A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them
+    ends the engine core.
     """
 
     model: Any
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
-        """Raises ValueError for what frames cannot be drawn under: speculative decoding, pipeline parallelism, rows split over ranks."""
+        """Raises ValueError for what frames cannot be drawn under: speculative decoding, pipeline
+        parallelism, rows split over ranks."""
         refuse(vllm_config)
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, width = self.max_num_reqs, model.width
-        #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there are none.
+        #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there
+        #: are none.
         self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
         # CUDA graphs read their input here.
-        self._embeds = torch.zeros(self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device)
+        self._embeds = torch.zeros(
+            self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device
+        )
         self._slots: dict[str, int] = {}
         self._starts = np.zeros(slots, dtype=np.int64)
         self._ends = np.zeros(slots, dtype=np.int64)
@@ -108,11 +116,13 @@ class FrameState(DefaultModelState):
         """
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Input embeddings [tokens, hidden] of tokens with their codes. ids, slots, positions: [tokens]; codes: int16 [tokens, width]."""
+        """Input embeddings [tokens, hidden] of tokens with their codes. ids, slots, positions: [tokens];
+        codes: int16 [tokens, width]."""
         raise NotImplementedError
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
-        """The token int64 [n] and its codes [n, width] of every row. logits: [n, vocab]; hidden: [n, hidden]."""
+        """The token int64 [n] and its codes [n, width] of every row. logits: [n, vocab]; hidden: [n,
+        hidden]."""
         raise NotImplementedError
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -129,7 +139,8 @@ class FrameState(DefaultModelState):
         self.admit(Admitted(req_index, prompt, written, sampling.extra_args or {}, sampling))
 
     def remove_request(self, req_id: str) -> None:
-        """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes back for them."""
+        """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes
+        back for them."""
         super().remove_request(req_id)
         slot = self._slots.pop(req_id, None)
         if slot is None:
@@ -151,13 +162,17 @@ class FrameState(DefaultModelState):
         lengths = (starts[1:] - starts[:-1]).long()
         slots = torch.repeat_interleave(input_batch.idx_mapping[:rows].long(), lengths, output_size=tokens)
         positions = input_batch.positions[:tokens].long()
-        self._embeds[:tokens] = self.embed(input_batch.input_ids[:tokens].long(), self.codes[slots, positions], slots, positions)
+        self._embeds[:tokens] = self.embed(
+            input_batch.input_ids[:tokens].long(), self.codes[slots, positions], slots, positions
+        )
         inputs["inputs_embeds"] = self._embeds[: input_batch.num_tokens_after_padding]
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """See vLLM's `ModelState`."""
-        return dict(super().prepare_dummy_inputs(num_reqs, num_tokens)) | {"inputs_embeds": self._embeds[:num_tokens]}
+        return dict(super().prepare_dummy_inputs(num_reqs, num_tokens)) | {
+            "inputs_embeds": self._embeds[:num_tokens]
+        }
 
     def step(self, batch: Any) -> FrameStep:
         """The rows of vLLM's `InputBatch`."""
@@ -190,7 +205,8 @@ class FrameState(DefaultModelState):
 
 
 class FrameSampler:
-    """In the place of vLLM's sampler: the state draws token and codes. What else the runner asks of a sampler, the base answers."""
+    """In the place of vLLM's sampler: the state draws token and codes. What else the runner asks of a
+    sampler, the base answers."""
 
     def __init__(self, base: Any, state: FrameState) -> None:
         self._base = base
@@ -207,8 +223,11 @@ class FrameSampler:
         ids = (torch.cat((tokens[:, None], codes), 1) + self._spans).to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
-            # The channel of the codes: the ids of "likely tokens", the sampled one first, each code in a span of its own.
-            logprobs_tensors=LogprobsTensors(ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)),
+            # The channel of the codes: the ids of "likely tokens", the sampled one first, each code in a span
+            # of its own.
+            logprobs_tensors=LogprobsTensors(
+                ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)
+            ),
             num_nans=None,
             num_sampled=step.whole.to(torch.int32),
             num_rejected=torch.zeros_like(step.whole, dtype=torch.int32),
@@ -216,7 +235,8 @@ class FrameSampler:
 
 
 class EngineFrameState(FrameState):
-    """Requests whose frames are drawn as our own engine draws them, with the noise of their seeds; vLLM runs their backbone.
+    """Requests whose frames are drawn as our own engine draws them, with the noise of their seeds; vLLM
+    runs their backbone.
 
     A subclass gives `frame_tensors`, whose backbone has no layers, and `token_ids`.
     """
@@ -225,7 +245,9 @@ class EngineFrameState(FrameState):
         super().__init__(vllm_config, model, encoder_cache, device)
         tensors, slots = self.frame_tensors(), self.max_num_reqs
         self._prompt = torch.zeros(tensors.backbone.hidden, dtype=self.dtype, device=device)
-        self.drawing = SlotState(slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window)
+        self.drawing = SlotState(
+            slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window
+        )
         self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
         # A row that is broken may draw any row of the head: it ends.
         ids = self.token_ids()
@@ -255,7 +277,9 @@ class EngineFrameState(FrameState):
         if window and written > 1:
             # A request's first code is never looked back at.
             frames = torch.arange(max(written - window, 1), written, device=self.device)
-            state.recent[request.slot, frames % window] = self.codes[request.slot, len(request.prompt_ids) + frames, 0].long()
+            state.recent[request.slot, frames % window] = self.codes[
+                request.slot, len(request.prompt_ids) + frames, 0
+            ].long()
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
         codes = self._frames(hidden, torch.where(step.whole, step.slots, self.drawing.dead))

@@ -1,11 +1,12 @@
-"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step takes; and what they may share.
+"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step
+takes; and what they may share.
 
-Newcomers enter in groups, since a step that holds a prompt runs without the CUDA graph of a whole step; and a sequence that has room in
-its last block of KV is not asked for a new one.
+Newcomers enter in groups, since a step that holds a prompt runs without the CUDA graph of a whole step;
+and a sequence that has room in its last block of KV is not asked for a new one.
 
-vLLM finds a block of KV in its prefix cache by a hash of all ids up to its end, which do not say what the KV of their positions holds.
-Here a block of a prompt is also hashed with the salts of the positions up to its end (`SALTS` of a request's extras), and blocks that a
-request generates are never found (`PRIVATE`).
+vLLM finds a block of KV in its prefix cache by a hash of all ids up to its end, which do not say what the
+KV of their positions holds. Here a block of a prompt is also hashed with the salts of the positions up to
+its end (`SALTS` of a request's extras), and blocks that a request generates are never found (`PRIVATE`).
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -28,7 +29,8 @@ from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS
 
 #: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
 GROUP_SHARE = 16
-#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the shorter time.
+#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the
+#: shorter time.
 GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 #: vLLM 0.32 has a second one, for admission.
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
@@ -54,7 +56,9 @@ class SharedPrompts:
         super().__init__(*arguments, **keys)
         if self.kv_cache_manager.enable_caching:
             coordinator = self.kv_cache_manager.coordinator
-            coordinator.cache_blocks = self.kv_cache_manager.cache_blocks = _hashed_blocks(coordinator, self._hash_size)
+            coordinator.cache_blocks = self.kv_cache_manager.cache_blocks = _hashed_blocks(
+                coordinator, self._hash_size
+            )
 
     @property
     def _hash_size(self) -> int:
@@ -72,8 +76,12 @@ class SharedPrompts:
 
 
 def salted(hashes: list[bytes], size: int, salts: list[tuple[int, bytes]]) -> list[bytes]:
-    """Hashes of a prompt's blocks of `size` positions, each with the salts that begin before its end; `salts` have one length."""
-    known = [b"".join(salt for position, salt in salts if position < end * size) for end in range(1, len(hashes) + 1)]
+    """Hashes of a prompt's blocks of `size` positions, each with the salts that begin before its end;
+    `salts` have one length."""
+    known = [
+        b"".join(salt for position, salt in salts if position < end * size)
+        for end in range(1, len(hashes) + 1)
+    ]
     return [hashlib.sha256(salt + plain).digest() if salt else plain for salt, plain in zip(known, hashes)]
 
 
@@ -91,7 +99,8 @@ def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
         if request._block_hasher is None:
             hashes = len(request.block_hashes)
-            # Asked in every step of every sequence; once a prompt's blocks are in, there is nothing more to do.
+            # Asked in every step of every sequence; once a prompt's blocks are in, there is nothing more to
+            # do.
             if cached is not None and cached.get(request.request_id, 0) >= hashes:
                 return
             num_computed_tokens = min(num_computed_tokens, hashes * size)
@@ -141,7 +150,8 @@ def _enters_at_once(request: Any) -> bool:
 
 
 def quick_allocation(manager: Any) -> Callable[..., Any] | None:
-    """`allocate_slots` of a KV cache manager that does nothing where nothing is needed; None where vLLM does more than blocks in it.
+    """`allocate_slots` of a KV cache manager that does nothing where nothing is needed; None where vLLM
+    does more than blocks in it.
 
     With a prefix cache a block that has become full is known to it when the next one is allocated.
     """
@@ -151,7 +161,9 @@ def quick_allocation(manager: Any) -> Callable[..., Any] | None:
     blocks, size = managers[0].req_to_blocks, managers[0].block_size
     plain, nothing, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING
 
-    def allocate_slots(request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **keys: Any) -> Any:
+    def allocate_slots(
+        request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **keys: Any
+    ) -> Any:
         if request.status is running and not keys:
             tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
             if num_new_tokens > 0 and tokens <= len(blocks.get(request.request_id, ())) * size:

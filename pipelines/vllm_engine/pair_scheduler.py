@@ -1,7 +1,9 @@
-"""vLLM's scheduler, with guidance pairs that advance in lockstep: admitted, chunked, preempted and resumed together.
+"""vLLM's scheduler, with guidance pairs that advance in lockstep: admitted, chunked, preempted and resumed
+together.
 
-A step is planned before vLLM schedules it: what may run is put into `running`, what must wait is held out, and room for the step's KV is
-made first, so that vLLM itself never preempts one half. Neither half finishes its prompt in a step in which the other does not.
+A step is planned before vLLM schedules it: what may run is put into `running`, what must wait is held out,
+and room for the step's KV is made first, so that vLLM itself never preempts one half. Neither half
+finishes its prompt in a step in which the other does not.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -56,7 +58,8 @@ class _Paired(SharedPrompts):
         super().__init__(*arguments, **keys)
         #: Halves whose partner has not come.
         self._lone: dict[str, Any] = {}
-        #: Pairs that wait as a whole, the next first; and the pairs of every request id that is a half of one.
+        #: Pairs that wait as a whole, the next first; and the pairs of every request id that is a half of
+        #: one.
         self._ready: deque[_Pair] = deque()
         self._pairs: dict[str, _Pair] = {}
 
@@ -83,7 +86,9 @@ class _Paired(SharedPrompts):
         return finished
 
     def get_num_unfinished_requests(self) -> int:
-        return super().get_num_unfinished_requests() + sum(len(pair.outside) for pair in self._waiting_pairs())
+        return super().get_num_unfinished_requests() + sum(
+            len(pair.outside) for pair in self._waiting_pairs()
+        )
 
     def schedule(self, *arguments: Any, **keys: Any) -> Any:
         self._forget_finished()
@@ -107,7 +112,9 @@ class _Paired(SharedPrompts):
     def _take_back(self) -> None:
         """Halves that vLLM did not admit, or preempted by itself, wait with us again."""
         for pair in dict.fromkeys(self._pairs.values()):
-            back = [one for one in pair.halves if one.status != RequestStatus.RUNNING and one not in pair.outside]
+            back = [
+                one for one in pair.halves if one.status != RequestStatus.RUNNING and one not in pair.outside
+            ]
             if back:
                 self.waiting.remove_requests(back)
                 pair.outside += back
@@ -134,7 +141,12 @@ class _Paired(SharedPrompts):
         for group in sorted(filling, key=lambda group: self.running.index(group[0])):
             wanted = sum(map(_left, group))
             if not plan.open or plan.left < (wanted if len(group) == 2 else 1):
-                if plan.open and len(group) == 2 and plan.left and not any(_left(one) > 1 for one in plan.run):
+                if (
+                    plan.open
+                    and len(group) == 2
+                    and plan.left
+                    and not any(_left(one) > 1 for one in plan.run)
+                ):
                     self._take_chunk(plan, group)
                 else:
                     plan.held += group
@@ -145,7 +157,8 @@ class _Paired(SharedPrompts):
         return plan
 
     def _groups(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        """What runs: single requests, and whole pairs. A half whose partner is gone is single; one whose partner is outside waits."""
+        """What runs: single requests, and whole pairs. A half whose partner is gone is single; one whose
+        partner is outside waits."""
         singles: list[list[Any]] = []
         pairs: list[list[Any]] = []
         for one in self.running:
@@ -164,7 +177,8 @@ class _Paired(SharedPrompts):
             plan.left -= tokens
 
     def _take_chunk(self, plan: _Plan, group: list[Any]) -> None:
-        """The longer half goes on, up to the token before its prompt's last; all that is not decoding waits for it."""
+        """The longer half goes on, up to the token before its prompt's last; all that is not decoding
+        waits for it."""
         longer, other = sorted(group, key=_left, reverse=True)
         plan.tokens[longer.request_id] = min(plan.left, _left(longer) - 1)
         plan.run.append(longer)
@@ -173,11 +187,17 @@ class _Paired(SharedPrompts):
 
     def _admit(self, plan: _Plan) -> int:
         """Puts waiting pairs at the head of vLLM's queue; returns how many requests may run in this step."""
-        if (late := next((pair for pair in self._waiting_pairs() if len(pair.outside) == 1), None)) is not None:
+        if (
+            late := next((pair for pair in self._waiting_pairs() if len(pair.outside) == 1), None)
+        ) is not None:
             # Its partner holds KV and waits for it: it goes before all others.
             half = late.outside[0]
             blocks = _blocks(half.num_tokens, self.block_size)
-            if plan.left > 1 and not _stale(half) and blocks <= self._blocks_free() - self._blocks_needed(plan):
+            if (
+                plan.left > 1
+                and not _stale(half)
+                and blocks <= self._blocks_free() - self._blocks_needed(plan)
+            ):
                 self._let_in(plan, late)
                 return len(plan.run) + 1
             return len(plan.run)
@@ -205,7 +225,8 @@ class _Paired(SharedPrompts):
                 self.waiting.prepend_request(one)
             pair.outside = []
             admitted, room, free, plan.left = admitted + 2, room - 2, free - blocks, plan.left - wanted
-        # A pair that waits at the head lets nobody pass: slots and blocks would never be free for two at once.
+        # A pair that waits at the head lets nobody pass: slots and blocks would never be free for two at
+        # once.
         return len(plan.run) + admitted if self._ready else self.max_num_running_reqs - len(plan.held)
 
     def _alone(self, plan: _Plan) -> bool:
@@ -220,7 +241,8 @@ class _Paired(SharedPrompts):
         plan.open = False
 
     def _give_up(self, pair: _Pair) -> None:
-        """Ends the null branch of a pair that does not fit the KV cache by itself; the sampler then ends the main one as broken."""
+        """Ends the null branch of a pair that does not fit the KV cache by itself; the sampler then ends
+        the main one as broken."""
         self._ready.remove(pair)
         for one in pair.halves:
             del self._pairs[one.request_id]
@@ -258,7 +280,8 @@ class _Paired(SharedPrompts):
         size = self.block_size
         computed = {one.request_id: one.num_computed_tokens for one in plan.run}
         return sum(
-            _blocks(computed.get(name, 0) + tokens, size) - _blocks(computed.get(name, 0), size) for name, tokens in plan.tokens.items()
+            _blocks(computed.get(name, 0) + tokens, size) - _blocks(computed.get(name, 0), size)
+            for name, tokens in plan.tokens.items()
         )
 
     def _blocks_free(self) -> int:
@@ -270,13 +293,18 @@ class PairScheduler(_Paired, Scheduler):
 
 
 class AsyncPairScheduler(_Paired, AsyncScheduler):
-    """Pairs in lockstep, where the next step is scheduled before the last one's tokens are known, as on CUDA."""
+    """Pairs in lockstep, where the next step is scheduled before the last one's tokens are known, as on
+    CUDA."""
 
 
 def _left(request: Any) -> int:
-    """Tokens of a running request that are not computed; 0 for one whose last token is on its way (vLLM's own rule)."""
+    """Tokens of a running request that are not computed; 0 for one whose last token is on its way (vLLM's
+    own rule)."""
     placeholders = request.num_output_placeholders
-    if placeholders > 0 and request.num_computed_tokens + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+    if (
+        placeholders > 0
+        and request.num_computed_tokens + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens
+    ):
         return 0
     return request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
 

@@ -1,8 +1,9 @@
 """Guidance pairs: a sequence and its null branch, which advance in lockstep or not at all. Imports no vLLM.
 
-A pair is two requests whose `extra` says so (`pair_extra`). `pipelines.vllm_engine.pair_scheduler` keeps them in step; samplers look the
-rows of a step up with `match`, merge those of whole pairs and draw once, and end a row whose partner is missing with a token that its
-owner knows, so that no row is ever drawn unguided.
+A pair is two requests whose `extra` says so (`pair_extra`). `pipelines.vllm_engine.pair_scheduler` keeps
+them in step; samplers look the rows of a step up with `match`, merge those of whole pairs and draw once,
+and end a row whose partner is missing with a token that its owner knows, so that no row is ever drawn
+unguided.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Half:
 
 
 def pair_extra(pair: str, part: Part, scale: float) -> dict[str, Any]:
-    """Keys of `TokenRequest.extra`; `pair` is a name that no other pair has, and both halves have prompts of one length."""
+    """Keys of `TokenRequest.extra`; `pair` is a name that no other pair has, and both halves have prompts
+    of one length."""
     return {"pair": pair, "part": part, "scale": scale}
 
 
@@ -41,7 +43,8 @@ def half_of(extra: Mapping[str, Any]) -> Half | None:
 
 @dataclass(slots=True)
 class Matched:
-    """Row numbers of a step: the halves of whole pairs, side by side, and rows whose partner is not where they are."""
+    """Row numbers of a step: the halves of whole pairs, side by side, and rows whose partner is not where
+    they are."""
 
     mains: list[int] = field(default_factory=list[int])
     nulls: list[int] = field(default_factory=list[int])

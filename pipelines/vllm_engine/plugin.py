@@ -30,7 +30,9 @@ _PR_SET_PDEATHSIG = 1
 class _GivenConfig(ConfigParserBase):
     """A config in the words of Qwen3, as our own process gives it."""
 
-    def parse(self, model: Any, *_: Any, hf_overrides: Any = None, **__: Any) -> tuple[dict[str, Any], Qwen3Config]:
+    def parse(
+        self, model: Any, *_: Any, hf_overrides: Any = None, **__: Any
+    ) -> tuple[dict[str, Any], Qwen3Config]:
         return {}, Qwen3Config(**(hf_overrides or {}))
 
 
@@ -40,13 +42,19 @@ def register() -> None:
     known = ModelRegistry.get_supported_archs()
     for family in FAMILIES:
         if family.vllm_model and architecture(family.vllm_model) not in known:
-            ModelRegistry.register_model(architecture(family.vllm_model), f"pipelines.{family.name}.vllm_model:{family.vllm_model}")
+            ModelRegistry.register_model(
+                architecture(family.vllm_model), f"pipelines.{family.name}.vllm_model:{family.vllm_model}"
+            )
 
 
 def _die_with_parent() -> None:
     """Left alone by a worker that was killed, an engine core would hold its GPU for ever."""
     parent = multiprocessing.parent_process()
-    if sys.platform != "linux" or parent is None or not multiprocessing.current_process().name.startswith(_CHILDREN):
+    if (
+        sys.platform != "linux"
+        or parent is None
+        or not multiprocessing.current_process().name.startswith(_CHILDREN)
+    ):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:

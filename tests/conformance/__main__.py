@@ -1,4 +1,5 @@
-"""`python -m tests.conformance FAMILY FOLDER`: runs every case of a golden folder; one line a case, and a closing line.
+"""`python -m tests.conformance FAMILY FOLDER`: runs every case of a golden folder; one line a case, and a
+closing line.
 
     python -m tests.conformance qwen3_tts tests/golden/qwen3_tts
     python -m tests.conformance qwen3_tts tests/golden/qwen3_tts --device cuda --dtype bfloat16
@@ -45,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
         problem = _run(check)
         passed, failed = passed + (not problem), failed + bool(problem)
         took = time.perf_counter() - begin
-        print(f"FAIL {name}: {problem} ({took:.2f} s)" if problem else f"ok   {name} ({took:.2f} s)", flush=True)
+        print(
+            f"FAIL {name}: {problem} ({took:.2f} s)" if problem else f"ok   {name} ({took:.2f} s)", flush=True
+        )
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
 

@@ -1,4 +1,5 @@
-"""Fish Speech S2 against a golden folder: audio in, codes, prompts, the dual AR by a plain loop and on both engines, audio out."""
+"""Fish Speech S2 against a golden folder: audio in, codes, prompts, the dual AR by a plain loop and on
+both engines, audio out."""
 
 from __future__ import annotations
 
@@ -26,9 +27,17 @@ from tests.support.fish_checkpoint import whole
 from tests.support.fish_oracle import OracleLm, Trace, choose, draw, probabilities
 from tests.support.golden_arrays import Array, Arrays, check_near, flat
 
-#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
-#: what the golden folder's README suggests, unless it gives its own.
-LIMITS = {"embeds": 1e-6, "hidden": 1e-4, "logits": 1e-4, "probabilities": 1e-5, "resampled": 1e-5, "state": 1e-4, "wav": 2e-5}
+#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for
+#: larger ones): what the golden folder's README suggests, unless it gives its own.
+LIMITS = {
+    "embeds": 1e-6,
+    "hidden": 1e-4,
+    "logits": 1e-4,
+    "probabilities": 1e-5,
+    "resampled": 1e-5,
+    "state": 1e-4,
+    "wav": 2e-5,
+}
 CHUNKS = (1, 2, 5)
 #: The reference's own limit of a group of turns, where a case names none.
 CHUNK_BYTES = 512
@@ -37,7 +46,8 @@ Item = dict[str, Any]
 
 
 def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
-    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference."""
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured
+    difference."""
     if dtype != "float32":
         raise ValueError("the golden data of Fish Speech is in float32")
     torch.set_num_threads(1)
@@ -107,14 +117,22 @@ class Golden:
         CHECKS[case["kind"]](self, case)
 
     def turns(self, case: Item) -> list[NDArray[np.int64]]:
-        """The prompts of a case as columns, made of its text and recordings, each with the golden codes of the turns before."""
+        """The prompts of a case as columns, made of its text and recordings, each with the golden codes of
+        the turns before."""
         arrays = self.arrays(case["file"])
-        references = [Reference(clean(one["text"]), self.references.prepare(self.wav(one["wav"]))) for one in case["references"]]
+        references = [
+            Reference(clean(one["text"]), self.references.prepare(self.wav(one["wav"])))
+            for one in case["references"]
+        ]
         for index, reference in enumerate(references):
             same(f"codes of reference {index}", reference.codes.T, arrays[f"reference_codes_{index}"])
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
-        texts = groups(clean(case["text"]), case.get("chunk_length", CHUNK_BYTES), self.config.sampling.chunk_turns)
-        assert len(texts) == len(case["ended_by_im_end"]), f"{len(texts)} turns, expected {len(case['ended_by_im_end'])}"
+        texts = groups(
+            clean(case["text"]), case.get("chunk_length", CHUNK_BYTES), self.config.sampling.chunk_turns
+        )
+        assert len(texts) == len(case["ended_by_im_end"]), (
+            f"{len(texts)} turns, expected {len(case['ended_by_im_end'])}"
+        )
         found = []
         for index, text in enumerate(texts):
             found.append(columns(conversation.ask(text), self.config.semantic))
@@ -122,11 +140,17 @@ class Golden:
         return found
 
     def columns(self, hidden: Tensor) -> Tensor:
-        """The columns [1 + codebooks, n] that our frame finds likeliest behind states [n, dim] of the slow AR."""
-        rows, flags = torch.arange(len(hidden), device=self.device), DrawFlags(0, any_top_p=False, all_greedy=True)
+        """The columns [1 + codebooks, n] that our frame finds likeliest behind states [n, dim] of the slow
+        AR."""
+        rows, flags = (
+            torch.arange(len(hidden), device=self.device),
+            DrawFlags(0, any_top_p=False, all_greedy=True),
+        )
         state = self.model.make_state(len(hidden), 1, 0).tensors()
         with torch.inference_mode():
-            codes = draw_frame(self.model.tensors, state, rows, hidden.to(self.device), flags, flags).codes.cpu()
+            codes = draw_frame(
+                self.model.tensors, state, rows, hidden.to(self.device), flags, flags
+            ).codes.cpu()
         return torch.cat((torch.tensor(drawn_ids(self.config))[codes[:, :1]], codes), 1).T
 
     def _trace(self, name: str, turn: int) -> Trace:
@@ -135,7 +159,9 @@ class Golden:
         prompt, sampling = self.arrays(case["file"])[f"prompt_{turn}"], case["sampling"]
         key = (prompt.tobytes(), *sorted(sampling.items()))
         if key not in self._traces:
-            self._traces[key] = self.oracle.run(torch.from_numpy(prompt), sampling["max_new_tokens"], sampling)
+            self._traces[key] = self.oracle.run(
+                torch.from_numpy(prompt), sampling["max_new_tokens"], sampling
+            )
         return self._traces[key]
 
 
@@ -153,12 +179,19 @@ def _tokenize(golden: Golden, case: Item) -> None:
 
 
 def _resample(golden: Golden, case: Item) -> None:
-    golden.near("audio", golden.references.read(golden.wav(case["wav"])), golden.arrays(case["file"])["audio"], "resampled")
+    golden.near(
+        "audio",
+        golden.references.read(golden.wav(case["wav"])),
+        golden.arrays(case["file"])["audio"],
+        "resampled",
+    )
 
 
 def _encode(golden: Golden, case: Item) -> None:
     arrays, encoder = golden.arrays(case["file"]), golden.codec.encoder
-    resampled = [one for one in golden.cases.values() if one["kind"] == "resample" and one["wav"] == case["wav"]]
+    resampled = [
+        one for one in golden.cases.values() if one["kind"] == "resample" and one["wav"] == case["wav"]
+    ]
     samples = golden.references.read(golden.wav(case["wav"]))
     if resampled:
         samples = torch.from_numpy(golden.arrays(resampled[0]["file"])["audio"])
@@ -186,8 +219,15 @@ def _decode(golden: Golden, case: Item) -> None:
         with torch.inference_mode():
             latents = decoder.latents(codes[None].to(golden.device))
             golden.near("z_q", latents[0].T, arrays["z_q"], "state")
-            golden.near("post_module_out", decoder.transformed(latents)[0].T, arrays["post_module_out"], "state")
-            golden.near("upsample_out", decoder.upsampled(decoder.transformed(latents))[0].T, arrays["upsample_out"], "state")
+            golden.near(
+                "post_module_out", decoder.transformed(latents)[0].T, arrays["post_module_out"], "state"
+            )
+            golden.near(
+                "upsample_out",
+                decoder.upsampled(decoder.transformed(latents))[0].T,
+                arrays["upsample_out"],
+                "state",
+            )
 
 
 def streamed(golden: Golden, codes: Tensor) -> Tensor:
@@ -232,8 +272,12 @@ def _teacher_forced(golden: Golden, arrays: Arrays, trace: Trace) -> None:
         golden.near("slow_logits", trace.logits, arrays["slow_logits"], "logits")
         first = hidden[:4] @ oracle.slow.weight("embeddings").T
         golden.near("slow_logits_prompt_first4", first, arrays["slow_logits_prompt_first4"], "logits")
-        plain = [oracle.fast_logits(state, column[1:].tolist()) for state, column in zip(trace.hidden, spoken.T)]
-        golden.near("fast_logits", torch.stack(plain)[:, : golden.config.codebooks], arrays["fast_logits"], "logits")
+        plain = [
+            oracle.fast_logits(state, column[1:].tolist()) for state, column in zip(trace.hidden, spoken.T)
+        ]
+        golden.near(
+            "fast_logits", torch.stack(plain)[:, : golden.config.codebooks], arrays["fast_logits"], "logits"
+        )
 
 
 def _batch(golden: Golden, case: Item) -> None:
@@ -261,22 +305,33 @@ def _draw(golden: Golden, case: Item) -> None:
     arrays = golden.arrays(case["file"])
     chances = torch.from_numpy(golden.arrays(case["probs_file"])[case["probs_key"]])
     uniform = torch.from_numpy(arrays["uniform"])
-    same("tokens", [draw(chances, lambda step, *_: uniform[step], step, 0) for step in range(case["n"])], arrays["token"])
+    same(
+        "tokens",
+        [draw(chances, lambda step, *_: uniform[step], step, 0) for step in range(case["n"])],
+        arrays["token"],
+    )
 
 
 def _ras(golden: Golden, case: Item) -> None:
     semantic = golden.config.semantic
-    found = [choose(one["token_a"], one["token_b"], one["window"], semantic.start, semantic.stop - 1) for one in case["examples"]]
+    found = [
+        choose(one["token_a"], one["token_b"], one["window"], semantic.start, semantic.stop - 1)
+        for one in case["examples"]
+    ]
     same("tokens", found, golden.arrays(case["file"])["token"])
 
 
 def _replay(golden: Golden, case: Item) -> None:
-    """The plain loop with the recorded noise; the probabilities of our frame are a case of the native engine."""
+    """The plain loop with the recorded noise; the probabilities of our frame are a case of the native
+    engine."""
     arrays = golden.arrays(case["file"])
     prompt = torch.from_numpy(golden.arrays(case["prompt_file"])["prompt_0"])
     slow, fast = torch.from_numpy(arrays["uniform_slow"]), torch.from_numpy(arrays["uniform_fast"])
     trace = golden.oracle.run(
-        prompt, case["max_new_tokens"], case["sampling"], lambda step, what, _: slow[step, what] if what < 2 else fast[step, what - 2]
+        prompt,
+        case["max_new_tokens"],
+        case["sampling"],
+        lambda step, what, _: slow[step, what] if what < 2 else fast[step, what - 2],
     )
     same("columns", trace.columns, arrays["columns"])
     same("first draws", [step.token_a for step in trace.steps], arrays["token_a"])

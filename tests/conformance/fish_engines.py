@@ -1,4 +1,5 @@
-"""Fish Speech S2 end to end against a golden folder, on one engine: its dual AR alone, in a running batch and drawn, and text to audio.
+"""Fish Speech S2 end to end against a golden folder, on one engine: its dual AR alone, in a running batch
+and drawn, and text to audio.
 
 What only our own engine can show is in `fish_native`.
 """
@@ -33,7 +34,8 @@ EngineName = Literal["native", "vllm"]
 
 
 class Opened:
-    """The pipeline of a golden folder's checkpoint on one engine, opened at the first case; vLLM on a CPU on the runner that CUDA uses."""
+    """The pipeline of a golden folder's checkpoint on one engine, opened at the first case; vLLM on a CPU
+    on the runner that CUDA uses."""
 
     def __init__(self, golden: Golden, engine: EngineName) -> None:
         self.golden = golden
@@ -47,9 +49,16 @@ class Opened:
             from tests.support.vllm_v2 import v2_runner
 
             self._stack.enter_context(v2_runner())
-        options: dict[str, Any] = {"device": device, "dtype": "float32", "codec_dtype": "float32", "slots": SLOTS}
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": "float32",
+            "codec_dtype": "float32",
+            "slots": SLOTS,
+        }
         folder = widened(self.golden.checkpoint) if self.engine == "vllm" else self.golden.checkpoint
-        pipeline = open_pipeline(folder, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
+        pipeline = open_pipeline(
+            folder, engine=self.engine, **options, keep_unfinished=True, max_context=2048
+        )
         self._stack.callback(pipeline.close)
         return pipeline
 
@@ -58,9 +67,18 @@ class Opened:
         config, prompt = self.golden.config, self.golden.arrays(case["file"])["prompt_0"]
         speech = (prompt[0] >= config.semantic.start) & (prompt[0] < config.semantic.stop)
         asked = case["sampling"]
-        sampling = TokenSampling(asked["max_new_tokens"], asked["temperature"], asked["top_k"], asked["top_p"], stop_ids=(config.end,))
+        sampling = TokenSampling(
+            asked["max_new_tokens"],
+            asked["temperature"],
+            asked["top_k"],
+            asked["top_p"],
+            stop_ids=(config.end,),
+        )
         waiter = waiter or Waiter()
-        self.pipeline.host.submit(TokenRequest(case["name"], prompt[0].tolist(), sampling, prompt_codes=prompt[1:, speech].T), waiter)
+        self.pipeline.host.submit(
+            TokenRequest(case["name"], prompt[0].tolist(), sampling, prompt_codes=prompt[1:, speech].T),
+            waiter,
+        )
         return waiter.future
 
     def close(self) -> None:
@@ -68,7 +86,8 @@ class Opened:
 
 
 def cases(golden: Golden, engine: EngineName) -> Iterator[Case]:
-    """Greedy sequences alone, together and one after the other into a running batch, and from text and recordings to audio, streamed too.
+    """Greedy sequences alone, together and one after the other into a running batch, and from text and
+    recordings to audio, streamed too.
 
     vLLM shows a few of them alone, since each takes it seconds on a CPU.
     """
@@ -83,7 +102,10 @@ def cases(golden: Golden, engine: EngineName) -> Iterator[Case]:
         for case in alone:
             yield f"{engine} alone {case['name']}", partial(_alone, opened, case)
         yield f"{engine} together", partial(_together, opened, single)
-        yield f"{engine} staggered", partial(staggered, shortest + cloned, opened.sequence, partial(_check, opened))
+        yield (
+            f"{engine} staggered",
+            partial(staggered, shortest + cloned, opened.sequence, partial(_check, opened)),
+        )
         yield f"{engine} speech together", partial(_speech, opened, greedy + heard)
         for case in heard[:1] + cloned + [case for case in greedy if case not in single][:1]:
             yield f"{engine} stream {case['name']}", partial(_stream, opened, case)
@@ -95,7 +117,8 @@ def cases(golden: Golden, engine: EngineName) -> Iterator[Case]:
 
 
 def _check(opened: Opened, case: Item, tokens: Tokens) -> None:
-    """The columns up to the end, which vLLM hands over and our engine does not, and how the sequence ended."""
+    """The columns up to the end, which vLLM hands over and our engine does not, and how the sequence
+    ended."""
     from tests.conformance.fish import same
 
     wanted, end = opened.golden.arrays(case["file"])["columns_0"], opened.golden.config.end
@@ -115,7 +138,8 @@ def _together(opened: Opened, single: list[Item]) -> None:
 
 
 def _wave(opened: Opened, case: Item) -> Array:
-    """The golden audio of a case; where it has codes alone, the golden codes of all turns as our codec decodes them."""
+    """The golden audio of a case; where it has codes alone, the golden codes of all turns as our codec
+    decodes them."""
     arrays = opened.golden.arrays(case["file"])
     if "wav" in case["arrays"]:
         return flat(arrays["wav"])
@@ -138,13 +162,18 @@ def _speech(opened: Opened, greedy: list[Item]) -> None:
 
 
 def _stream(opened: Opened, case: Item) -> None:
-    """A stream is the whole, to rounding, and its first chunk is the first frame, or on our own engine a few where frames take long."""
+    """A stream is the whole, to rounding, and its first chunk is the first frame, or on our own engine a
+    few where frames take long."""
     with _limits(opened, case):
         chunks = list(stream(opened.pipeline, _request(opened, case)))
     first, frame = len(chunks[0].samples), opened.golden.config.codec.samples_per_frame
     sizes = FIRST_FRAMES if opened.engine == "native" and not opened.pipeline.info.reproducible else (1,)
-    assert first in [frame * size for size in sizes], f"the first chunk has {first} samples, a frame has {frame}"
-    opened.golden.near(case["name"], np.concatenate([chunk.samples for chunk in chunks]), _wave(opened, case), "wav")
+    assert first in [frame * size for size in sizes], (
+        f"the first chunk has {first} samples, a frame has {frame}"
+    )
+    opened.golden.near(
+        case["name"], np.concatenate([chunk.samples for chunk in chunks]), _wave(opened, case), "wav"
+    )
 
 
 def _limits(opened: Opened, case: Item) -> ExitStack:
@@ -153,7 +182,10 @@ def _limits(opened: Opened, case: Item) -> ExitStack:
 
     pipeline = opened.pipeline
     before, stack = pipeline.config, ExitStack()
-    changed = {"max_new_tokens": case["sampling"]["max_new_tokens"], "chunk_bytes": case.get("chunk_length", CHUNK_BYTES)}
+    changed = {
+        "max_new_tokens": case["sampling"]["max_new_tokens"],
+        "chunk_bytes": case.get("chunk_length", CHUNK_BYTES),
+    }
     pipeline.config = replace(before, sampling=replace(before.sampling, **changed))
     stack.callback(lambda: setattr(pipeline, "config", before))
     return stack
@@ -161,7 +193,9 @@ def _limits(opened: Opened, case: Item) -> ExitStack:
 
 def _request(opened: Opened, case: Item) -> SynthesisRequest:
     """A case in the words of a dialogue."""
-    messages = [Message("user", "audio", opened.golden.wav(reference["wav"])) for reference in case["references"]]
+    messages = [
+        Message("user", "audio", opened.golden.wav(reference["wav"])) for reference in case["references"]
+    ]
     words = "\n".join(reference["text"] for reference in case["references"]) or None
     generation = Generation(reference_text=words, temperature=0.0)
     return SynthesisRequest(case["name"], (*messages, Message("user", "text", case["text"])), generation)

@@ -1,4 +1,5 @@
-"""The codec part of the Qwen3-TTS conformance run: audio, mel, speaker vectors and codes of a golden folder, one callable a case."""
+"""The codec part of the Qwen3-TTS conformance run: audio, mel, speaker vectors and codes of a golden
+folder, one callable a case."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ STREAM_CHUNKS = (1, 2, 5, 3, 11)
 
 
 def cases(folder: str | Path, device: str = "cpu") -> Iterator[Case]:
-    """Every codec case of a golden folder as (name, check); a check raises AssertionError with the measured difference.
+    """Every codec case of a golden folder as (name, check); a check raises AssertionError with the
+    measured difference.
 
-    `folder` holds `cases.json`, the arrays it names, the checkpoints and `refs/`; nothing else about it is assumed.
+    `folder` holds `cases.json`, the arrays it names, the checkpoints and `refs/`; nothing else about it is
+    assumed.
     """
     golden = _Golden(Path(folder), device)
     for index, item in enumerate(golden.items):
@@ -63,7 +66,8 @@ class _Golden:
         return torch.from_numpy(self.array(key))
 
     def audio24k(self, item: dict[str, Any]) -> NDArray[np.float32]:
-        """The recording of an item at 24 kHz: the file itself where it is so, else an array that must be there."""
+        """The recording of an item at 24 kHz: the file itself where it is so, else an array that must be
+        there."""
         samples, rate = soundfile.read(self.recording(item), dtype="float32")
         if rate != 24_000 or samples.ndim > 1:
             samples = self.array(f"audio24k.{_reference(item)}")
@@ -117,12 +121,17 @@ def _decode_batch(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
 
 
 def _batch_source(golden: _Golden, item: dict[str, Any]) -> str:
-    """The decode case whose first frames are the items: the one named in the note, else the shortest that is long enough."""
+    """The decode case whose first frames are the items: the one named in the note, else the shortest that
+    is long enough."""
     named = re.search(r"(decode\.\S+)\.codes", item.get("note", ""))
     if named:
         return named[1]
     same = [
-        i for i in golden.items if i["kind"] == "decode" and i["checkpoint"] == item["checkpoint"] and i["frames"] >= max(item["frames"])
+        i
+        for i in golden.items
+        if i["kind"] == "decode"
+        and i["checkpoint"] == item["checkpoint"]
+        and i["frames"] >= max(item["frames"])
     ]
     return min(same, key=lambda i: i["frames"])["keys"].removesuffix(".*")
 
@@ -148,7 +157,9 @@ def _speaker(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
     reference, checkpoint = _reference(item), item["checkpoint"]
 
     def resample() -> None:
-        samples, rate = audio.decode(golden.recording(item).read_bytes(), golden.speaker(checkpoint).sample_rate)
+        samples, rate = audio.decode(
+            golden.recording(item).read_bytes(), golden.speaker(checkpoint).sample_rate
+        )
         assert rate == golden.speaker(checkpoint).sample_rate, f"rate {rate}"
         _near(torch.from_numpy(samples), golden.audio24k(item), AUDIO_LIMIT)
 
@@ -159,7 +170,11 @@ def _speaker(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
 
     def embedding() -> None:
         samples = torch.from_numpy(golden.audio24k(item))
-        _near(golden.speaker(checkpoint).embed(samples), golden.array(f"speaker_embedding.{reference}"), SPEAKER_LIMIT)
+        _near(
+            golden.speaker(checkpoint).embed(samples),
+            golden.array(f"speaker_embedding.{reference}"),
+            SPEAKER_LIMIT,
+        )
 
     yield f"audio24k {reference}", resample
     yield f"mel {reference}", mel

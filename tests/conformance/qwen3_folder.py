@@ -19,7 +19,15 @@ from pipelines.engine.state import SamplingParams
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
-from pipelines.qwen3_tts.prompt import Prompt, PromptParts, Reference, TextTokenizer, build_prompt, split_reference, split_target
+from pipelines.qwen3_tts.prompt import (
+    Prompt,
+    PromptParts,
+    Reference,
+    TextTokenizer,
+    build_prompt,
+    split_reference,
+    split_target,
+)
 from tests.support.golden_arrays import Array, Thinned, largest_difference, read_arrays
 from tests.support.golden_checkpoint import whole
 
@@ -51,7 +59,10 @@ class Row:
     @property
     def tokens(self) -> int:
         """max_new_tokens: draws of codebook 0, of which the last makes no frame."""
-        return self.case["generation"].get("max_new_tokens") or self.golden.config(self.case).sampling.max_new_tokens
+        return (
+            self.case["generation"].get("max_new_tokens")
+            or self.golden.config(self.case).sampling.max_new_tokens
+        )
 
     @property
     def reference_text(self) -> str | None:
@@ -59,7 +70,8 @@ class Row:
         return None if self.item.get("x_vector_only_mode") else self.item.get("ref_text")
 
     def wave(self, samples_per_frame: int) -> Array:
-        """The expected audio [samples]. The reference cuts its recording off in floating point, at times one sample early."""
+        """The expected audio [samples]. The reference cuts its recording off in floating point, at times
+        one sample early."""
         wave = self.array("wave")
         early = len(wave) - len(self.array("codes")) * samples_per_frame
         if early == 1 and self.item.get("ref_frames"):
@@ -74,7 +86,9 @@ class Row:
         text_first = self.case["non_streaming_mode"]
         reference = None
         if clone and not item["x_vector_only_mode"]:
-            reference = Reference(split_reference(item["ref_text_ids"]), self.array("ref_codes").astype(np.int64))
+            reference = Reference(
+                split_reference(item["ref_text_ids"]), self.array("ref_codes").astype(np.int64)
+            )
         parts = PromptParts(
             role,
             body,
@@ -89,7 +103,9 @@ class Row:
 
     def request(self, config: Qwen3TTSConfig) -> GenerationRequest:
         penalty = self.case["generation"].get("repetition_penalty", config.sampling.repetition_penalty)
-        return GenerationRequest(self.name, self.prompt(config), replace(GREEDY, repetition_penalty=penalty), 0, self.tokens)
+        return GenerationRequest(
+            self.name, self.prompt(config), replace(GREEDY, repetition_penalty=penalty), 0, self.tokens
+        )
 
 
 class Golden:
@@ -103,7 +119,9 @@ class Golden:
         self.content: dict[str, Any] = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
         self.arrays: Callable[[str], Any] = cache(lambda name: read_arrays(folder / name))
         self.model: Callable[[Path], Qwen3TTSModel] = cache(self._model)
-        self.tokenizer: Callable[[str], TextTokenizer] = cache(lambda checkpoint: TextTokenizer.from_folder(folder / checkpoint))
+        self.tokenizer: Callable[[str], TextTokenizer] = cache(
+            lambda checkpoint: TextTokenizer.from_folder(folder / checkpoint)
+        )
 
     def rows(self, case: dict[str, Any]) -> list[Row]:
         return [Row(self, case, index) for index in range(len(case["rows"]))]
@@ -115,7 +133,8 @@ class Golden:
         return self.model(self.checkpoint(case)).config
 
     def checkpoint(self, case: dict[str, Any]) -> Path:
-        """The folder of the case's checkpoint, or of its double with the changes that the case makes to the config."""
+        """The folder of the case's checkpoint, or of its double with the changes that the case makes to
+        the config."""
         folder, override = whole(self.folder / case["checkpoint"]), case.get("config_override")
         if not override:
             return folder

@@ -26,7 +26,8 @@ class _Verbatim(Qwen3TTSPipeline):
 
 
 def cases(golden: Golden) -> Iterator[Case]:
-    """Text, instruction, voice and reference file of every row to audio; all rows of a call share the running batch."""
+    """Text, instruction, voice and reference file of every row to audio; all rows of a call share the
+    running batch."""
     for case in golden.content["cases"]:
         yield f"speech {case['name']}", lambda case=case: _speak(golden, case)
         yield f"stream {case['name']}", lambda case=case: _stream(golden, case)
@@ -73,12 +74,15 @@ def _open(golden: Golden, case: dict[str, Any]) -> Qwen3TTSPipeline:
 
 
 def _request(pipeline: Qwen3TTSPipeline, row: Row) -> SynthesisRequest:
-    """A row in the words of a dialogue. What the model cannot take is left out, as the published wrapper drops it."""
+    """A row in the words of a dialogue. What the model cannot take is left out, as the published wrapper
+    drops it."""
     item = row.item
     instruct = item.get("instruct") or None
     messages = [Message("user", "text", item["text"])]
     if "ref_audio" in item:
-        messages.insert(0, Message("user", "audio", (row.golden.folder / "refs" / item["ref_audio"]).read_bytes()))
+        messages.insert(
+            0, Message("user", "audio", (row.golden.folder / "refs" / item["ref_audio"]).read_bytes())
+        )
     generation = Generation(
         voice=item.get("speaker"),
         language=item.get("language"),

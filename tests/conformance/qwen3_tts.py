@@ -1,4 +1,5 @@
-"""Qwen3-TTS against a golden folder: tokens, prompts, logits, codes alone and in a mix, draws, and text to speech."""
+"""Qwen3-TTS against a golden folder: tokens, prompts, logits, codes alone and in a mix, draws, and text to
+speech."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ PROBABILITY_LIMIT = 1e-6
 #: How far a bf16 run may be from float32, in units of the reference's own bf16 error.
 BF16_FACTOR = 2.0
 GREEDY_FLAGS = DrawFlags(0, any_top_p=False, all_greedy=True)
-#: Our runs for the lengths of drawn speech, and how unlikely a difference from the reference's counts must be to fail.
+#: Our runs for the lengths of drawn speech, and how unlikely a difference from the reference's counts must be
+#: to fail.
 LENGTH_RUNS = 384
 LENGTH_ALPHA = 1e-5
 
 
 def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
-    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference.
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured
+    difference.
 
-    In bfloat16 only the teacher-forced logits that the folder has in bfloat16 too are compared. What cannot even be listed is
-    one case that fails, so that the others still run.
+    In bfloat16 only the teacher-forced logits that the folder has in bfloat16 too are compared. What
+    cannot even be listed is one case that fails, so that the others still run.
     """
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -85,8 +88,15 @@ def _prompts(golden: Golden, case: dict[str, Any]) -> Iterator[Case]:
             model = golden.model(golden.checkpoint(case))
             prompt = row.prompt(golden.config(case))
             near(model.embed(prompt), row.array("prompt_embeds"), PROMPT_LIMIT, "prompt")
-            trailing = torch.from_numpy(prompt.trailing if len(prompt.trailing) else np.array([model.config.text_ids.tts_pad]))
-            near(model.text.rows[trailing.to(model.device)], row.array("trailing_embeds"), PROMPT_LIMIT, "trailing text")
+            trailing = torch.from_numpy(
+                prompt.trailing if len(prompt.trailing) else np.array([model.config.text_ids.tts_pad])
+            )
+            near(
+                model.text.rows[trailing.to(model.device)],
+                row.array("trailing_embeds"),
+                PROMPT_LIMIT,
+                "trailing text",
+            )
 
         yield f"prompt {row.name}", check
 
@@ -155,13 +165,18 @@ def _run_together(golden: Golden, rows: list[Row], arrival_steps: int = 0) -> No
 
 
 @torch.inference_mode()
-def forced_frames(model: Qwen3TTSModel, prompt: Prompt, codes: NDArray[Any], sampling: SamplingParams = GREEDY) -> list[FrameOutput]:
-    """Frames with the given codes [frames, codebooks] fed back, and one frame more for its codebook-0 logits."""
+def forced_frames(
+    model: Qwen3TTSModel, prompt: Prompt, codes: NDArray[Any], sampling: SamplingParams = GREEDY
+) -> list[FrameOutput]:
+    """Frames with the given codes [frames, codebooks] fed back, and one frame more for its codebook-0
+    logits."""
     page_size = 16
     pages = -(-(len(prompt) + len(codes) + 1) // page_size)
     kv, state = model.make_kv(pages, page_size), model.make_state(1, pages, len(prompt.trailing))
     embeddings = model.embed(prompt)
-    state.place([Placement(0, kv.take(pages) or [], 0, sampling, prompt.trailing, embeddings[-1], len(prompt) - 1)])
+    state.place(
+        [Placement(0, kv.take(pages) or [], 0, sampling, prompt.trailing, embeddings[-1], len(prompt) - 1)]
+    )
     if len(prompt) > 1:
         model.prefill([PrefillRun(0, 0, embeddings[:-1])], state, kv)
     row = torch.tensor([0], device=model.device)
@@ -173,7 +188,8 @@ def forced_frames(model: Qwen3TTSModel, prompt: Prompt, codes: NDArray[Any], sam
 
 
 def _forced_logits(golden: Golden, entry: dict[str, Any]) -> tuple[Row, Tensor, Tensor, Tensor]:
-    """(row, codebook-0 logits [frames + 1, vocab], hidden [frames + 1, width], residual logits [frames, residuals, codes])."""
+    """(row, codebook-0 logits [frames + 1, vocab], hidden [frames + 1, width], residual logits [frames,
+    residuals, codes])."""
     row = golden.row(entry["case"], entry["row"])
     frames = entry["frames"]
     model = golden.model(golden.checkpoint(row.case))
@@ -211,7 +227,9 @@ def _bf16(golden: Golden) -> Iterator[Case]:
                 _, theirs = aligned(made, arrays[f"{stem}bf16.{name}"], name)
                 mine = float(np.sqrt(np.square(ours - want).mean()))
                 reference = float(np.sqrt(np.square(theirs - want).mean()))
-                assert mine <= BF16_FACTOR * reference, f"{name}: error {mine:.2e}, the reference's own is {reference:.2e}"
+                assert mine <= BF16_FACTOR * reference, (
+                    f"{name}: error {mine:.2e}, the reference's own is {reference:.2e}"
+                )
 
         yield f"teacher-forced {entry['case']}.{entry['row']} bfloat16", check
 
@@ -270,7 +288,9 @@ def _check_raw(golden: Golden, entry: dict[str, Any]) -> None:
     near(first, _field(golden, entry, "raw_logits"), LOGITS_LIMIT, "codebook-0 logits")
     residual = outputs[entry["residual_frame"]].residual_logits[:, 0]
     near(residual, _field(golden, entry, "residual_raw_logits"), LOGITS_LIMIT, "residual logits")
-    assert not any(int(output.flags[0]) & ENDED and step < 2 for step, output in enumerate(outputs)), "ended within two draws"
+    assert not any(int(output.flags[0]) & ENDED and step < 2 for step, output in enumerate(outputs)), (
+        "ended within two draws"
+    )
 
 
 def _lengths(golden: Golden) -> Iterator[Case]:
@@ -279,11 +299,13 @@ def _lengths(golden: Golden) -> Iterator[Case]:
 
 
 def _check_lengths(golden: Golden, entry: dict[str, Any]) -> None:
-    """How many frames drawn speech has, against the reference's counts: Fisher's exact test of every length, and chi-square of all.
+    """How many frames drawn speech has, against the reference's counts: Fisher's exact test of every
+    length, and chi-square of all.
 
-    Seeds are 0, 1, ... An end that is banned one draw too long leaves no speech of two frames, of which the reference has 81 and 51 in
-    1,024 runs: the chance of none in `LENGTH_RUNS` of ours is 6e-12 and 9e-8, so that fault is always found. One draw too short
-    makes speech of one frame, of which the reference has none: as likely found.
+    Seeds are 0, 1, ... An end that is banned one draw too long leaves no speech of two frames, of which
+    the reference has 81 and 51 in 1,024 runs: the chance of none in `LENGTH_RUNS` of ours is 6e-12 and
+    9e-8, so that fault is always found. One draw too short makes speech of one frame, of which the
+    reference has none: as likely found.
     """
     from scipy import stats
 

@@ -1,4 +1,5 @@
-"""SparkTTS against a golden folder: audio in, tokens, prompts, the LM by a plain loop and on both engines, audio out."""
+"""SparkTTS against a golden folder: audio in, tokens, prompts, the LM by a plain loop and on both engines,
+audio out."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from pipelines.audio import decode
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
-from pipelines.spark_tts.reference import LAYERS, Reference, ReferenceEncoder, SemanticFeatures, normalize_volume, reference_clip
+from pipelines.spark_tts.reference import (
+    LAYERS,
+    Reference,
+    ReferenceEncoder,
+    SemanticFeatures,
+    normalize_volume,
+    reference_clip,
+)
 from tests.conformance import spark_engines
 from tests.conformance.listing import Case, Files
 from tests.conformance.spark_native import golden_row, native_weights
@@ -26,9 +34,18 @@ from tests.support.golden_arrays import Array, Arrays, check_near, flat
 from tests.support.golden_checkpoint import whole
 from tests.support.spark_oracle import OracleLm, Trace
 
-#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
-#: what the golden folder's README suggests, unless it gives its own.
-LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 1e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
+#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for
+#: larger ones): what the golden folder's README suggests, unless it gives its own.
+LIMITS = {
+    "audio": 2e-6,
+    "features": 1e-4,
+    "hidden": 1e-4,
+    "logits": 5e-4,
+    "mel": 2e-5,
+    "state": 1e-4,
+    "wav": 2e-5,
+    "resampled": 1e-5,
+}
 #: Of probabilities.
 PROBABILITY_LIMIT = 1e-5
 
@@ -36,7 +53,8 @@ Item = dict[str, Any]
 
 
 def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
-    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference."""
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured
+    difference."""
     if dtype != "float32":
         raise ValueError("the golden data of SparkTTS is in float32")
     torch.set_num_threads(1)
@@ -78,7 +96,9 @@ class Golden:
 
     @cached_property
     def encoder(self) -> ReferenceEncoder:
-        return ReferenceEncoder(self.config, self.codecs[0], SemanticFeatures(self.checkpoint / WAV2VEC2, self.device))
+        return ReferenceEncoder(
+            self.config, self.codecs[0], SemanticFeatures(self.checkpoint / WAV2VEC2, self.device)
+        )
 
     @cached_property
     def codecs(self) -> Any:
@@ -102,9 +122,13 @@ class Golden:
     def prompt(self, case: Item) -> list[int]:
         """The prompt of a case from its text and its recording or its labels."""
         if "gender" in case:
-            return creation_prompt(self.vocabulary, case["text"], f"{case['gender']}/{case['pitch']}/{case['speed']}")
+            return creation_prompt(
+                self.vocabulary, case["text"], f"{case['gender']}/{case['pitch']}/{case['speed']}"
+            )
         reference = self.reference(case["wav"])
-        return clone_prompt(self.vocabulary, case["text"], reference.voice, case.get("ref_text"), reference.semantic)
+        return clone_prompt(
+            self.vocabulary, case["text"], reference.voice, case.get("ref_text"), reference.semantic
+        )
 
     def _reference(self, wav: str) -> Reference:
         return self.encoder.prepare(self.wav(wav), with_semantic=True)
@@ -130,13 +154,20 @@ def _tokenize(golden: Golden, case: Item) -> None:
 def _volume(golden: Golden, case: Item) -> None:
     arrays = golden.arrays(case["file"])
     for index in range(len(arrays) // 2):
-        golden.near(f"example {index}", normalize_volume(arrays[f"in_{index}"]), arrays[f"out_{index}"], 1e-12)
+        golden.near(
+            f"example {index}", normalize_volume(arrays[f"in_{index}"]), arrays[f"out_{index}"], 1e-12
+        )
 
 
 def _audio_prep(golden: Golden, case: Item) -> None:
     arrays, rate = golden.arrays(case["file"]), golden.config.sample_rate
     if "resampled" in arrays:
-        golden.near("resampled", decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0], arrays["resampled"], "resampled")
+        golden.near(
+            "resampled",
+            decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0],
+            arrays["resampled"],
+            "resampled",
+        )
         golden.near("audio", normalize_volume(arrays["resampled"]), arrays["audio"], "audio")
     samples = golden.encoder.read(golden.wav(case["wav"]))
     golden.near("audio", samples, arrays["audio"], "resampled" if "resampled" in arrays else "audio")
@@ -157,7 +188,11 @@ def _audio_tokens(golden: Golden, case: Item) -> None:
     same("semantic ids", reference.semantic, arrays["semantic_ids"])
     same("global ids", reference.voice, arrays["global_ids"])
     if "features_mean_abs" in case["arrays"]:
-        samples = golden.arrays(case["audio_file"])["audio"] if "audio_file" in case else golden.encoder.read(golden.wav(case["wav"]))
+        samples = (
+            golden.arrays(case["audio_file"])["audio"]
+            if "audio_file" in case
+            else golden.encoder.read(golden.wav(case["wav"]))
+        )
         features = golden.encoder._features
         mean = features(torch.as_tensor(features.values(samples))[None])[0].abs().mean()
         golden.near("mean of the features", mean, arrays["features_mean_abs"], "features")
@@ -172,7 +207,12 @@ def _intermediates(golden: Golden, case: Item, arrays: Arrays) -> None:
     states = features.states(torch.from_numpy(arrays["input_values"])[None])
     for layer in LAYERS:
         golden.near(f"hidden_{layer}", states[layer][0], arrays[f"hidden_{layer}"], "features")
-    golden.near("features", features(torch.from_numpy(arrays["input_values"])[None])[0], arrays["features"], "features")
+    golden.near(
+        "features",
+        features(torch.from_numpy(arrays["input_values"])[None])[0],
+        arrays["features"],
+        "features",
+    )
     tokenizer = golden.codecs[0]
     with torch.inference_mode():
         encoded = tokenizer.encoder(torch.from_numpy(arrays["features"])[None].to(golden.device))[0]
@@ -183,7 +223,9 @@ def _intermediates(golden: Golden, case: Item, arrays: Arrays) -> None:
         speaker = tokenizer.speaker
         latents = speaker.perceiver_sampler(speaker.context(mel))
         golden.near("perceiver_out", latents[0], arrays["perceiver_out"], "state")
-        golden.near("fsq_project_in", speaker.quantizer.project_in(latents)[0], arrays["fsq_project_in"], "state")
+        golden.near(
+            "fsq_project_in", speaker.quantizer.project_in(latents)[0], arrays["fsq_project_in"], "state"
+        )
 
 
 def _prompt(golden: Golden, case: Item) -> None:
@@ -222,7 +264,9 @@ def _parse(golden: Golden, case: Item) -> None:
 
 def _tokens_of(golden: Golden, case: Item) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = golden.arrays(case.get("ids_file") or case["file"])
-    return tuple(torch.from_numpy(arrays[name].reshape(-1).astype(np.int64)) for name in ("semantic_ids", "global_ids"))
+    return tuple(
+        torch.from_numpy(arrays[name].reshape(-1).astype(np.int64)) for name in ("semantic_ids", "global_ids")
+    )
 
 
 def _detokenize(golden: Golden, case: Item) -> None:

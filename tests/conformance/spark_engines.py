@@ -1,4 +1,5 @@
-"""SparkTTS end to end against a golden folder, on one engine: its LM alone, in a running batch and drawn, and text to audio as a job asks.
+"""SparkTTS end to end against a golden folder, on one engine: its LM alone, in a running batch and drawn,
+and text to audio as a job asks.
 
 What only one of the engines can show is in `spark_native` and `spark_vllm`.
 """
@@ -38,7 +39,11 @@ class Opened:
 
     @cached_property
     def pipeline(self) -> SparkPipeline:
-        options: dict[str, Any] = {"device": self.golden.device.type, "dtype": "float32", "codec_dtype": "float32"}
+        options: dict[str, Any] = {
+            "device": self.golden.device.type,
+            "dtype": "float32",
+            "codec_dtype": "float32",
+        }
         folder = widened(self.golden.checkpoint) if self.engine == "vllm" else self.golden.checkpoint
         return open_pipeline(folder, engine=self.engine, **options, keep_unfinished=True, max_context=2048)
 
@@ -47,7 +52,9 @@ class Opened:
         """The ids that end a sequence."""
         return self.golden.config.lm.eos, self.golden.vocabulary.control("end_semantic_token")
 
-    def submit(self, name: str, prompt: Sequence[int], sampling: TokenSampling, waiter: Waiter | None = None) -> Future[Tokens]:
+    def submit(
+        self, name: str, prompt: Sequence[int], sampling: TokenSampling, waiter: Waiter | None = None
+    ) -> Future[Tokens]:
         waiter = waiter or Waiter()
         self.pipeline.host.submit(TokenRequest(name, prompt, sampling), waiter)
         return waiter.future
@@ -64,7 +71,8 @@ class Opened:
 
 
 def cases(golden: Golden, engine: Literal["native", "vllm"]) -> Iterator[Case]:
-    """Every greedy case alone, all of them together and one after the other into a running batch, drawn, and as speech."""
+    """Every greedy case alone, all of them together and one after the other into a running batch, drawn,
+    and as speech."""
     opened = Opened(golden, engine)
     greedy = [case for case in golden.cases.values() if case["kind"].startswith("greedy")]
     drawn = [case for case in golden.cases.values() if case["kind"] == "sampling_distribution"]
@@ -85,7 +93,9 @@ def cases(golden: Golden, engine: Literal["native", "vllm"]) -> Iterator[Case]:
         opened.close()
 
 
-def _own_cases(engine: Literal["native", "vllm"]) -> Callable[[Opened, list[Item], list[Item]], Iterator[Case]]:
+def _own_cases(
+    engine: Literal["native", "vllm"],
+) -> Callable[[Opened, list[Item], list[Item]], Iterator[Case]]:
     if engine == "native":
         from tests.conformance import spark_native
 
@@ -101,7 +111,11 @@ def _check(opened: Opened, case: Item, tokens: Tokens) -> None:
 
     wanted = opened.golden.arrays(case["file"])["output_ids"]
     ended = np.flatnonzero(np.isin(wanted, opened.ends))
-    same(f"output ids of {case['name']}", _without_end(opened, tokens), wanted[: ended[0]] if len(ended) else wanted)
+    same(
+        f"output ids of {case['name']}",
+        _without_end(opened, tokens),
+        wanted[: ended[0]] if len(ended) else wanted,
+    )
     assert (tokens.finish == "stop") is bool(len(ended)), f"{case['name']} ended by {tokens.finish}"
 
 
@@ -124,7 +138,9 @@ def _staggered(opened: Opened, greedy: list[Item]) -> None:
 
 def _penalty(opened: Opened, greedy: list[Item]) -> None:
     """Ids of the prompt count as drawn, as in transformers' `generate`."""
-    arrays = opened.golden.arrays(max(greedy, key=lambda one: len(opened.golden.arrays(one["file"])["output_ids"]))["file"])
+    arrays = opened.golden.arrays(
+        max(greedy, key=lambda one: len(opened.golden.arrays(one["file"])["output_ids"]))["file"]
+    )
     # With half of a long output in it the prompt holds ids that would be drawn again.
     prompt = [*arrays["input_ids"].tolist(), *arrays["output_ids"][: len(arrays["output_ids"]) // 2].tolist()]
     wanted = opened.golden.oracle.penalized(prompt, PENALIZED_TOKENS, PENALTY, opened.ends)
@@ -136,19 +152,31 @@ def _penalty(opened: Opened, greedy: list[Item]) -> None:
 def sampling_of(golden: Golden, settings: list[float], seed: int, ends: tuple[int, ...]) -> TokenSampling:
     """One draw with settings [temperature, top_k, top_p] as a line's `generation` gives them."""
     temperature, top_k, top_p = settings
-    return token_sampling(golden.config.sampling, Generation(temperature=temperature, top_k=int(top_k), top_p=top_p), 1, seed, ends)
+    return token_sampling(
+        golden.config.sampling,
+        Generation(temperature=temperature, top_k=int(top_k), top_p=top_p),
+        1,
+        seed,
+        ends,
+    )
 
 
 def _draws(opened: Opened, case: Item) -> None:
-    """Tokens that the engine draws behind the golden prompt, by a chi-square test: of a right engine one case in a million fails."""
+    """Tokens that the engine draws behind the golden prompt, by a chi-square test: of a right engine one
+    case in a million fails."""
     golden = opened.golden
     source = next(one for one in golden.cases.values() if one.get("file") == case["logits_file"])
     arrays = golden.arrays(source["file"])
     # Row n of the logits is that of output step `logits_steps[n]`.
-    prompt = [*arrays["input_ids"].tolist(), *arrays["output_ids"][: arrays["logits_steps"][case["row"]]].tolist()]
+    prompt = [
+        *arrays["input_ids"].tolist(),
+        *arrays["output_ids"][: arrays["logits_steps"][case["row"]]].tolist(),
+    ]
     for index, settings in enumerate(case["settings"]):
         drawn = [
-            opened.submit(f"{case['name']}-{index}-{seed}", prompt, sampling_of(golden, settings, seed, opened.ends))
+            opened.submit(
+                f"{case['name']}-{index}-{seed}", prompt, sampling_of(golden, settings, seed, opened.ends)
+            )
             for seed in range(DRAWS)
         ]
         # Our engine hands over no end: then it was one of the ends, and the likelier one stands for both.
@@ -164,13 +192,19 @@ def _speech(opened: Opened, greedy: list[Item]) -> None:
         speech = future.result(SECONDS)
         assert speech.sample_rate == opened.golden.config.sample_rate, f"{speech.sample_rate} Hz"
         assert speech.meta["engine"] == opened.engine, f"{case['name']} was made by {speech.meta['engine']}"
-        opened.golden.near(case["name"], speech.samples, flat(opened.golden.arrays(case["file"])["wav"]), "wav")
+        opened.golden.near(
+            case["name"], speech.samples, flat(opened.golden.arrays(case["file"])["wav"]), "wav"
+        )
 
 
 def _stream(opened: Opened, case: Item) -> None:
-    """A stream has the length of the whole; its samples are those of windows, so only their number is compared."""
+    """A stream has the length of the whole; its samples are those of windows, so only their number is
+    compared."""
     chunks = list(stream(opened.pipeline, _request(opened, case)))
-    samples, whole = sum(len(chunk.samples) for chunk in chunks), opened.golden.arrays(case["file"])["wav"].size
+    samples, whole = (
+        sum(len(chunk.samples) for chunk in chunks),
+        opened.golden.arrays(case["file"])["wav"].size,
+    )
     assert samples == whole, f"{samples} samples, expected {whole}"
 
 

@@ -1,4 +1,5 @@
-"""What only our own engine shows of SparkTTS against a golden folder: states and logits of every step, and a hundred thousand draws."""
+"""What only our own engine shows of SparkTTS against a golden folder: states and logits of every step, and
+a hundred thousand draws."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 #: Draws a setting.
 DRAWS = 100_000
-GREEDY, GREEDY_FLAGS = SamplingParams(temperature=0.0, repetition_penalty=1.0, min_new_tokens=0), DrawFlags(0, False, True)
+GREEDY, GREEDY_FLAGS = (
+    SamplingParams(temperature=0.0, repetition_penalty=1.0, min_new_tokens=0),
+    DrawFlags(0, False, True),
+)
 
 
 def cases(opened: Opened, greedy: list[Item], drawn: list[Item]) -> Iterator[Case]:
@@ -62,7 +66,9 @@ def forced_frames(model: SparkModel, ids: NDArray[np.int64], codes: NDArray[np.i
     pages = -(-(len(prompt) + len(codes)) // page_size)
     kv, state = model.make_kv(pages, page_size), model.make_state(1, pages, 0)
     embeddings = model.embed(prompt)
-    state.place([Placement(0, kv.take(pages) or [], 0, GREEDY, prompt.trailing, embeddings[-1], len(prompt) - 1)])
+    state.place(
+        [Placement(0, kv.take(pages) or [], 0, GREEDY, prompt.trailing, embeddings[-1], len(prompt) - 1)]
+    )
     model.prefill([PrefillRun(0, 0, embeddings[:-1])], state, kv)
     row = torch.tensor([0], device=model.device)
     outputs = []
@@ -85,7 +91,9 @@ def golden_row(golden: Golden, case: Item) -> tuple[Tensor, DrawRules, Drawable]
     """The logits of a case as the head gives them, [1, rows], and how they are drawn."""
     drawable = Drawable.of(golden.vocabulary, golden.config.lm)
     logits = torch.zeros(1, drawable.rows)
-    logits[0, : len(drawable.ids)] = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[drawable.ids]
+    logits[0, : len(drawable.ids)] = torch.from_numpy(
+        golden.arrays(case["logits_file"])["logits"][case["row"]]
+    )[drawable.ids]
     return logits, DrawRules(drawable.ends, len(drawable.ids)), drawable
 
 
@@ -98,4 +106,8 @@ def _sampler(golden: Golden, case: Item) -> None:
         # Codes without weight are never drawn: leaving them out makes a hundred thousand rows fit.
         kept = weights[0].nonzero()[:, 0]
         codes = kept[draw(weights[:, kept].expand(DRAWS, -1), random)].numpy()
-        check_share(f"settings {index}", drawable.ids[codes], golden.arrays(case["file"])[f"probs_{index}"].astype(np.float64))
+        check_share(
+            f"settings {index}",
+            drawable.ids[codes],
+            golden.arrays(case["file"])[f"probs_{index}"].astype(np.float64),
+        )

@@ -1,4 +1,5 @@
-"""What only vLLM shows of SparkTTS against a golden folder: the probabilities from which its own sampler draws."""
+"""What only vLLM shows of SparkTTS against a golden folder: the probabilities from which its own sampler
+draws."""
 
 # vLLM is an extra: its imports are checked where it is installed.
 # pyright: reportMissingImports=false
@@ -36,9 +37,16 @@ def _chances(opened: Opened, case: Item) -> None:
     sampler = Sampler(logprobs_mode="processed_logprobs")
     logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
     for index, settings in enumerate(case["settings"]):
-        asked = sampling_params(TokenRequest("", [0], sampling_of(golden, settings, 0, ())), 1, streamed=False)
+        asked = sampling_params(
+            TokenRequest("", [0], sampling_of(golden, settings, 0, ())), 1, streamed=False
+        )
         made = sampler(logits.clone(), _metadata(asked, logits.shape[1])).logprobs_tensors
-        golden.near(f"settings {index}", made.logprobs[0].exp(), golden.arrays(case["file"])[f"probs_{index}"], PROBABILITY_LIMIT)
+        golden.near(
+            f"settings {index}",
+            made.logprobs[0].exp(),
+            golden.arrays(case["file"])[f"probs_{index}"],
+            PROBABILITY_LIMIT,
+        )
 
 
 def _metadata(asked: SamplingParams, vocabulary: int) -> SamplingMetadata:

@@ -1,4 +1,5 @@
-"""SpeechLM against a golden folder: prompts, audio input, the plain loop, delay, codec; and vLLM's V2 runner where it can run."""
+"""SpeechLM against a golden folder: prompts, audio input, the plain loop, delay, codec; and vLLM's V2
+runner where it can run."""
 
 from __future__ import annotations
 
@@ -22,21 +23,40 @@ from pipelines.request import Message, Mode
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
 from pipelines.speechlm.codec import XcodecDecoder, load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Prompt, Script, StreamSampling, TextCoder, build_prompt, chosen_messages, deinterleave, interleave
+from pipelines.speechlm.lm import (
+    Prompt,
+    Script,
+    StreamSampling,
+    TextCoder,
+    build_prompt,
+    chosen_messages,
+    deinterleave,
+    interleave,
+)
 from pipelines.speechlm.weights import check_names
 from tests.conformance.listing import Case, listed
 from tests.conformance.speechlm_oracle import Oracle, Written, drawn
 from tests.support.golden_arrays import Arrays, check_near, read_arrays
 
-#: Largest differences in float32 of values up to about 10; see `tests.support.golden_arrays.check_near` for larger ones.
-LIMITS = {"logits": 2e-4, "merged": 1e-3, "features": 2e-4, "mel": 1e-4, "waveform": 1e-4, "probabilities": 1e-4, "pcm16": 4}
+#: Largest differences in float32 of values up to about 10; see `tests.support.golden_arrays.check_near` for
+#: larger ones.
+LIMITS = {
+    "logits": 2e-4,
+    "merged": 1e-3,
+    "features": 2e-4,
+    "mel": 1e-4,
+    "waveform": 1e-4,
+    "probabilities": 1e-4,
+    "pcm16": 4,
+}
 #: Draws from which probabilities are read.
 SPREAD = 4_096
 Item = dict[str, Any]
 
 
 def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
-    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference."""
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured
+    difference."""
     if dtype != "float32":
         raise ValueError("the golden data of SpeechLM is in float32")
     torch.set_num_threads(1)
@@ -68,7 +88,11 @@ def _all(golden: Golden) -> Iterator[Case]:
         yield f"forced {item['id']}", lambda item=item: golden.check_forced(item)
     yield "feature counts", golden.check_counts
     yield "embeddings", golden.check_embeddings
-    for name in sorted(name.removesuffix("/waveform") for name in golden.arrays if name.startswith("codec") and name.endswith("/waveform")):
+    for name in sorted(
+        name.removesuffix("/waveform")
+        for name in golden.arrays
+        if name.startswith("codec") and name.endswith("/waveform")
+    ):
         yield f"codec {name}", lambda name=name: golden.check_wave(name)
 
 
@@ -83,7 +107,10 @@ class Golden:
         self.cases: dict[str, Item] = {case["id"]: case for case in self.content["cases"]}
         self.arrays = Arrays(read_arrays(folder / "arrays.npz"))
         lines = (folder / "dialogues.jsonl").read_text(encoding="utf-8").splitlines()
-        self.dialogues = {line["example_id"]: [Message(*message) for message in line["messages"]] for line in map(json.loads, lines)}
+        self.dialogues = {
+            line["example_id"]: [Message(*message) for message in line["messages"]]
+            for line in map(json.loads, lines)
+        }
         self.bases = np.array(self.content["stream_base"])
         self.written = cache(self._written)
         self.encoder = cache(self._encoder)
@@ -162,7 +189,11 @@ class Golden:
     def check_prompt(self, case: Item) -> None:
         prompt = self.prompt(case)
         same("prompt ids", prompt.ids, case["prompt_ids_expanded"])
-        same("feature positions", [first + n for first, count in prompt.features for n in range(count)], case["feature_positions"])
+        same(
+            "feature positions",
+            [first + n for first, count in prompt.features for n in range(count)],
+            case["feature_positions"],
+        )
 
     def check_features(self, case: Item) -> None:
         encoder = self.encoder(case["do_normalize"])
@@ -174,11 +205,17 @@ class Golden:
     def check_loop(self, case: Item) -> None:
         """The plain loop: what it wrote, and the states and logits that it wrote it from."""
         name, written = case["id"], self.written(case["id"])
-        self.check_written(case, written.ids, np.array(written.rows, np.int64).reshape(-1, self.config.streams))
+        self.check_written(
+            case, written.ids, np.array(written.rows, np.int64).reshape(-1, self.config.streams)
+        )
         same("stream 0", written.ids, self.array(f"{name}/stream0").tolist())
         if case["expected"]["n_rows"]:
             rows = self.array(f"{name}/rows").astype(np.int64)
-            same("codes", deinterleave(rows - self.bases).tolist(), self.array(f"{name}/codes").astype(np.int64).tolist())
+            same(
+                "codes",
+                deinterleave(rows - self.bases).tolist(),
+                self.array(f"{name}/codes").astype(np.int64).tolist(),
+            )
         if not case["expected"]["has_audio"]:
             self._check_silence(name, case["expected"]["n_rows"])
         self.near("embeddings of the prompt", written.prompt, f"{name}/prompt_embeds", "logits")
@@ -207,27 +244,46 @@ class Golden:
                 self.near(f"{branch} logits", made[:, :, :-2], f"{name}/{branch}_logits", limit)
                 self.near(f"{branch} logits of the ends", made[:, 0, -2:], f"{name}/{branch}_eos_eot", limit)
         states = written.states[first:]
-        self.near("main states", torch.stack([states[step] for step in steps]), f"{name}/main_hidden", "logits")
+        self.near(
+            "main states", torch.stack([states[step] for step in steps]), f"{name}/main_hidden", "logits"
+        )
         if written.null_states:
-            self.near("null states", torch.stack([written.null_states[step] for step in steps]), f"{name}/null_hidden", "logits")
+            self.near(
+                "null states",
+                torch.stack([written.null_states[step] for step in steps]),
+                f"{name}/null_hidden",
+                "logits",
+            )
 
     def check_written(self, case: Item, ids: list[int], rows: NDArray[np.int64]) -> None:
         """Ids and rows of codec token ids, by whatever way they were made."""
         expected = case["expected"]
         same("stream-0 ids", ids, expected["stream0_ids"])
-        same("rows", rows.reshape(-1).tolist(), self.array(f"{case['id']}/rows").reshape(-1).tolist() if expected["n_rows"] else [])
+        same(
+            "rows",
+            rows.reshape(-1).tolist(),
+            self.array(f"{case['id']}/rows").reshape(-1).tolist() if expected["n_rows"] else [],
+        )
         same("codes", deinterleave(rows - self.bases).shape[0], expected["n_frames"])
-        text = ids[: ids.index(self.config.specials.assistant)] if self.config.specials.assistant in ids else ids
+        text = (
+            ids[: ids.index(self.config.specials.assistant)] if self.config.specials.assistant in ids else ids
+        )
         same("text", self.coder.decode(text), expected["text"])
 
     def check_codec(self, case: Item) -> None:
         codes = self.array(f"{case['id']}/codes").astype(np.int64)
-        same("codes", deinterleave(self.array(f"{case['id']}/rows").astype(np.int64) - self.bases).tolist(), codes.tolist())
+        same(
+            "codes",
+            deinterleave(self.array(f"{case['id']}/rows").astype(np.int64) - self.bases).tolist(),
+            codes.tolist(),
+        )
         wave = self.decoder.decode([torch.from_numpy(codes)])[0]
         same("samples", len(wave), case["expected"]["n_samples"])
         self.near("waveform", wave.cpu(), f"{case['id']}/waveform", "waveform")
         self.near("PCM", pcm16(wave.cpu().numpy(), self.config.sample_rate), f"{case['id']}/pcm16", "pcm16")
-        padded = self.decoder.decode_padded([torch.from_numpy(codes), torch.zeros(len(codes) + 9, len(self.bases), dtype=torch.int64)])[0]
+        padded = self.decoder.decode_padded(
+            [torch.from_numpy(codes), torch.zeros(len(codes) + 9, len(self.bases), dtype=torch.int64)]
+        )[0]
         difference = float((padded - wave).abs().max())
         assert difference <= LIMITS["waveform"], f"in a padded batch the waveform differs by {difference:.3g}"
 
@@ -248,7 +304,8 @@ class Golden:
             same("rows", (interleave(codes) + self.bases).tolist() if len(codes) else [], rows.tolist())
 
     def check_sampling(self, item: Item) -> None:
-        """Probabilities of every stream, by the share of 4,096 evenly spread draws that falls on each place."""
+        """Probabilities of every stream, by the share of 4,096 evenly spread draws that falls on each
+        place."""
         source = "merged" if item["source"] == "merged" else "main"
         logits = torch.from_numpy(self.array(f"{item['case']}/{source}_logits"))
         ends = torch.from_numpy(self.array(f"{item['case']}/{source}_eos_eot"))
@@ -262,12 +319,18 @@ class Golden:
             for stream, (one, expected) in enumerate(rows):
                 share = drawn_share(one, how)
                 difference = float(np.abs(share - expected).max())
-                assert difference <= 2 / SPREAD, f"probabilities of step {step}, stream {stream} differ by {difference:.3g}"
+                assert difference <= 2 / SPREAD, (
+                    f"probabilities of step {step}, stream {stream} differ by {difference:.3g}"
+                )
 
     def check_forced(self, item: Item) -> None:
         """Given ids and rows in one pass: states and logits of every row, main and null, and merged."""
         rows = torch.from_numpy(self.array(f"{item['id']}/rows").astype(np.int64))
-        same("codes", deinterleave(rows.numpy() - self.bases).tolist(), self.array(f"{item['id']}/codes").astype(np.int64).tolist())
+        same(
+            "codes",
+            deinterleave(rows.numpy() - self.bases).tolist(),
+            self.array(f"{item['id']}/codes").astype(np.int64).tolist(),
+        )
         count = len(rows)
         made: dict[str, torch.Tensor] = {}
         for name in ("main", "null"):
@@ -286,7 +349,11 @@ class Golden:
     def check_counts(self) -> None:
         table = self.content["feature_length"]
         for window in (50, 100):
-            same(f"n_window {window}", [feature_count(frames, window) for frames in table["frames"]], table[f"n_window_{window}"])
+            same(
+                f"n_window {window}",
+                [feature_count(frames, window) for frames in table["frames"]],
+                table[f"n_window_{window}"],
+            )
 
 
 def drawn_share(logits: torch.Tensor, how: StreamSampling) -> NDArray[np.float64]:
@@ -317,6 +384,11 @@ def same(what: str, found: Any, expected: Any) -> None:
     if found == expected:
         return
     if isinstance(found, list) and isinstance(expected, list):
-        place = next((n for n, (one, other) in enumerate(zip(found, expected)) if one != other), min(len(found), len(expected)))
-        raise AssertionError(f"{what}: {found[place : place + 3]} at {place}, expected {expected[place : place + 3]}")
+        place = next(
+            (n for n, (one, other) in enumerate(zip(found, expected)) if one != other),
+            min(len(found), len(expected)),
+        )
+        raise AssertionError(
+            f"{what}: {found[place : place + 3]} at {place}, expected {expected[place : place + 3]}"
+        )
     raise AssertionError(f"{what}: {found!r}, expected {expected!r}")

@@ -1,4 +1,5 @@
-"""SpeechLM by a plain loop over `transformers`, one request at a time, without an engine: what everything else is compared with."""
+"""SpeechLM by a plain loop over `transformers`, one request at a time, without an engine: what everything
+else is compared with."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ from pipelines.speechlm.weights import STREAMS
 
 @dataclass
 class Written:
-    """What a request wrote: stream-0 ids as golden sets have them, and rows [n, streams] of codec token ids."""
+    """What a request wrote: stream-0 ids as golden sets have them, and rows [n, streams] of codec token
+    ids."""
 
     ids: list[int] = field(default_factory=list[int])
     rows: list[list[int]] = field(default_factory=list[list[int]])
     #: Raw logits [streams, layer] of the rows that were drawn, and of the end: main, null and merged.
-    logits: list[tuple[Tensor, Tensor | None, Tensor]] = field(default_factory=list[tuple[Tensor, "Tensor | None", Tensor]])
-    #: Embeddings [positions, hidden] of the prompt, and hidden states [hidden] that the ids came from; of the null branch, of its rows.
+    logits: list[tuple[Tensor, Tensor | None, Tensor]] = field(
+        default_factory=list[tuple[Tensor, "Tensor | None", Tensor]]
+    )
+    #: Embeddings [positions, hidden] of the prompt, and hidden states [hidden] that the ids came from; of the
+    #: null branch, of its rows.
     prompt: Tensor = field(default_factory=lambda: torch.zeros(0))
     states: list[Tensor] = field(default_factory=list[Tensor])
     null_states: list[Tensor] = field(default_factory=list[Tensor])
@@ -37,10 +42,15 @@ class Oracle:
     def __init__(self, config: SpeechLmConfig) -> None:
         self.config = config
         text = {**config.text, "model_type": "qwen3"}
-        self.model: Any = Qwen3ForCausalLM._from_config(Qwen3Config(**text), attn_implementation="eager").eval()
+        self.model: Any = Qwen3ForCausalLM._from_config(
+            Qwen3Config(**text), attn_implementation="eager"
+        ).eval()
         with Checkpoint.open(config.folder) as checkpoint:
             names = [name for name in checkpoint.names() if name.startswith(("model.", "lm_head."))]
-            state = {name: checkpoint.take(name, self.model.state_dict()[name].shape, torch.float32) for name in names}
+            state = {
+                name: checkpoint.take(name, self.model.state_dict()[name].shape, torch.float32)
+                for name in names
+            }
             self.shifts = checkpoint.take(STREAMS, (config.streams, config.backbone.hidden), torch.float32)
         self.model.load_state_dict(state)
         self.table = state["model.embed_tokens.weight"]
@@ -54,7 +64,9 @@ class Oracle:
     @torch.inference_mode()
     def hidden(self, embeddings: Tensor, cache: DynamicCache) -> Tensor:
         """Hidden states [n, hidden] of the next positions."""
-        return self.model.model(inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True).last_hidden_state[0]
+        return self.model.model(
+            inputs_embeds=embeddings[None], past_key_values=cache, use_cache=True
+        ).last_hidden_state[0]
 
     def stream_logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [streams, layer + 2] of one position over each stream's ids, then eos and eot."""
@@ -109,7 +121,9 @@ class Oracle:
             if places[0] >= config.layer_size:
                 out.ids.append(special.eos if places[0] == config.layer_size else special.eot)
                 return
-            row = [config.codec_base + stream * config.layer_size + place for stream, place in enumerate(places)]
+            row = [
+                config.codec_base + stream * config.layer_size + place for stream, place in enumerate(places)
+            ]
             out.ids.append(row[0])
             out.rows.append(row)
             embedded = self.embed(torch.tensor([row]))

@@ -1,4 +1,5 @@
-"""SpeechLM's golden cases on vLLM's V2 runner: all together, in guided pairs, one after the other, and staggered."""
+"""SpeechLM's golden cases on vLLM's V2 runner: all together, in guided pairs, one after the other, and
+staggered."""
 
 from __future__ import annotations
 
@@ -36,17 +37,25 @@ ALONE = ("max_rows8", "u_d", "short_cfg")
 
 
 def cases(golden: Golden) -> Iterator[Case]:
-    """Every case in one running batch, the golden batches, and a few alone; and one under every other name of the model."""
+    """Every case in one running batch, the golden batches, and a few alone; and one under every other name
+    of the model."""
     opened = Opened(golden)
     try:
         for name in (name for name in ALONE if name in golden.cases):
             yield f"vllm alone {name}", lambda name=name: opened.check([name])
         yield "vllm together", lambda: opened.check(golden.cases)
         for batch in golden.content["batches"]:
-            yield f"vllm {batch['id']}", lambda batch=batch: opened.check(batch["members"], batch.get("arrival_step"))
+            yield (
+                f"vllm {batch['id']}",
+                lambda batch=batch: opened.check(batch["members"], batch.get("arrival_step")),
+            )
     finally:
         opened.close()
-    lengths = {name: len(case["expected"]["stream0_ids"]) for name, case in golden.cases.items() if case["expected"]["has_audio"]}
+    lengths = {
+        name: len(case["expected"]["stream0_ids"])
+        for name, case in golden.cases.items()
+        if case["expected"]["has_audio"]
+    }
     for model_type in MODEL_TYPES:
         if lengths and model_type != golden.model_type:
             shortest = min(lengths, key=lengths.__getitem__)
@@ -55,7 +64,9 @@ def cases(golden: Golden) -> Iterator[Case]:
 
 def _check_named(golden: Golden, model_type: str, case: str) -> None:
     """A case on the same checkpoint, whose config.json has another `model_type`."""
-    opened = Opened(golden.under(named(model_type, golden.checkpoint)), TokenModelOptions(max_context=512, slots=4))
+    opened = Opened(
+        golden.under(named(model_type, golden.checkpoint)), TokenModelOptions(max_context=512, slots=4)
+    )
     try:
         opened.check([case])
     finally:
@@ -127,7 +138,8 @@ class Heard(SpeechLmUtterance):
             self.future.set_exception(event.error)
 
     def result(self, seconds: float) -> tuple[list[int], NDArray[np.int64]]:
-        """Stream-0 ids as golden sets have them, and rows of codec token ids. Raises what ended the request early."""
+        """Stream-0 ids as golden sets have them, and rows of codec token ids. Raises what ended the
+        request early."""
         made: Any = self.future.result(seconds)
         return made
 

@@ -1,4 +1,5 @@
-"""What families of both engines show alike: sequences that join a running batch, and draws beside exact probabilities."""
+"""What families of both engines show alike: sequences that join a running batch, and draws beside exact
+probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def staggered(
     submit: Callable[[dict[str, Any], Waiter], object],
     check: Callable[[dict[str, Any], Tokens], None],
 ) -> None:
-    """Streams of these cases that join a running batch one after the other, each once the one before has been heard."""
+    """Streams of these cases that join a running batch one after the other, each once the one before has
+    been heard."""
     waiters: list[Waiter] = [Waiter()] * len(order)
 
     def send(index: int) -> None:
@@ -47,11 +49,14 @@ def staggered(
         # A sequence is submitted before the one ahead of it is over.
         tokens = waiters[index].future.result(SECONDS)
         check(case, tokens)
-        assert [one for part in waiters[index].parts for one in part] == tokens.ids, f"{case['name']}: other ids while it grew"
+        assert [one for part in waiters[index].parts for one in part] == tokens.ids, (
+            f"{case['name']}: other ids while it grew"
+        )
 
 
 def check_share(what: str, ids: Sequence[int], chances: NDArray[np.float64]) -> None:
-    """Raises AssertionError for an id that cannot be drawn, and where chi-square is beyond its one-in-a-million point."""
+    """Raises AssertionError for an id that cannot be drawn, and where chi-square is beyond its
+    one-in-a-million point."""
     found = np.bincount(ids, minlength=len(chances))
     impossible = np.flatnonzero((chances == 0) & (found > 0))
     assert not len(impossible), f"{what}: id {impossible[:1]} was drawn, whose probability is 0"
@@ -62,4 +67,6 @@ def check_share(what: str, ids: Sequence[int], chances: NDArray[np.float64]) -> 
     freedom = max(int(kept.sum()) - 1, 1)
     # Wilson and Hilferty (1931); 4.75 standard deviations are one in a million.
     bound = freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3
-    assert square <= bound, f"{what}: chi-square {square:.1f} of {freedom} degrees of freedom, allowed {bound:.1f}"
+    assert square <= bound, (
+        f"{what}: chi-square {square:.1f} of {freedom} degrees of freedom, allowed {bound:.1f}"
+    )

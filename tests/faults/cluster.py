@@ -1,4 +1,5 @@
-"""A production in small: Valkey, PostgreSQL, SeaweedFS and worker processes with a fake engine, all of which may be killed."""
+"""A production in small: Valkey, PostgreSQL, SeaweedFS and worker processes with a fake engine, all of
+which may be killed."""
 
 from __future__ import annotations
 
@@ -62,8 +63,9 @@ ENGINE = {"seconds": 0.05, "slots": 16}
 class Cluster:
     """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`.
 
-    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3`, `folder`, or `proxied` for an S3
-    server behind `proxy`. A server that is given runs already, and goes on after `end`.
+    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3`,
+    `folder`, or `proxied` for an S3 server behind `proxy`. A server that is given runs already, and goes
+    on after `end`.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Cluster:
         self._own_services = [service for service in self.services if service not in (valkey, seaweedfs)]
         for service in self._own_services:
             service.start()
-        self.proxy = S3Proxy(self.seaweedfs.endpoint) if self.seaweedfs is not None and store == "proxied" else None
+        self.proxy = (
+            S3Proxy(self.seaweedfs.endpoint) if self.seaweedfs is not None and store == "proxied" else None
+        )
         self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
         #: Of the store in a folder.
         self.objects = folder / "objects"
@@ -121,7 +125,9 @@ class Cluster:
 
     def start_worker(self, number: int, **environment: str) -> None:
         log, variables = self.folder / f"worker-{number}.log", {**self.environment(), **environment}
-        self.workers[number] = start_python("tests.support.fake_worker", ["run"], variables, log, new_session=True)
+        self.workers[number] = start_python(
+            "tests.support.fake_worker", ["run"], variables, log, new_session=True
+        )
 
     def signal_worker(self, number: int, sent: signal.Signals) -> None:
         os.killpg(self.workers[number].pid, sent)
@@ -145,14 +151,26 @@ class Cluster:
     def let_go(self) -> None:
         self.gate.touch()
 
-    def submit(self, texts: dict[str, str], *, max_attempts: int = 3, pack: bool = False, model: str = "fake") -> str:
+    def submit(
+        self, texts: dict[str, str], *, max_attempts: int = 3, pack: bool = False, model: str = "fake"
+    ) -> str:
         """Submits one dialogue a text, for the fake engine unless another one is named; the job id."""
         path = self.folder / f"{uuid.uuid4().hex}.jsonl"
-        lines = (json.dumps({"example_id": name, "messages": [["user", "text", text]]}) for name, text in texts.items())
+        lines = (
+            json.dumps({"example_id": name, "messages": [["user", "text", text]]})
+            for name, text in texts.items()
+        )
         path.write_text("\n".join(lines) + "\n")
         register()
         options = SubmitOptions(max_attempts=max_attempts)
-        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model, pack=pack or UNSET), options=options).job.id
+        return submit(
+            self.settings,
+            self.ledger,
+            self.store,
+            str(path),
+            JobSpec(model=model, pack=pack or UNSET),
+            options=options,
+        ).job.id
 
     def status(self, job: str) -> JobStatus | None:
         """The job's status, or None while the database is down."""
@@ -171,7 +189,13 @@ class Cluster:
     def attempts(self, job: str) -> Counter[str]:
         """How the leases of a job ended: outcome -> count."""
         ended = schema.attempts.c.outcome
-        return Counter(dict(self._rows(sa.select(ended, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(ended))))
+        return Counter(
+            dict(
+                self._rows(
+                    sa.select(ended, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(ended)
+                )
+            )
+        )
 
     def idle_transactions(self) -> int:
         """Transactions that wait for the next word of whoever began them."""
@@ -202,7 +226,9 @@ class Cluster:
             if status is not None and status.job.state.final:
                 return status
             time.sleep(0.2)
-        tails = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("worker-*.log")))
+        tails = "\n".join(
+            path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("worker-*.log"))
+        )
         raise AssertionError(f"Job {job} did not end in {seconds} s: {status}\n{tails}")
 
     def end(self) -> None:
@@ -220,8 +246,9 @@ class Cluster:
 class Chaos(threading.Thread):
     """Kills parts of a cluster at moments drawn from a seed, until told to stop or there were many kills.
 
-    After a few kills it lets the job make some progress: on a slow machine nothing comes up between two of them otherwise.
-    What the cluster holds is let go once there were enough kills, so that no job ends before.
+    After a few kills it lets the job make some progress: on a slow machine nothing comes up between two of
+    them otherwise. What the cluster holds is let go once there were enough kills, so that no job ends
+    before.
     """
 
     ENOUGH_KILLS = 4
@@ -272,7 +299,11 @@ class Chaos(threading.Thread):
         if victim == "worker":
             self.cluster.kill_worker(self.random.choice(sorted(self.cluster.workers)))
             return
-        service = {"broker": self.cluster.valkey, "database": self.cluster.postgres, "store": self.cluster.services[-1]}[victim]
+        service = {
+            "broker": self.cluster.valkey,
+            "database": self.cluster.postgres,
+            "store": self.cluster.services[-1],
+        }[victim]
         service.kill()
         time.sleep(self.random.uniform(0.0, 1.5))
         service.start()
@@ -302,11 +333,16 @@ def message_seed(job: Job, example_id: str) -> int:
 
 
 def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> None:
-    """Every item once: one done row, one artifact row, one object or member of a pack with the right bytes; counters exact; nothing
-    more, but for packs that a worker put before it was killed."""
+    """Every item once: one done row, one artifact row, one object or member of a pack with the right
+    bytes; counters exact; nothing more, but for packs that a worker put before it was killed."""
     status = patiently(lambda: cluster.ledger.status(job))
     assert status.job.state == JobState.COMPLETED
-    assert (status.items.total, status.items.done, status.items.failed, status.items.skipped) == (len(texts), len(texts), 0, 0)
+    assert (status.items.total, status.items.done, status.items.failed, status.items.skipped) == (
+        len(texts),
+        len(texts),
+        0,
+        0,
+    )
     rows = list(cluster.ledger.items(job))
     assert [row.index for row in rows] == list(range(len(texts)))
     assert {row.example_id for row in rows} == set(texts)
@@ -317,7 +353,9 @@ def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> No
     assert len(loose) == (0 if status.job.spec.pack is True else len(texts))
     assert {info.key for info in patiently(lambda: list(cluster.store.list(f"jobs/{job}/audio/")))} == loose
     for key, (row, artifact) in artifacts.items():
-        expected = encode(sine(texts[row.example_id], message_seed(status.job, row.example_id)), SAMPLE_RATE, "wav")
+        expected = encode(
+            sine(texts[row.example_id], message_seed(status.job, row.example_id)), SAMPLE_RATE, "wav"
+        )
         assert patiently(partial(read_artifact, cluster.store, artifact)) == expected, key
         assert artifact.sha256 == hashlib.sha256(expected).hexdigest()
         assert artifact.bytes == len(expected)

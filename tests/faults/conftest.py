@@ -21,12 +21,19 @@ def cluster(tmp_path: Path, postgres: Postgres) -> Iterator[Cluster]:
 
 @pytest.fixture
 def patient(
-    request: pytest.FixtureRequest, tmp_path: Path, postgres: Postgres, valkey: Valkey, valkey_url: str, seaweedfs: SeaweedFS
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    postgres: Postgres,
+    valkey: Valkey,
+    valkey_url: str,
+    seaweedfs: SeaweedFS,
 ) -> Iterator[Cluster]:
     """A cluster whose leases end with their work only, on servers that no test kills; its broker is empty.
 
     Its parameter, if it has one, are further settings.
     """
-    cluster = Cluster(tmp_path, postgres, PATIENCE | getattr(request, "param", {}), valkey=valkey, seaweedfs=seaweedfs)
+    cluster = Cluster(
+        tmp_path, postgres, PATIENCE | getattr(request, "param", {}), valkey=valkey, seaweedfs=seaweedfs
+    )
     yield cluster
     cluster.end()

@@ -1,4 +1,5 @@
-"""One kind of bad luck at a time: lost and repeated messages, stopped and draining workers, wrong clocks, poison, a full disk."""
+"""One kind of bad luck at a time: lost and repeated messages, stopped and draining workers, wrong clocks,
+poison, a full disk."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def sentences(count: int, suffix: str = "") -> dict[str, str]:
 
 
 def wait_and_repeat(cluster: Cluster, job: str, act: Callable[[], object], pause_seconds: float) -> None:
-    """Does `act` again and again until the job ends; on a slow machine it lets the job come through at last."""
+    """Does `act` again and again until the job ends; on a slow machine it lets the job come through at
+    last."""
     deadline = time.monotonic() + 400
     for number in itertools.count():
         status = cluster.status(job)
@@ -68,7 +70,11 @@ def test_a_worker_that_wakes_after_its_lease_expired_writes_nothing(patient: Clu
     job = patient.submit(texts, max_attempts=50)
     stop_in_a_lease(patient, 0, job)
     before = patient.attempts(job)["expired"]
-    execute(patient.ledger, "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND lease_until IS NOT NULL", job=job)
+    execute(
+        patient.ledger,
+        "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND lease_until IS NOT NULL",
+        job=job,
+    )
     patient.start_worker(1)
     deadline = time.monotonic() + 240
     while patient.attempts(job)["expired"] == before:
@@ -82,7 +88,8 @@ def test_a_worker_that_wakes_after_its_lease_expired_writes_nothing(patient: Clu
 
 
 def stop_in_a_lease(cluster: Cluster, number: int, job: str) -> None:
-    """Stops the only worker at a moment when it holds a shard, has made some of the job's items, and locks no row."""
+    """Stops the only worker at a moment when it holds a shard, has made some of the job's items, and locks
+    no row."""
     cluster.wait_for_done(job, 100)
     deadline = time.monotonic() + 240
     while True:
@@ -112,7 +119,12 @@ def outlast(cluster: Cluster, job: str, seconds: float) -> None:
     """So much of the time of a job's leases is over at once; waits until their worker has extended them."""
     ends = "SELECT min(lease_until) FROM shards WHERE job_id = :job AND lease_until IS NOT NULL"
     ((before,),) = rows(cluster.ledger, ends, job=job)
-    execute(cluster.ledger, "UPDATE shards SET lease_until = lease_until - :seconds WHERE job_id = :job", seconds=seconds, job=job)
+    execute(
+        cluster.ledger,
+        "UPDATE shards SET lease_until = lease_until - :seconds WHERE job_id = :job",
+        seconds=seconds,
+        job=job,
+    )
     deadline = time.monotonic() + 240
     while rows(cluster.ledger, ends, job=job)[0][0] <= before:
         assert time.monotonic() < deadline, cluster.status(job)
@@ -201,7 +213,8 @@ cp -r "$1/out" "$4"
 
 
 @pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0,
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode != 0,
     reason="this machine gives no user namespace to mount a small disk in",
 )
 def test_a_full_disk_is_said_and_the_job_goes_on_when_there_is_space(tmp_path: Path) -> None:
@@ -211,8 +224,27 @@ def test_a_full_disk_is_said_and_the_job_goes_on_when_there_is_space(tmp_path: P
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
-    command = ["unshare", "-Urm", "sh", "-c", SMALL_DISK, "sh", str(disk), sys.executable, str(source), str(kept)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=dict(os.environ), timeout=540, check=False)
+    command = [
+        "unshare",
+        "-Urm",
+        "sh",
+        "-c",
+        SMALL_DISK,
+        "sh",
+        str(disk),
+        sys.executable,
+        str(source),
+        str(kept),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=dict(os.environ),
+        timeout=540,
+        check=False,
+    )
     assert "Traceback" not in done.stderr, done.stderr
     exits = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert exits[0] != "exit 0"

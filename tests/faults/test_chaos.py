@@ -17,7 +17,9 @@ SEEDS = [int(seed) for seed in os.environ.get("NIGHTJAR_CHAOS_SEEDS", "315").spl
 @pytest.mark.parametrize("pack", [False, True], ids=["objects", "packs"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_item_is_made_exactly_once_whatever_is_killed(cluster: Cluster, seed: int, pack: bool) -> None:
-    texts = {f"item-{seed}-{number}": f"Sentence number {number} of the night {seed}." for number in range(ITEMS)}
+    texts = {
+        f"item-{seed}-{number}": f"Sentence number {number} of the night {seed}." for number in range(ITEMS)
+    }
     texts[f"item-{seed}-0"] = cluster.held("The first sentence, which lasts.")
     # The held item ends under no kill, and must not count as the cause of any.
     job = cluster.submit(texts, max_attempts=50, pack=pack)

@@ -1,4 +1,5 @@
-"""The disk of a whole home is full: ledger, store, logs and records. The run says so and ends, and goes on once there is room.
+"""The disk of a whole home is full: ledger, store, logs and records. The run says so and ends, and goes on
+once there is room.
 
 A file system in memory is mounted, and filled by a file.
 """
@@ -28,7 +29,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small disk, where this machine can mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"DISK NOT FILLED: no file system can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -53,7 +56,9 @@ def test_a_run_on_a_full_disk_says_so(slow: Shell, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 200_000])
-def test_a_run_whose_disk_fills_ends_and_goes_on_once_there_is_room(slow: Shell, disk: Path, left: int) -> None:
+def test_a_run_whose_disk_fills_ends_and_goes_on_once_there_is_room(
+    slow: Shell, disk: Path, left: int
+) -> None:
     """With a little room a row can be written, and what was made cannot."""
     write_input(slow.folder / "in.jsonl", ITEMS)
     slow.hold(f"line-{ITEMS - 1}")

@@ -53,7 +53,11 @@ def post(url: str, path: str, body: bytes) -> None:
 
 def fields(url: str) -> Iterator[None]:
     """Speech with 3 M fields that nobody knows, 30 MB."""
-    body = b'{"model": "hibari", "input": "Hello.", ' + b", ".join(b'"%d": 1' % number for number in range(2_400_000)) + b"}"
+    body = (
+        b'{"model": "hibari", "input": "Hello.", '
+        + b", ".join(b'"%d": 1' % number for number in range(2_400_000))
+        + b"}"
+    )
     while True:
         post(url, SPEECH, body)
         yield
@@ -130,10 +134,16 @@ ATTACKS: dict[str, Callable[[str], Iterator[None]]] = {
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """A server of the embedded voice in a process of its own, without a key."""
-    sizes = {"SPEECH_SERVE__SLOTS": str(SLOTS), "SPEECH_SERVE__WAITING_ROOM": str(ROOM), "SPEECH_HOME": str(folder)}
+    sizes = {
+        "SPEECH_SERVE__SLOTS": str(SLOTS),
+        "SPEECH_SERVE__WAITING_ROOM": str(ROOM),
+        "SPEECH_HOME": str(folder),
+    }
     command = [sys.executable, "-m", "jobs", "serve", "--model", "hibari", "--port", "0", "--quiet"]
     with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | sizes, stdout=subprocess.PIPE, stderr=log, text=True)
+        server = subprocess.Popen(
+            command, cwd=REPOSITORY, env=os.environ | sizes, stdout=subprocess.PIPE, stderr=log, text=True
+        )
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
@@ -159,7 +169,9 @@ def is_ready(url: str) -> bool:
 @contextmanager
 def attacked(name: str, url: str) -> Iterator[None]:
     """The attack goes on in a process of its own."""
-    attacker = subprocess.Popen([sys.executable, "-m", __spec__.name, name, url], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    attacker = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, name, url], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert attacker.stdout is not None
         assert attacker.stdout.readline() == "begun\n"
@@ -171,7 +183,8 @@ def attacked(name: str, url: str) -> Iterator[None]:
 
 
 def longest_wait(client: Talk, seconds: float) -> float:
-    """The longest of the times between a sentence and the end of its speech; infinite where there was no end."""
+    """The longest of the times between a sentence and the end of its speech; infinite where there was no
+    end."""
     longest, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         begin = time.monotonic()
@@ -216,7 +229,8 @@ def test_an_honest_client_waits_at_most_twice_as_long_beside_a_hostile_one(url: 
 
 
 def main(arguments: list[str]) -> None:
-    """With a name and an address: that attack, until it is killed. Else all of them beside a client, with a table."""
+    """With a name and an address: that attack, until it is killed. Else all of them beside a client, with
+    a table."""
     if arguments:
         name, url = arguments
         for number, _ in enumerate(ATTACKS[name](url)):

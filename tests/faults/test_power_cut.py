@@ -1,6 +1,8 @@
-"""The power goes while `nightjar run` works: the disk is a file of its own, and what it holds at that moment is all that is left.
+"""The power goes while `nightjar run` works: the disk is a file of its own, and what it holds at that
+moment is all that is left.
 
-An ext4 image is mounted over a loop device, with commits of its own so far apart that only what Nightjar syncs gets there.
+An ext4 image is mounted over a loop device, with commits of its own so far apart that only what Nightjar
+syncs gets there.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def image(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_the_ledger_calls_done_is_there_after_a_power_cut(slow: Shell, image: Path, tmp_path: Path) -> None:
+def test_what_the_ledger_calls_done_is_there_after_a_power_cut(
+    slow: Shell, image: Path, tmp_path: Path
+) -> None:
     write_input(slow.folder / "in.jsonl", ITEMS)
     slow.hold(f"line-{ITEMS - 1}")
     left = tmp_path / "left.img"

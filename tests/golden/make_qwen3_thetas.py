@@ -1,9 +1,11 @@
-"""Makes the golden folder `qwen3_tts/thetas` with the published package: two rope thetas, long speech, and lengths of drawn speech.
+"""Makes the golden folder `qwen3_tts/thetas` with the published package: two rope thetas, long speech, and
+lengths of drawn speech.
 
     PYTHONPATH=$REFERENCE:. OMP_NUM_THREADS=1 python tests/golden/make_qwen3_thetas.py tests/golden/qwen3_tts/thetas
 
-$REFERENCE is a folder with the packages of `benchmarks/requirements-reference.txt`, which says how to fill it; torch is 2.13.0 for CPU.
-Everything is drawn from fixed seeds. What the folder proves stands in the README of `tests/golden/qwen3_tts`.
+$REFERENCE is a folder with the packages of `benchmarks/requirements-reference.txt`, which says how to fill
+it; torch is 2.13.0 for CPU. Everything is drawn from fixed seeds. What the folder proves stands in the
+README of `tests/golden/qwen3_tts`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ CODEC_WINDOW = 16
 THIN = 7
 #: What the codec's last product is scaled by, so that nothing is clipped.
 LOUDNESS = 0.02
-#: The spread of all logits, and what the end's are on the average: likely enough for speech of a dozen frames.
+#: The spread of all logits, and what the end's are on the average: likely enough for speech of a dozen
+#: frames.
 LOGITS, END_LOGIT = 2.0, 4.1
 ROWS_AT_ONCE = 256
 TEXTS = {
@@ -48,7 +51,12 @@ GREEDY = {"do_sample": False, "subtalker_dosample": False}
 CASES: list[dict[str, Any]] = [
     {"name": "thetas_nonstreaming", "non_streaming_mode": True, "texts": ["middle"], "max_new_tokens": 42},
     {"name": "thetas_streaming", "non_streaming_mode": False, "texts": ["long"], "max_new_tokens": 34},
-    {"name": "thetas_batch", "non_streaming_mode": True, "texts": ["short", "long", "middle"], "max_new_tokens": 26},
+    {
+        "name": "thetas_batch",
+        "non_streaming_mode": True,
+        "texts": ["short", "long", "middle"],
+        "max_new_tokens": 26,
+    },
 ]
 FORCED = {"thetas_nonstreaming": 20, "thetas_streaming": 8}
 LENGTHS: list[dict[str, Any]] = [
@@ -117,26 +125,43 @@ def fill(module: torch.nn.Module, seed: int) -> None:
 
 
 def talker_config() -> dict[str, Any]:
-    """The neighbour's design checkpoint, narrower and with thetas of its own; a voice by name, so that no encoder is needed."""
+    """The neighbour's design checkpoint, narrower and with thetas of its own; a voice by name, so that no
+    encoder is needed."""
     config = json.loads((NEIGHBOUR / "checkpoint-design" / "config.json").read_text(encoding="utf-8"))
     config.update(tts_model_type="custom_voice", speaker_encoder_config={"enc_dim": 32, "sample_rate": 24000})
     talker = config["talker_config"]
     predictor = talker["code_predictor_config"]
-    talker.update(hidden_size=32, intermediate_size=64, text_hidden_size=32, head_dim=32, vocab_size=64 + 1024, rope_theta=TALKER_THETA)
+    talker.update(
+        hidden_size=32,
+        intermediate_size=64,
+        text_hidden_size=32,
+        head_dim=32,
+        vocab_size=64 + 1024,
+        rope_theta=TALKER_THETA,
+    )
     # Ids of the last 1,024 of the vocabulary lie where the vocabulary ends.
     shift = talker["vocab_size"] - 1280
     for key in [key for key, value in talker.items() if key.startswith("codec_") and isinstance(value, int)]:
         talker[key] += shift
     talker["codec_language_id"] = {name: token + shift for name, token in talker["codec_language_id"].items()}
     talker["spk_id"], talker["spk_is_dialect"] = {"ryan": 900}, {"ryan": False}
-    predictor.update(hidden_size=32, intermediate_size=64, head_dim=32, vocab_size=64, rope_theta=PREDICTOR_THETA)
+    predictor.update(
+        hidden_size=32, intermediate_size=64, head_dim=32, vocab_size=64, rope_theta=PREDICTOR_THETA
+    )
     return config
 
 
 def codec_config() -> dict[str, Any]:
-    config = json.loads((NEIGHBOUR / "checkpoint-design" / "speech_tokenizer" / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(
+        (NEIGHBOUR / "checkpoint-design" / "speech_tokenizer" / "config.json").read_text(encoding="utf-8")
+    )
     config["decoder_config"].update(
-        codebook_size=64, decoder_dim=32, latent_dim=24, num_hidden_layers=2, sliding_window=CODEC_WINDOW, rope_theta=CODEC_THETA
+        codebook_size=64,
+        decoder_dim=32,
+        latent_dim=24,
+        num_hidden_layers=2,
+        sliding_window=CODEC_WINDOW,
+        rope_theta=CODEC_THETA,
     )
     return config
 
@@ -146,7 +171,11 @@ def rounded(module: torch.nn.Module) -> dict[str, Tensor]:
     """Rounds the weights to bfloat16, of which the folder holds them; returns them so."""
     for tensor in module.state_dict().values():
         tensor.copy_(tensor.bfloat16())
-    return {name: tensor.bfloat16().contiguous() for name, tensor in module.state_dict().items() if "rotary" not in name}
+    return {
+        name: tensor.bfloat16().contiguous()
+        for name, tensor in module.state_dict().items()
+        if "rotary" not in name
+    }
 
 
 class Reference:
@@ -155,7 +184,9 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSConfig
         from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSForConditionalGeneration
-        from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2DecoderConfig
+        from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import (
+            Qwen3TTSTokenizerV2DecoderConfig,
+        )
         from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Decoder
 
         self.config, codec = talker_config(), codec_config()
@@ -176,7 +207,13 @@ class Reference:
             self.decoder.decoder[-1].conv.weight *= LOUDNESS
         self.eos = talker["codec_eos_token_id"]
         checkpoint = folder / CHECKPOINT
-        for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "generation_config.json", "preprocessor_config.json"):
+        for name in (
+            "vocab.json",
+            "merges.txt",
+            "tokenizer_config.json",
+            "generation_config.json",
+            "preprocessor_config.json",
+        ):
             checkpoint.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(NEIGHBOUR / "checkpoint-design" / name, checkpoint / name)
         self.tokenizer = TextTokenizer.from_folder(checkpoint)
@@ -185,8 +222,15 @@ class Reference:
         _write(checkpoint / "config.json", self.config)
         _write(checkpoint / "speech_tokenizer" / "config.json", codec)
         name = "preprocessor_config.json"
-        shutil.copyfile(NEIGHBOUR / "checkpoint-design" / "speech_tokenizer" / name, checkpoint / "speech_tokenizer" / name)
-        kept = {name: tensor for name, tensor in rounded(self.model).items() if not name.startswith("speaker_encoder.")}
+        shutil.copyfile(
+            NEIGHBOUR / "checkpoint-design" / "speech_tokenizer" / name,
+            checkpoint / "speech_tokenizer" / name,
+        )
+        kept = {
+            name: tensor
+            for name, tensor in rounded(self.model).items()
+            if not name.startswith("speaker_encoder.")
+        }
         save_file(kept, checkpoint / "model.safetensors", {"format": "pt"})
         made = {f"decoder.{name}": tensor for name, tensor in rounded(self.decoder).items()}
         save_file(made, checkpoint / "speech_tokenizer" / "model.safetensors", {"format": "pt"})
@@ -217,7 +261,8 @@ class Reference:
 
     @torch.no_grad()
     def _make_the_end_likely(self) -> None:
-        """Turns the end's row of the head towards the talker's mean state, so that drawn speech ends within a dozen frames."""
+        """Turns the end's row of the head towards the talker's mean state, so that drawn speech ends
+        within a dozen frames."""
         with self.watched() as seen:
             for text in TEXTS.values():
                 self.generate([text], True, max_new_tokens=10, **GREEDY)
@@ -228,11 +273,20 @@ class Reference:
     @contextmanager
     def watched(self) -> Iterator[dict[str, list[Tensor]]]:
         """What passes while a row is generated: prompt, trailing text, states, and logits of every step."""
-        seen: dict[str, list[Tensor]] = {"hidden": [], "first": [], "residual": [], "prompt": [], "trailing": [], "pad": []}
+        seen: dict[str, list[Tensor]] = {
+            "hidden": [],
+            "first": [],
+            "residual": [],
+            "prompt": [],
+            "trailing": [],
+            "pad": [],
+        }
         talker = self.model.talker
         hooks = [talker.codec_head.register_forward_hook(lambda _m, inputs, out: _keep(seen, inputs[0], out))]
         hooks += [
-            head.register_forward_hook(lambda _m, _i, out: seen["residual"].append(out[0, -1].float().clone()))
+            head.register_forward_hook(
+                lambda _m, _i, out: seen["residual"].append(out[0, -1].float().clone())
+            )
             for head in talker.code_predictor.lm_head
         ]
         generate = talker.generate
@@ -263,7 +317,9 @@ def margin(logits: list[Tensor]) -> float:
     return min(float(best - second) for best, second in pairs)
 
 
-def make_case(reference: Reference, case: dict[str, Any], arrays: dict[str, Array]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def make_case(
+    reference: Reference, case: dict[str, Any], arrays: dict[str, Array]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A case of cases.json with its arrays, and its teacher-forced entry."""
     name, limit, mode = case["name"], case["max_new_tokens"], case["non_streaming_mode"]
     rows, forced, margins = [], [], []
@@ -321,7 +377,12 @@ def make_lengths(reference: Reference, entry: dict[str, Any], cases: list[dict[s
     lengths: list[int] = []
     while len(lengths) < entry["runs"]:
         texts = [case["rows"][0]["text"]] * ROWS_AT_ONCE
-        lengths += map(len, reference.generate(texts, case["non_streaming_mode"], do_sample=True, subtalker_dosample=True, **settings))
+        lengths += map(
+            len,
+            reference.generate(
+                texts, case["non_streaming_mode"], do_sample=True, subtalker_dosample=True, **settings
+            ),
+        )
     counts = np.bincount(lengths, minlength=entry["max_new_tokens"]).tolist()
     return {"name": entry["name"], "checkpoint": CHECKPOINT, "prompt_of_case": entry["prompt_of_case"], "row": 0,
             "generation": {"do_sample": True, "subtalker_dosample": True, **settings}, "min_new_tokens": 2,
@@ -334,7 +395,9 @@ def make_codec(reference: Reference, arrays: dict[str, Array]) -> list[dict[str,
     for frames in CODEC_FRAMES:
         codes = draw.integers(0, 64, (frames, 16)).astype(np.int16)
         wave = reference.wave(codes)
-        arrays.update({f"decode.thetas.{frames}.codes": codes, f"decode.thetas.{frames}.wave": thinned(wave, THIN)})
+        arrays.update(
+            {f"decode.thetas.{frames}.codes": codes, f"decode.thetas.{frames}.wave": thinned(wave, THIN)}
+        )
         items.append({"kind": "decode", "checkpoint": CHECKPOINT, "frames": frames, "keys": f"decode.thetas.{frames}.*",
                       "peak": float(np.abs(wave).max()), "rms": float(np.sqrt(np.square(wave).mean()))})  # fmt: skip
     source = arrays[f"decode.thetas.{CODEC_FRAMES[-1]}.codes"]
@@ -374,7 +437,11 @@ def main(target: Path) -> None:
     write_arrays(target / "arrays.npz", arrays)
     _write(target / "cases.json", content)
     for case in cases:
-        print(case["name"], [(row["frames"], row["stopped_by_eos"]) for row in case["rows"]], case["min_greedy_margin"])
+        print(
+            case["name"],
+            [(row["frames"], row["stopped_by_eos"]) for row in case["rows"]],
+            case["min_greedy_margin"],
+        )
     for entry in content["lengths"]:
         print(entry["name"], entry["counts"])
     for item in content["codec"]["items"]:

@@ -1,4 +1,5 @@
-"""Whole utterances as a continuous batch on a CUDA device: audio, bits in any company, memory; and the fused front's error."""
+"""Whole utterances as a continuous batch on a CUDA device: audio, bits in any company, memory; and the
+fused front's error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from pipelines.codec.states import CodecState
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 ROWS, FRAMES, SECONDS = 32, 16, 240
 #: How much further from float32 than gathered batches: steps meet other kernels of the libraries.
@@ -37,7 +41,13 @@ def exact() -> CodecDecoder:
 
 @lru_cache(maxsize=3)
 def continuous(reproducible: bool = False, fused_front: bool = False) -> CodecDecoder:
-    decoder = dummy_decoder(PUBLISHED_CODEC, torch.device("cuda"), torch.bfloat16, reproducible=reproducible, fused_front=fused_front)
+    decoder = dummy_decoder(
+        PUBLISHED_CODEC,
+        torch.device("cuda"),
+        torch.bfloat16,
+        reproducible=reproducible,
+        fused_front=fused_front,
+    )
     decoder.prepare_utterances(ROWS, FRAMES)
     return decoder
 
@@ -46,7 +56,9 @@ def codes(frames: int, seed: int) -> Tensor:
     return torch.randint(2048, (frames, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def uttered(decoder: CodecDecoder, items: list[Tensor], starts: dict[int, CodecState] | None = None) -> list[Tensor]:
+def uttered(
+    decoder: CodecDecoder, items: list[Tensor], starts: dict[int, CodecState] | None = None
+) -> list[Tensor]:
     stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device, 0.05)
     places = [queue.SimpleQueue[np.ndarray | NightjarError]() for _ in items]
     for at, (item, place) in enumerate(zip(items, places)):

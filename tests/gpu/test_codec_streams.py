@@ -1,4 +1,5 @@
-"""Chunks of streams on a CUDA device: graphs against single ops, rows that come back, utterances beside streams, memory that stays flat."""
+"""Chunks of streams on a CUDA device: graphs against single ops, rows that come back, utterances beside
+streams, memory that stays flat."""
 
 from __future__ import annotations
 
@@ -21,11 +22,15 @@ from pipelines.codec.states import CodecState
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 Heard = np.ndarray | NightjarError
 ROWS = 64
-#: How much further from float32 than single ops of a whole utterance: other batch sizes meet other kernels of the libraries.
+#: How much further from float32 than single ops of a whole utterance: other batch sizes meet other kernels of
+#: the libraries.
 BOUND = 1.5
 SECONDS = 240
 
@@ -59,7 +64,9 @@ def codes(frames: int, seed: int) -> Tensor:
     return torch.randint(2048, (frames, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def hear(decoder: CodecDecoder, states: list[CodecState], parts: list[Tensor], last: bool = False) -> list[Tensor]:
+def hear(
+    decoder: CodecDecoder, states: list[CodecState], parts: list[Tensor], last: bool = False
+) -> list[Tensor]:
     started = decoder.start_chunks(states, parts, [last] * len(parts))
     started.wait()
     waves = [torch.from_numpy(started.of(at)) for at in range(len(parts))]
@@ -68,7 +75,9 @@ def hear(decoder: CodecDecoder, states: list[CodecState], parts: list[Tensor], l
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).square().mean().sqrt() / wanted.float().square().mean().sqrt())
+    return float(
+        (found.float() - wanted.float()).square().mean().sqrt() / wanted.float().square().mean().sqrt()
+    )
 
 
 def check_close(found: Tensor, stream: Tensor) -> None:
@@ -125,7 +134,11 @@ def test_graphs_make_what_single_ops_of_the_same_sizes_make(rows: int) -> None:
 def test_any_chunks_make_the_whole_utterance(seed: int) -> None:
     plan, decoder = random.Random(seed), prepared()
     streams = [codes(plan.randint(1, 80), 1000 * seed + i) for i in range(7)]
-    states, waves, left = [decoder.new_state() for _ in streams], [[torch.empty(0)] for _ in streams], list(streams)
+    states, waves, left = (
+        [decoder.new_state() for _ in streams],
+        [[torch.empty(0)] for _ in streams],
+        list(streams),
+    )
     while any(map(len, left)):
         for i in [i for i, one in enumerate(left) if len(one) and plan.random() < 0.7]:
             part = left[i][: plan.choice((1, 2, 3, 4, 7, 8, 12, 25))]
@@ -148,7 +161,8 @@ def test_what_a_row_held_before_is_not_heard() -> None:
 
 
 def test_a_voice_of_another_thread_starts_streams() -> None:
-    """It is made on another CUDA stream, behind other work, and its memory is given up while streams read it."""
+    """It is made on another CUDA stream, behind other work, and its memory is given up while streams read
+    it."""
     decoder, reference, new = prepared(), codes(40, 1), codes(12, 2)
     (wanted,) = exact().decode([torch.cat((reference, new))])
     (whole,) = launched().decode([torch.cat((reference, new))])
@@ -168,7 +182,9 @@ def test_a_voice_of_another_thread_starts_streams() -> None:
         states = [voices[0].copy() for _ in range(3)]
         started = decoder.start_chunks(states, [new] * 3, [True] * 3)
         voices.clear()
-        junk = [torch.full((decoder.state_size,), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+        junk = [
+            torch.full((decoder.state_size,), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)
+        ]
         started.wait()
         for at in range(3):
             found = torch.from_numpy(started.of(at)).cuda()
@@ -189,7 +205,8 @@ def test_streams_beyond_the_arena_are_heard_as_well() -> None:
 
 
 def test_three_hundred_streams_that_come_and_go_leave_nothing() -> None:
-    """A third are ended at a random point; what the others hear is their speech; all rows and all memory are free at the end."""
+    """A third are ended at a random point; what the others hear is their speech; all rows and all memory
+    are free at the end."""
     decoder, plan = prepared(), random.Random(4)
     stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device)
     chunks = [1, 2, 4, 8, 12, 12, 12]
@@ -202,7 +219,13 @@ def test_three_hundred_streams_that_come_and_go_leave_nothing() -> None:
         for turn, size in enumerate(chunks):
             part = stream[place : place + size].numpy()
             place += len(part)
-            stage.decode_chunk(part, inbox.items.put, state, last=place == len(stream), deadline=0.0 if not turn else own.random())
+            stage.decode_chunk(
+                part,
+                inbox.items.put,
+                state,
+                last=place == len(stream),
+                deadline=0.0 if not turn else own.random(),
+            )
             if turn == ends_after:
                 stage.end(state)
                 outcome = inbox.items.get(timeout=SECONDS)
@@ -238,13 +261,20 @@ def test_three_hundred_streams_that_come_and_go_leave_nothing() -> None:
 
 
 def test_whole_utterances_beside_streams_are_the_same_bits() -> None:
-    """In reproducible mode, where no sample depends on its company: utterances beside streams, and streams among others."""
+    """In reproducible mode, where no sample depends on its company: utterances beside streams, and streams
+    among others."""
     decoder = prepared(True)
     stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device)
     utterances = [codes(frames, frames) for frames in (30, 61, 100, 17)]
     alone = decoder.decode(utterances)
     speech = codes(27, 5)
-    single = torch.cat([hear(decoder, [state], [part])[0] for state in [decoder.new_state()] for part in speech.split([1, 2, 4, 8, 12])])
+    single = torch.cat(
+        [
+            hear(decoder, [state], [part])[0]
+            for state in [decoder.new_state()]
+            for part in speech.split([1, 2, 4, 8, 12])
+        ]
+    )
     stop, streamed = threading.Event(), list[Tensor]()
 
     def stream_on() -> None:

@@ -9,7 +9,10 @@ import torch
 
 from pipelines.codec.transfer import SamplesOnTheWay, Sender
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_batches_of_any_size_arrive_whole_though_the_device_writes_their_memory_again() -> None:
@@ -19,7 +22,10 @@ def test_batches_of_any_size_arrive_whole_though_the_device_writes_their_memory_
         for batch in range(40):
             lengths = [plan.choice((0, 1, 777, 200_000, 900_000)) for _ in range(plan.randint(1, 30))]
             with torch.inference_mode():
-                waves = [torch.rand(length, device="cuda", generator=torch.Generator("cuda").manual_seed(batch)) for length in lengths]
+                waves = [
+                    torch.rand(length, device="cuda", generator=torch.Generator("cuda").manual_seed(batch))
+                    for length in lengths
+                ]
                 kept = [wave.clone() for wave in waves]
                 samples = sender([wave[:] for wave in waves])
                 for wave in waves:

@@ -1,7 +1,8 @@
-"""The codec's residual unit in CUDA C++ on a CUDA device: as in tests/parity/test_codec_unit_emulated.py, and at useful lengths.
+"""The codec's residual unit in CUDA C++ on a CUDA device: as in tests/parity/test_codec_unit_emulated.py,
+and at useful lengths.
 
-`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_codec_unit_gpu.py -k small` looks at its accesses, `--tool racecheck` at
-those of shared memory.
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_codec_unit_gpu.py -k
+small` looks at its accesses, `--tool racecheck` at those of shared memory.
 """
 
 from __future__ import annotations
@@ -49,10 +50,18 @@ def test_a_row_has_the_same_bits_in_any_company(cut: Cut) -> None:
 
 def test_a_launch_can_be_captured(cut: Cut) -> None:
     unit = Unit(2, 2_000, 3, device="cuda")
-    t, (raw, active), wanted = unit.tensors(cut.channels), unit.outputs(cut.channels, torch.bfloat16), unit.made(cut)
+    t, (raw, active), wanted = (
+        unit.tensors(cut.channels),
+        unit.outputs(cut.channels, torch.bfloat16),
+        unit.made(cut),
+    )
     packed = unit.packed(cut)
     before = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"], 3)
-    graph = captured(lambda: codec_cuda.unit(t["a"], 0, t["x"], packed, *before, raw, active, 0, t["frequency2"], t["gain2"]))
+    graph = captured(
+        lambda: codec_cuda.unit(
+            t["a"], 0, t["x"], packed, *before, raw, active, 0, t["frequency2"], t["gain2"]
+        )
+    )
     assert raw is not None and active is not None  # noqa: PT018
     raw.zero_()
     active.zero_()

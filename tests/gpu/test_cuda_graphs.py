@@ -1,4 +1,5 @@
-"""Captures on a CUDA device with little memory left: what lies unused is given back, and a pool outlives a graph that failed."""
+"""Captures on a CUDA device with little memory left: what lies unused is given back, and a pool outlives a
+graph that failed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import torch
 
 from kernels.cuda_graphs import GraphPool, capture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 #: float32 values of a MiB.
 MIB = 1 << 18

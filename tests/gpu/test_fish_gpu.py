@@ -1,4 +1,5 @@
-"""Fish Speech S2 on a CUDA device: the golden folder, steps as graphs, and the codec on fused ops at its published size."""
+"""Fish Speech S2 on a CUDA device: the golden folder, steps as graphs, and the codec on fused ops at its
+published size."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from benchmarks.random_models.fish_speech import dummy_codec, dummy_frames, writ
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_conformance() -> None:
@@ -22,7 +26,8 @@ def test_conformance() -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("graphed", [False, True])
 def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool) -> None:
-    """In float32, at batches between buckets, whose other rows must not matter; every frame looks back at the ones before."""
+    """In float32, at batches between buckets, whose other rows must not matter; every frame looks back at
+    the ones before."""
     torch.backends.cuda.matmul.allow_tf32 = False
     config, device = write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
     plain, fused = (dummy_frames(config, 12, device, torch.float32, graphed) for _ in range(2))
@@ -30,14 +35,20 @@ def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool
     with torch.inference_mode():
         fused.capture()
         for count in (1, 3, 7, 12, 5, 12):
-            hidden, rows = torch.randn(count, config.slow.hidden, device=device), torch.randperm(12, device=device)[:count]
+            hidden, rows = (
+                torch.randn(count, config.slow.hidden, device=device),
+                torch.randperm(12, device=device)[:count],
+            )
             assert torch.equal(fused(hidden, rows), plain(hidden, rows))
 
 
 def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
     """Both in bfloat16 against float32: the fused ops round no worse."""
     config, device = write_checkpoint(tmp_path), torch.device("cuda")
-    codes = [torch.randint(1024, (frames, 10), generator=torch.Generator().manual_seed(frames)) for frames in (40, 25)]
+    codes = [
+        torch.randint(1024, (frames, 10), generator=torch.Generator().manual_seed(frames))
+        for frames in (40, 25)
+    ]
     exact = dummy_codec(config, device, torch.float32, fused=False).decoder.decode(codes)
     errors = []
     for fused in (False, True):
@@ -45,6 +56,8 @@ def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
         waves = decoder.decode(codes)
         errors.append(sum(float((one - other).square().mean()) for one, other in zip(waves, exact)) ** 0.5)
         state = decoder.new_state()
-        streamed = torch.cat([decoder.decode_chunk([state], [part])[0] for part in codes[0].split([1, 2, 12, 25])])
+        streamed = torch.cat(
+            [decoder.decode_chunk([state], [part])[0] for part in codes[0].split([1, 2, 12, 25])]
+        )
         assert (streamed - waves[0]).abs().max() < 0.1
     assert errors[1] < 1.5 * errors[0]

@@ -1,4 +1,5 @@
-"""Fused frames of every kind against their twin, and their draws: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+"""Fused frames of every kind against their twin, and their draws: on a GPU, or small, with
+TRITON_INTERPRET=1, on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.random_models.frames import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
+from benchmarks.random_models.frames import (
+    FISH,
+    LARGE,
+    SMALL,
+    SPARK,
+    TINY,
+    TINY_FISH,
+    TINY_SPARK,
+    Maker,
+    Shape,
+)
 from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels import layers, lm_frame, lm_products
 from kernels.frame import StateTensors, fused_fault
@@ -23,7 +34,15 @@ from kernels.lm_attention import SplitScratch, attention_tile, decode_attention,
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
 from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
-from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
+from kernels.sampler import (
+    RETRY_TEMPERATURE,
+    RETRY_TOP_P,
+    frame_noise,
+    nucleus_weights,
+    process_first,
+    sample,
+    token_weights,
+)
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from tests.support import lm_checks
 
@@ -32,10 +51,14 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+    ),
 ]
 #: The interpreter takes seconds for what a GPU does at once, and knows no dependent launches.
-PLAN, BATCH, LONGEST = (Plan(splits=((99, 2),), pdl=False), 3, 40) if INTERPRETED else (Plan(splits=((99, 2),)), 29, 200)
+PLAN, BATCH, LONGEST = (
+    (Plan(splits=((99, 2),), pdl=False), 3, 40) if INTERPRETED else (Plan(splits=((99, 2),)), 29, 200)
+)
 TINY_TALKER = dataclasses.replace(TINY, layers=1, predictor_layers=1, codebooks=3)
 #: Few codes, so that many were drawn a moment ago.
 REPEATING = dataclasses.replace(TINY_FISH, layers=1, vocab=32, control=16, window=10)
@@ -48,38 +71,57 @@ def _exact_products():
         yield
 
 
-@pytest.mark.parametrize(("shape", "frames"), [(TINY_TALKER, 1), (TINY_SPARK, 3), (TINY_FISH, 2)], ids=["talker", "spark", "fish"])
+@pytest.mark.parametrize(
+    ("shape", "frames"), [(TINY_TALKER, 1), (TINY_SPARK, 3), (TINY_FISH, 2)], ids=["talker", "spark", "fish"]
+)
 def test_float32_frames_draw_the_codes_of_the_twin(shape: Shape, frames: int) -> None:
     maker = Maker(DEVICE, torch.float32, seed=2)
-    assert lm_checks.check_frame(maker, shape, BATCH, PLAN, "tiny", exact=True, frames=frames, longest_context=LONGEST)
+    assert lm_checks.check_frame(
+        maker, shape, BATCH, PLAN, "tiny", exact=True, frames=frames, longest_context=LONGEST
+    )
 
 
-def product_with_norms(x: Tensor | Norm, weight: Tensor, y: Tensor, cut: None, *, epilogue: int = lm_products.PLAIN, **rest) -> Tensor:
+def product_with_norms(
+    x: Tensor | Norm, weight: Tensor, y: Tensor, cut: None, *, epilogue: int = lm_products.PLAIN, **rest
+) -> Tensor:
     """The twin of `lm_products.product`, of any sizes."""
     scale: Tensor | float = 1.0
     if isinstance(x, Norm):
         x, scale = x.weighted, torch.rsqrt(x.squares.sum(-1, keepdim=True) / x.weighted.shape[1] + x.eps)
     z = x @ weight.t() * scale
-    y.copy_(swiglu(z) if epilogue == lm_products.SWIGLU else z + rest["extra"] if epilogue == lm_products.RESIDUAL else z)
+    y.copy_(
+        swiglu(z)
+        if epilogue == lm_products.SWIGLU
+        else z + rest["extra"]
+        if epilogue == lm_products.RESIDUAL
+        else z
+    )
     if (into := rest.get("into")) is not None:
         into.weighted.copy_(y * rest["norm"])
         into.squares.copy_(y.square().unflatten(-1, (into.squares.shape[1], -1)).sum(-1))
     return y
 
 
-def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which norm goes where; the products themselves are those of plain PyTorch."""
     monkeypatch.setattr(lm_frame, "runs_products", lambda *_: True)
     monkeypatch.setattr(lm_products, "cut_for", lambda *_: None)
     monkeypatch.setattr(lm_products, "product", product_with_norms)
     shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
     plan = dataclasses.replace(PLAN, products=True)
-    assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
+    assert lm_checks.check_frame(
+        Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST
+    )
 
 
 @pytest.mark.parametrize("launches", ["all", "predictor", "first pass"])
-def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which weights go where, launch by launch; SwiGLU itself is that of plain PyTorch. Frames have two dead rows beside the batch."""
+def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(
+    launches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which weights go where, launch by launch; SwiGLU itself is that of plain PyTorch. Frames have two
+    dead rows beside the batch."""
     shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
     made: set[tuple[int, int, int]] = set()
 
@@ -97,7 +139,9 @@ def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(launches: str, monkeyp
     monkeypatch.setattr(lm_products, "fills", fills)
     monkeypatch.setattr(lm_products, "swiglu", swiglu)
     plan = dataclasses.replace(PLAN, skinny_rows=0, wide_swiglu=True)
-    assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
+    assert lm_checks.check_frame(
+        Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST
+    )
     # Of the first pass of the predictor, the last layer has half of the rows.
     assert len(made) == {"all": 5, "predictor": 3, "first pass": 1}[launches]
 
@@ -107,9 +151,15 @@ def test_frames_of_few_rows_ask_for_no_wide_swiglu() -> None:
     assert plan_for(384).wide_swiglu
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("shape", "rows"), [(SMALL, 500), (LARGE, 500), (LARGE, 700)], ids=["0.6B", "1.7B", "talker alone"])
-def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int) -> None:
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(
+    ("shape", "rows"), [(SMALL, 500), (LARGE, 500), (LARGE, 700)], ids=["0.6B", "1.7B", "talker alone"]
+)
+def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(
+    shape: Shape, rows: int
+) -> None:
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.wide_swiglu
     assert lm_products.fills(rows, shape.inter, lm_products.processors(0))
@@ -117,15 +167,23 @@ def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(s
 
 
 @pytest.mark.parametrize("launches", ["all", "talker", "predictor", "kept rows"])
-def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which weights go where, launch by launch; the products are those of plain PyTorch. Frames have two dead rows beside the batch."""
+def test_frames_on_residual_products_draw_the_codes_of_the_twin(
+    launches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which weights go where, launch by launch; the products are those of plain PyTorch. Frames have two
+    dead rows beside the batch."""
     shape, rows = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2), BATCH + 2
     made: list[tuple[int, int, int]] = []
 
     def splits_for(some: int, n: int, inner: int, clusters: dict[int, int]) -> int | None:
         assert clusters == {4: 30, 8: 15}
         of_talker = n == shape.hidden
-        chosen = {"all": True, "talker": of_talker, "predictor": not of_talker, "kept rows": some == rows and not of_talker}
+        chosen = {
+            "all": True,
+            "talker": of_talker,
+            "predictor": not of_talker,
+            "kept rows": some == rows and not of_talker,
+        }
         return 4 if chosen[launches] else None
 
     def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool = False) -> Tensor:
@@ -150,7 +208,9 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
     monkeypatch.setattr(FusedFrame, "_added_norm", added_norm)
     plan = dataclasses.replace(PLAN, pdl=False, skinny_rows=0, residual_products=True)
     maker = Maker(DEVICE, torch.float32, seed=4)
-    assert lm_checks.check_frame(maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST)
+    assert lm_checks.check_frame(
+        maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST
+    )
 
     def layers_of(count: int, rows: int, width: int, inter: int) -> list[tuple[int, int, int]]:
         return [(rows, width, shape.heads * shape.head_dim), (rows, width, inter)] * count
@@ -169,13 +229,17 @@ def test_frames_of_some_rows_ask_for_residual_products() -> None:
     assert [rows for rows in (*BUCKETS, *WIDE_BUCKETS) if plan_for(rows).residual_products] == [128, 256, 384]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize(
     ("shape", "rows", "splits"),
     [(SMALL, 100, 8), (SMALL, 300, 4), (LARGE, 120, 4), (LARGE, 250, None)],
     ids=["8", "4", "1.7B", "predictor"],
 )
-def test_bfloat16_frames_on_residual_products_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int, splits: int | None) -> None:
+def test_bfloat16_frames_on_residual_products_are_within_twice_the_error_of_the_twin(
+    shape: Shape, rows: int, splits: int | None
+) -> None:
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.residual_products
     assert lm_products.splits_for(rows, shape.hidden, shape.inter, lm_products.clusters_of(0)) == splits
@@ -185,10 +249,14 @@ def test_bfloat16_frames_on_residual_products_are_within_twice_the_error_of_the_
 @on_gpu
 @pytest.mark.parametrize("batch", [6, 70])
 @pytest.mark.parametrize(
-    "shape", [dataclasses.replace(SPARK, layers=4), dataclasses.replace(FISH, layers=2, predictor_layers=2)], ids=["spark", "fish"]
+    "shape",
+    [dataclasses.replace(SPARK, layers=4), dataclasses.replace(FISH, layers=2, predictor_layers=2)],
+    ids=["spark", "fish"],
 )
 def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int) -> None:
-    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, batch, plan_for(batch), f"{batch} rows")
+    assert lm_checks.check_frame(
+        Maker("cuda", torch.bfloat16, seed=1), shape, batch, plan_for(batch), f"{batch} rows"
+    )
 
 
 class Draws:
@@ -215,7 +283,9 @@ class Draws:
         """Codes of the twin, and which of them were drawn once more."""
         rules, rows, draw = self.weights.draw, self.rows, before.first
         early = before.frames[rows] < before.min_new_tokens[rows]
-        processed = process_first(self.logits, before.seen[rows] != 0, before.penalty[rows], early, rules.ends, rules.suppress_from)
+        processed = process_first(
+            self.logits, before.seen[rows] != 0, before.penalty[rows], early, rules.ends, rules.suppress_from
+        )
         noise = frame_noise(before.seeds[rows], before.frames[rows], self.shape.codebooks + 1)
         temperature, top_k, top_p, greedy = draw.rows(rows)
         rest = (greedy, 99, True, False, rules.nucleus_first)
@@ -282,18 +352,31 @@ def test_both_ends_can_be_drawn_and_nothing_else_beyond_the_speech() -> None:
 def test_draws_follow_the_probabilities(nucleus_first: bool) -> None:
     """Chi-square of one logits row under many seeds."""
     count = 20_000
-    draws = Draws(dataclasses.replace(TINY_SPARK, layers=1, vocab=16, control=6, nucleus_first=nucleus_first), count)
+    draws = Draws(
+        dataclasses.replace(TINY_SPARK, layers=1, vocab=16, control=6, nucleus_first=nucleus_first), count
+    )
     draws.logits[:] = draws.maker.normal(1, 16, std=1.5)
     draws.state.seen.zero_()
     settings = [torch.full((1,), value, device=DEVICE) for value in (0.8, 7, 0.85)]
-    for mine, value in zip((draws.state.first.temperature, draws.state.first.top_k, draws.state.first.top_p), settings):
+    for mine, value in zip(
+        (draws.state.first.temperature, draws.state.first.top_k, draws.state.first.top_p), settings
+    ):
         mine.copy_(value.expand(count + 1))
     rules, one = draws.weights.draw, torch.ones(1, device=DEVICE)
-    processed = process_first(draws.logits[:1], draws.state.seen[:1] != 0, one, one == 0, rules.ends, rules.suppress_from)
+    processed = process_first(
+        draws.logits[:1], draws.state.seen[:1] != 0, one, one == 0, rules.ends, rules.suppress_from
+    )
     draws.state.min_new_tokens.zero_()
-    weights = (nucleus_weights(processed, *settings) if nucleus_first else token_weights(processed, *settings, 7, True))[0]
+    weights = (
+        nucleus_weights(processed, *settings)
+        if nucleus_first
+        else token_weights(processed, *settings, 7, True)
+    )[0]
     codes, _ = draws.run()
-    found, wanted = np.bincount(codes.cpu(), minlength=16), (weights.double() / weights.sum()).cpu().numpy() * count
+    found, wanted = (
+        np.bincount(codes.cpu(), minlength=16),
+        (weights.double() / weights.sum()).cpu().numpy() * count,
+    )
     likely = wanted > 5
     assert likely.sum() >= 3
     assert (found[wanted == 0] == 0).all()
@@ -308,7 +391,10 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
     """In float16, which the interpreter rounds as hardware does: keys that both kinds of attention append."""
     maker, rows, heads, kv_heads, size = Maker(DEVICE, torch.float16, seed=4), 6, 4, 2, 32
     norms = [maker.normal(size, std=0.1, mean=1.0) if normed else None for _ in range(2)]
-    table, qkv = rope_table(64, size, 1e4, torch.float16, DEVICE), maker.normal(rows, (heads + 2 * kv_heads) * size)
+    table, qkv = (
+        rope_table(64, size, 1e4, torch.float16, DEVICE),
+        maker.normal(rows, (heads + 2 * kv_heads) * size),
+    )
     slots, out = torch.arange(rows, device=DEVICE), maker.normal(rows, heads * size)
 
     def wanted(at: Tensor, wide: bool) -> Tensor:
@@ -320,14 +406,18 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
         return float((found != wanted(at, wide)).sum()) / qkv[:, : kv_heads * size].numel()
 
     positions = torch.arange(rows, device=DEVICE) * 2 + 3
-    keys, values = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    keys, values = (
+        torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2)
+    )
     decode_attention(
         qkv, *norms, 1e-6, table, keys, values, slots[:, None], positions, slots, size**-0.5, out,
         SplitScratch(rows * kv_heads, 1, heads // kv_heads, size, out.device), block=16, wide_rope=wide_rope,
     )  # fmt: skip
     assert differ(keys, positions, wide_rope) <= 0.01
     assert differ(keys, positions, not wide_rope) > 0.05
-    keys, values = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    keys, values = (
+        torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2)
+    )
     predictor_attention(qkv, *norms, 1e-6, table, keys, values, 5, size**-0.5, out, wide_rope=wide_rope)
     fifth = torch.full_like(positions, 5)
     assert differ(keys, fifth, wide_rope) <= 0.01

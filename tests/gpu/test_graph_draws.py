@@ -1,8 +1,9 @@
-"""Drawn speech under CUDA graphs, held to the exact probabilities as `tests/parity/test_engine_draws.py` holds the eager engine.
+"""Drawn speech under CUDA graphs, held to the exact probabilities as `tests/parity/test_engine_draws.py`
+holds the eager engine.
 
-The probabilities come from the logits that the draw kernels read. In bfloat16 the kernel is the one in CUDA C++ where nvcc is there, in
-float32 Triton's. Power and seeds are those of the test on CPU: a group has at least 250 draws of codebook 0 and 3,500 of the others,
-a comparison of pairs at least 2,500.
+The probabilities come from the logits that the draw kernels read. In bfloat16 the kernel is the one in
+CUDA C++ where nvcc is there, in float32 Triton's. Power and seeds are those of the test on CPU: a group
+has at least 250 draws of codebook 0 and 3,500 of the others, a comparison of pairs at least 2,500.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def places(request: pytest.FixtureRequest) -> Places:
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda")
     model = dummy_model("0b6", device, dtype, MAX_CONTEXT)
-    prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
-    options = EngineOptions(slots=slots, pages=slots, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1)
+    prompt = build_prompt(
+        model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
+    )
+    options = EngineOptions(
+        slots=slots, pages=slots, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1
+    )
     with tapped(model.config, slots, device) as taps:
         executor = graph_executor(model, options)
         return drawn(model.config, executor, taps.logits, prompt, options, REQUESTS, FRAMES)
@@ -73,13 +78,21 @@ def test_draws_know_nothing_of_each_other(places: Places) -> None:
 def test_the_end_is_banned_for_so_many_draws_and_no_more() -> None:
     """A model that ends wherever it may says exactly as many frames as draws were banned."""
     model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16, MAX_CONTEXT, ends=True)
-    prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
+    prompt = build_prompt(
+        model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
+    )
     heard = Heard()
-    options = EngineOptions(slots=8, pages=16, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=16)
+    options = EngineOptions(
+        slots=8, pages=16, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=16
+    )
     core = ListenedCore(graph_executor(model, options), options, heard)
-    wanted = {f"{least} {temperature}": (least, temperature) for least in (2, 3, 7) for temperature in (0.0, 0.9)}
+    wanted = {
+        f"{least} {temperature}": (least, temperature) for least in (2, 3, 7) for temperature in (0.0, 0.9)
+    }
     for seed, (name, (least, temperature)) in enumerate(wanted.items()):
-        sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)
+        sampling = SamplingParams(
+            temperature=temperature, residual_temperature=temperature, min_new_tokens=least
+        )
         core.add(GenerationRequest(name, prompt, sampling, seed, 16))
     while core.busy:
         core.step()

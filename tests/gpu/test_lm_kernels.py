@@ -30,7 +30,12 @@ def _exact_products():
         yield
 
 
-CHECKS = [lm_checks.check_skinny, lm_checks.check_draw, lm_checks.check_attention, lm_checks.check_predictor_attention]
+CHECKS = [
+    lm_checks.check_skinny,
+    lm_checks.check_draw,
+    lm_checks.check_attention,
+    lm_checks.check_predictor_attention,
+]
 
 
 @pytest.fixture
@@ -46,7 +51,9 @@ def test_kernels_are_within_twice_the_error_of_plain_bfloat16(check, maker: Make
 @pytest.mark.parametrize("splits", [1, 3])
 def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
     plan = Plan(splits=((99, splits),))
-    assert lm_checks.check_frame(Maker("cuda", torch.float32, seed=2), TINY, 5, plan, f"{splits} splits", exact=True)
+    assert lm_checks.check_frame(
+        Maker("cuda", torch.float32, seed=2), TINY, 5, plan, f"{splits} splits", exact=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,9 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         ),
     ],
 )
-def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int, plan: Plan, maker: Maker) -> None:
+def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(
+    shape: Shape, batch: int, plan: Plan, maker: Maker
+) -> None:
     assert lm_checks.check_frame(maker, shape, batch, plan, f"{batch} rows")
 
 
@@ -74,7 +83,11 @@ def test_frames_are_the_same_bits_twice_and_in_any_order_of_rows(maker: Maker) -
     first = maker.state(FEW, batch, batch * 20, 16, maker.integers(0, 200, batch))
     k, v = maker.caches(FEW, batch * 20, 16)
     found = []
-    for order in (torch.arange(batch, device="cuda"), torch.randperm(batch, device="cuda"), torch.arange(batch, device="cuda")):
+    for order in (
+        torch.arange(batch, device="cuda"),
+        torch.randperm(batch, device="cuda"),
+        torch.arange(batch, device="cuda"),
+    ):
         state = clone_state(first)
         runner = FusedFrame(weights, state, k.clone(), v.clone(), batch, plan_for(batch))
         frames = []
@@ -95,7 +108,10 @@ def test_a_row_with_nan_is_reported_and_its_neighbours_go_on(maker: Maker) -> No
     rows, results = torch.arange(batch, device="cuda"), []
     state.inputs[2] = float("nan")
     for one in (state, clean):
-        codes, flags = torch.zeros(batch, 16, dtype=torch.int64, device="cuda"), torch.zeros(batch, dtype=torch.uint8, device="cuda")
+        codes, flags = (
+            torch.zeros(batch, 16, dtype=torch.int64, device="cuda"),
+            torch.zeros(batch, dtype=torch.uint8, device="cuda"),
+        )
         FusedFrame(weights, one, k.clone(), v.clone(), batch, plan_for(batch)).run(rows, codes, flags)
         results.append((codes, flags))
     assert (results[0][1] & 2).tolist() == [0, 0, 2, 0, 0]
@@ -120,7 +136,10 @@ def test_products_of_another_device_than_the_current_one() -> None:
         pytest.skip("needs two CUDA devices")
     found: list[torch.Tensor] = []
     for device in (0, 1):
-        x, weight = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(3)).bfloat16() for size in (4, 2048))
+        x, weight = (
+            torch.randn(size, 1024, generator=torch.Generator().manual_seed(3)).bfloat16()
+            for size in (4, 2048)
+        )
         y = torch.zeros(4, 2048, dtype=torch.bfloat16, device=f"cuda:{device}")
         for current in (0, 1):
             with torch.cuda.device(current):

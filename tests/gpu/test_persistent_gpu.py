@@ -1,7 +1,8 @@
-"""The persistent kernel of the code predictor on a CUDA device: as in tests/parity/test_persistent_emulated.py, and at published sizes.
+"""The persistent kernel of the code predictor on a CUDA device: as in
+tests/parity/test_persistent_emulated.py, and at published sizes.
 
-`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_persistent_gpu.py -k small` looks at its accesses, `--tool racecheck`
-at those of shared memory.
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_persistent_gpu.py -k
+small` looks at its accesses, `--tool racecheck` at those of shared memory.
 """
 
 from __future__ import annotations
@@ -18,11 +19,25 @@ if not torch.cuda.is_available():
 from benchmarks.random_models.frames import SMALL, Shape
 from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial
 from tests.support import persistent_kit, persistent_talker_kit
-from tests.support.persistent_kit import GOLDEN, SMALLEST, Case, Made, case, last_logits, launched, run_of, twin
+from tests.support.persistent_kit import (
+    GOLDEN,
+    SMALLEST,
+    Case,
+    Made,
+    case,
+    last_logits,
+    launched,
+    run_of,
+    twin,
+)
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [pytest.param(SMALLEST, id="small"), pytest.param(GOLDEN, id="small golden"), pytest.param(SMALL, id="published")]
+SHAPES = [
+    pytest.param(SMALLEST, id="small"),
+    pytest.param(GOLDEN, id="small golden"),
+    pytest.param(SMALL, id="published"),
+]
 TALKERS = [pytest.param(persistent_talker_kit.SMALL_TALKER, id="small"), pytest.param(SMALL, id="published")]
 
 
@@ -40,7 +55,9 @@ def equal(one: Made, other: Made) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_logits_are_as_near_to_the_truth_as_those_of_plain_products(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_as_near_to_the_truth_as_those_of_plain_products(
+    shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = case(shape, rows, device="cuda")
     run = run_of(one)
     made = launched(run, one)
@@ -51,7 +68,9 @@ def test_logits_are_as_near_to_the_truth_as_those_of_plain_products(shape: Shape
     assert float((last_logits(run, one) - truth[-1]).norm()) <= 2 * float((plain[-1] - truth[-1]).norm())
     for name in ("positions", "frames"):
         assert torch.equal(getattr(made, name), getattr(forced, name))
-    assert float((made.inputs.float() - forced.inputs.float()).norm()) <= 1e-3 * float(forced.inputs.float().norm())
+    assert float((made.inputs.float() - forced.inputs.float()).norm()) <= 1e-3 * float(
+        forced.inputs.float().norm()
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,7 +88,8 @@ def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> 
     one = case(SMALL, 1, device="cuda")
     run = run_of(one, patience=200_000, trial=Trial(silent=77))
     assert int(launched(run, one).flags[0]) & FAILED
-    # Who needs nothing of the silent block in exchange 1 waits in exchange 2 for those who do, and may lose patience first.
+    # Who needs nothing of the silent block in exchange 1 waits in exchange 2 for those who do, and may lose
+    # patience first.
     assert re.search(r"of the predictor waited in vain for exchange [12]\.", str(run.fault))
     assert int(launched(run_of(one), one).flags[0]) == 0
 
@@ -109,12 +129,18 @@ def test_the_talkers_state_is_as_near_to_the_truth_as_that_of_plain_products(
 
 def test_the_talkers_launches_give_the_same_bits_with_stumbling_blocks_too() -> None:
     one = persistent_talker_kit.case(SMALL, 2, longest=600, device="cuda")
-    first, stumbling = persistent_talker_kit.run_of(one), persistent_talker_kit.run_of(one, trial=Trial(seed=1, delay=64))
+    first, stumbling = (
+        persistent_talker_kit.run_of(one),
+        persistent_talker_kit.run_of(one, trial=Trial(seed=1, delay=64)),
+    )
     wanted = persistent_talker_kit.launched(first, one)
     for _ in range(10):
         for run in (first, stumbling):
             made = persistent_talker_kit.launched(run, one)
-            assert all(torch.equal(getattr(made, name), getattr(wanted, name)) for name in ("hidden", "keys", "values"))
+            assert all(
+                torch.equal(getattr(made, name), getattr(wanted, name))
+                for name in ("hidden", "keys", "values")
+            )
     assert (first.behind.fault, stumbling.behind.fault) == (None, None)
 
 
@@ -122,7 +148,9 @@ def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
     one = persistent_talker_kit.case(SMALL, 1, device="cuda")
     run = persistent_talker_kit.run_of(one, patience=200_000, trial=Trial(silent=77))
     persistent_talker_kit.launched(run, one)
-    assert re.search(r"of the talker waited in vain for exchange \d\.", str(run.behind.fault))  # whoever lost patience first
+    assert re.search(
+        r"of the talker waited in vain for exchange \d\.", str(run.behind.fault)
+    )  # whoever lost patience first
 
 
 def test_two_engines_at_once_make_what_each_makes_alone() -> None:

@@ -1,4 +1,5 @@
-"""Padded prefill in fused kernels against its twin and the packed prefill: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+"""Padded prefill in fused kernels against its twin and the packed prefill: on a GPU, or small, with
+TRITON_INTERPRET=1, on a CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+    ),
 ]
 #: The interpreter takes seconds for what a GPU does at once.
 PAGE, SIZE = (8, "tiny") if INTERPRETED else (64, "0b6")
@@ -56,9 +59,17 @@ def rand(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "normed", "wide_rope"),
-    [(16, 8, 128, True, False), (6, 2, 32, True, False), (14, 2, 64, False, False), (32, 8, 128, True, True), (4, 1, 32, False, True)],
+    [
+        (16, 8, 128, True, False),
+        (6, 2, 32, True, False),
+        (14, 2, 64, False, False),
+        (32, 8, 128, True, True),
+        (4, 1, 32, False, True),
+    ],
 )
-def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, normed: bool, wide_rope: bool) -> None:
+def test_norm_rope_append(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, normed: bool, wide_rope: bool
+) -> None:
     rows, pages = (12, 5) if INTERPRETED else (700, 90)
     qkv = rand(rows, (heads + 2 * kv_heads) * head_dim, seed=1).to(dtype)
     norms = [rand(head_dim, seed=seed, mean=1.0).to(dtype) if normed else None for seed in (2, 3)]
@@ -81,7 +92,10 @@ def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_di
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
             continue
         # The interpreter cuts bfloat16 off where the hardware rounds.
-        assert float((mine.float() - real).norm()) <= (4.5 if INTERPRETED else 1.2) * float((theirs.float() - real).norm()) + 1e-4
+        assert (
+            float((mine.float() - real).norm())
+            <= (4.5 if INTERPRETED else 1.2) * float((theirs.float() - real).norm()) + 1e-4
+        )
 
 
 @pytest.mark.parametrize("wide_rope", [True, False])
@@ -113,11 +127,25 @@ def chunks(model: FrameModel, counts: list[int], start: int) -> tuple[PagedKV, T
     """Pages that already hold `start` positions of each run, their table, and padded new positions."""
     hidden, pages = model.tensors.backbone.hidden, (start + max(counts) + PAGE - 1) // PAGE
     kv, state = model.make_kv(len(counts) * pages, PAGE), model.make_state(len(counts), pages, 4)
-    state.write_pages([(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))])
+    state.write_pages(
+        [(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))]
+    )
     if start:
-        model.prefill([PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype)) for slot in range(len(counts))], state, kv)
+        model.prefill(
+            [
+                PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype))
+                for slot in range(len(counts))
+            ],
+            state,
+            kv,
+        )
     new = pages * PAGE - start
-    return kv, state.page_table[: len(counts)], rand(len(counts), new, hidden, seed=9).to(model.dtype), torch.tensor(counts, device=DEVICE)
+    return (
+        kv,
+        state.page_table[: len(counts)],
+        rand(len(counts), new, hidden, seed=9).to(model.dtype),
+        torch.tensor(counts, device=DEVICE),
+    )
 
 
 def written(model: FrameModel, counts: list[int], start: int, fused: bool) -> Tensor:
@@ -131,7 +159,9 @@ def written(model: FrameModel, counts: list[int], start: int, fused: bool) -> Te
     return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
 
 
-@pytest.mark.parametrize(("kind", "start"), [("talker", 0), ("talker", 2 * PAGE), ("spark", PAGE), ("fish", PAGE)])
+@pytest.mark.parametrize(
+    ("kind", "start"), [("talker", 0), ("talker", 2 * PAGE), ("spark", PAGE), ("fish", PAGE)]
+)
 def test_fused_prefill_is_the_twins(kind: str, start: int) -> None:
     counts = [PAGE, 3, PAGE + 5]
     exact = model_of(kind, torch.float32)
@@ -144,31 +174,59 @@ def test_fused_prefill_is_the_twins(kind: str, start: int) -> None:
     assert mine <= (4.5 if INTERPRETED else 1.5) * plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16], ids=["wide", "half"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page"), [(16, 8, 128, 64), (14, 2, 64, 64), (32, 8, 128, 64), (4, 2, 32, 8), (16, 1, 16, 128)]
+    "dtype",
+    [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16],
+    ids=["wide", "half"],
 )
-def test_packed_attention_is_its_twin(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, page: int) -> None:
-    """Runs of no, one and many tokens from any position on, over pages in any order; behind them nothing is written."""
-    counts, starts = ([5, 0, 40, 1, 9], [0, 0, 3, 2 * page, page + 1]) if INTERPRETED else ([5, 0, 700, 1, 93], [0, 0, 67, 3 * page, 33])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page"),
+    [(16, 8, 128, 64), (14, 2, 64, 64), (32, 8, 128, 64), (4, 2, 32, 8), (16, 1, 16, 128)],
+)
+def test_packed_attention_is_its_twin(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, page: int
+) -> None:
+    """Runs of no, one and many tokens from any position on, over pages in any order; behind them nothing
+    is written."""
+    counts, starts = (
+        ([5, 0, 40, 1, 9], [0, 0, 3, 2 * page, page + 1])
+        if INTERPRETED
+        else ([5, 0, 700, 1, 93], [0, 0, 67, 3 * page, 33])
+    )
     total, pages = sum(counts) + 9, -(-max(map(sum, zip(counts, starts))) // page)
-    table = (torch.randperm(6 * pages, generator=torch.Generator().manual_seed(3)) + 1).view(6, pages).to(DEVICE)
-    prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in ([3, 0, 1, 5, 2], starts, counts)))
+    table = (
+        (torch.randperm(6 * pages, generator=torch.Generator().manual_seed(3)) + 1).view(6, pages).to(DEVICE)
+    )
+    prompts = PackedPrompts(
+        table, *(torch.tensor(each, device=DEVICE) for each in ([3, 0, 1, 5, 2], starts, counts))
+    )
     k, v = (rand(6 * pages + 1, kv_heads, page, head_dim, seed=seed).to(dtype) for seed in (1, 2))
-    q, out = rand(total, heads, head_dim, seed=4).to(dtype), torch.full((total, heads * head_dim), 7.0, device=DEVICE, dtype=dtype)
+    q, out = (
+        rand(total, heads, head_dim, seed=4).to(dtype),
+        torch.full((total, heads * head_dim), 7.0, device=DEVICE, dtype=dtype),
+    )
     packed_attention(q, k, v, prompts, QueryTiles(prompts, total, heads, kv_heads), head_dim**-0.5, out)
     wide = attend_packed(q.float(), k.float(), v.float(), prompts, head_dim**-0.5)[:-9]
     assert bool((out[-9:] == 7).all())
-    torch.testing.assert_close(out[:-9].float(), wide, rtol=1e-3, atol=1e-5 if dtype == torch.float32 else 1e-2)
+    torch.testing.assert_close(
+        out[:-9].float(), wide, rtol=1e-3, atol=1e-5 if dtype == torch.float32 else 1e-2
+    )
 
 
 def packed_chunks(model: FrameModel, prefilled: bool) -> tuple[PagedKV, Tensor, list[PrefillRun]]:
-    """Pages that hold what comes before each run, their table, and runs of several lengths from several positions on."""
+    """Pages that hold what comes before each run, their table, and runs of several lengths from several
+    positions on."""
     counts, starts = [5, PAGE + 5, 1, 2 * PAGE], [0, 3, 2 * PAGE + 1, PAGE]
     hidden, pages = model.tensors.backbone.hidden, -(-max(map(sum, zip(counts, starts))) // PAGE)
     kv, state = model.make_kv(len(counts) * pages, PAGE), model.make_state(len(counts), pages, 4)
-    state.write_pages([(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))])
-    before = [PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype)) for slot, start in enumerate(starts) if start]
+    state.write_pages(
+        [(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))]
+    )
+    before = [
+        PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype))
+        for slot, start in enumerate(starts)
+        if start
+    ]
     runs = [
         PrefillRun(slot, start, rand(count, hidden, seed=60 + slot).to(model.dtype))
         for slot, (count, start) in enumerate(zip(counts, starts))
@@ -182,9 +240,16 @@ def written_packed(model: FrameModel, fused: bool) -> Tensor:
     kv, table, runs = packed_chunks(model, prefilled=not fused)
     if fused:
         behind = TOTAL - sum(len(run.embeddings) for run in runs)
-        rows = torch.cat([run.embeddings for run in runs] + [rand(behind, model.tensors.backbone.hidden, seed=9).to(model.dtype)])
+        rows = torch.cat(
+            [run.embeddings for run in runs]
+            + [rand(behind, model.tensors.backbone.hidden, seed=9).to(model.dtype)]
+        )
         before = rows.clone()
-        told = [[run.slot for run in runs] + [0], [run.start for run in runs] + [0], [len(run.embeddings) for run in runs] + [0]]
+        told = [
+            [run.slot for run in runs] + [0],
+            [run.start for run in runs] + [0],
+            [len(run.embeddings) for run in runs] + [0],
+        ]
         prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in told))
         prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
         assert torch.equal(rows, before)
@@ -206,9 +271,12 @@ def test_fused_packed_prefill_is_the_plain_one(kind: str) -> None:
 
 
 def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the kernel itself, which only rows of bfloat16 that fill the device ask for; else its twin, without that choice."""
+    """On a GPU the kernel itself, which only rows of bfloat16 that fill the device ask for; else its twin,
+    without that choice."""
     launches: list[int] = []
-    launch = (lambda x, weight, y, **_: y.copy_(swiglu(x @ weight.t()))) if INTERPRETED else lm_products.swiglu
+    launch = (
+        (lambda x, weight, y, **_: y.copy_(swiglu(x @ weight.t()))) if INTERPRETED else lm_products.swiglu
+    )
 
     def counted(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
         launches.append(len(x))
@@ -251,10 +319,16 @@ def test_graphs_of_packed_prompts_equal_the_plain_prefill() -> None:
     executor = graph_executor(model, EngineOptions(len(counts), 130, 64, 2048))
     plain = model.make_kv(130, 64)
     pages = iter(range(1, 131))
-    executor.state.write_pages([(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)])
+    executor.state.write_pages(
+        [(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)]
+    )
     prompts = [rand(count, 64, seed=slot) for slot, count in enumerate(counts)]
     for cut in (slice(0, 7), slice(7, None)):
-        runs = [PrefillRun(slot, cut.start, prompt[cut]) for slot, prompt in enumerate(prompts) if len(prompt) > cut.start]
+        runs = [
+            PrefillRun(slot, cut.start, prompt[cut])
+            for slot, prompt in enumerate(prompts)
+            if len(prompt) > cut.start
+        ]
         model.prefill(runs, executor.state, plain)
         executor.prefill(runs)
     for mine, theirs in ((executor.kv.k, plain.k), (executor.kv.v, plain.v)):
@@ -269,7 +343,9 @@ def test_graphs_equal_the_packed_prefill() -> None:
     packed, replayed = (model.make_kv(130, 64) for _ in range(2))
     state = model.make_state(len(counts), 20, 4)
     pages = iter(range(1, 131))
-    state.write_pages([(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)])
+    state.write_pages(
+        [(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)]
+    )
     prompts = [rand(count, 64, seed=slot) for slot, count in enumerate(counts)]
 
     def work(embeddings: Tensor, table: Tensor, sizes: Tensor, start: int) -> None:
@@ -279,7 +355,11 @@ def test_graphs_equal_the_packed_prefill() -> None:
     graphs = PaddedPrefills(work, state, replayed, lambda work: capture(work, pool, aside).replay)
     left: list[PrefillRun] = []
     for start in range(0, max(counts), 256):
-        runs = [PrefillRun(slot, start, prompt[start : start + 256]) for slot, prompt in enumerate(prompts) if len(prompt) > start]
+        runs = [
+            PrefillRun(slot, start, prompt[start : start + 256])
+            for slot, prompt in enumerate(prompts)
+            if len(prompt) > start
+        ]
         model.prefill(runs, state, packed)
         left += graphs.run(runs)
     assert [(run.slot, run.start) for run in left] == [(7, 1024)]

@@ -1,7 +1,8 @@
-"""Products of 17 rows and more in CUDA C++ on a CUDA device, against float64; tests/parity/test_products_emulated.py has their small ones.
+"""Products of 17 rows and more in CUDA C++ on a CUDA device, against float64;
+tests/parity/test_products_emulated.py has their small ones.
 
-`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_products_gpu.py -k small` looks at their accesses, `--tool racecheck` at
-those of shared memory.
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_products_gpu.py -k
+small` looks at their accesses, `--tool racecheck` at those of shared memory.
 """
 
 from __future__ import annotations
@@ -33,18 +34,29 @@ def tensors(rows: int, n: int, inner: int, epilogue: int) -> tuple[Tensor, Tenso
 
 def made(x: Tensor, weight: Tensor, extra: Tensor | None, epilogue: int, cut: Cut) -> Tensor:
     n = len(weight) // (2 if epilogue == SWIGLU else 1)
-    y = extra.clone() if epilogue == RESIDUAL and extra is not None else torch.full((len(x), n), float("nan"), device="cuda", dtype=x.dtype)
+    y = (
+        extra.clone()
+        if epilogue == RESIDUAL and extra is not None
+        else torch.full((len(x), n), float("nan"), device="cuda", dtype=x.dtype)
+    )
     return product(x, weight, y, cut, epilogue=epilogue, extra=y if epilogue == RESIDUAL else extra)
 
 
 @pytest.mark.parametrize("rows", [17, 32, 50, 64, 100, 128, 256])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_every_product_equals_its_twin_and_each_launch_the_one_before(sizes: tuple[int, int, int], rows: int) -> None:
+def test_every_product_equals_its_twin_and_each_launch_the_one_before(
+    sizes: tuple[int, int, int], rows: int
+) -> None:
     n, inner, epilogue = sizes
     given = tensors(rows, n, inner, epilogue)
     exact = layer_product(given[0], given[1], None, given[2], epilogue, torch.float64)
     plain = error(layer_product(given[0], given[1], None, given[2], epilogue, torch.bfloat16), exact)
-    cuts = {Cut(2, 2), Cut(8, 2), Cut(4, 4), *([cut_for(rows, len(given[1]), inner)] if (len(given[1]), inner) in CUTS else [])}
+    cuts = {
+        Cut(2, 2),
+        Cut(8, 2),
+        Cut(4, 4),
+        *([cut_for(rows, len(given[1]), inner)] if (len(given[1]), inner) in CUTS else []),
+    }
     for cut in (cut for cut in cuts if cut.fault(128, len(given[1]), inner) is None):
         found = made(*given, epilogue, cut)
         assert error(found, exact) <= 2 * plain, cut

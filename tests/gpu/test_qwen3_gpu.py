@@ -1,4 +1,5 @@
-"""Qwen3-TTS on a CUDA device: the golden folder in float32 and bfloat16, the same draws as on CPU, full-size models."""
+"""Qwen3-TTS on a CUDA device: the golden folder in float32 and bfloat16, the same draws as on CPU,
+full-size models."""
 
 from __future__ import annotations
 
@@ -16,10 +17,15 @@ from tests.conformance.__main__ import main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
-@pytest.mark.parametrize(("folder", "dtype"), [(GOLDEN, "float32"), (GOLDEN, "bfloat16"), (GOLDEN / "thetas", "float32")])
+@pytest.mark.parametrize(
+    ("folder", "dtype"), [(GOLDEN, "float32"), (GOLDEN, "bfloat16"), (GOLDEN / "thetas", "float32")]
+)
 def test_conformance(folder: Path, dtype: str) -> None:
     assert main(["qwen3_tts", str(folder), "--device", "cuda", "--dtype", dtype]) == 0
 
@@ -38,13 +44,19 @@ def test_draws_are_those_of_the_cpu() -> None:
     settings = torch.full((rows,), 0.9), torch.full((rows,), 50), torch.ones(rows)
     random_words = frame_noise(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), 1)[:, 0]
     here = draw(token_weights(logits, *settings, 50, False), random_words)
-    there = draw(token_weights(logits.cuda(), *(setting.cuda() for setting in settings), 50, False), random_words.cuda()).cpu()
+    there = draw(
+        token_weights(logits.cuda(), *(setting.cuda() for setting in settings), 50, False),
+        random_words.cuda(),
+    ).cpu()
     assert int((here != there).sum()) <= 1
 
 
 def test_decode_attention_is_that_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(shape, generator=generator) for shape in ((40, 16, 128), (300, 8, 64, 128), (300, 8, 64, 128)))
+    q, k, v = (
+        torch.randn(shape, generator=generator)
+        for shape in ((40, 16, 128), (300, 8, 64, 128), (300, 8, 64, 128))
+    )
     table = torch.randperm(299, generator=generator)[:280].view(40, 7) + 1
     lengths = torch.randint(1, 449, (40,), generator=generator)
     longest = int(lengths.max())
@@ -69,10 +81,15 @@ def test_full_size_bfloat16_is_close_to_float32() -> None:
     wide = dummy_model("0b6", device, torch.float32)
     rng = random.Random(0)
     body = [rng.randrange(150_000) for _ in range(30)]
-    prompt = build_prompt(wide.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
+    prompt = build_prompt(
+        wide.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan")
+    )
     codes = np.random.default_rng(0).integers(0, 2048, (6, 16))
     ours, exact = (forced_frames(model, prompt, codes) for model in (narrow, wide))
     for got, want in zip(ours, exact):
-        for mine, theirs in ((got.first_logits, want.first_logits), (got.residual_logits, want.residual_logits)):
+        for mine, theirs in (
+            (got.first_logits, want.first_logits),
+            (got.residual_logits, want.residual_logits),
+        ):
             error = float((mine - theirs).norm() / theirs.norm())
             assert error < 0.1, f"relative error {error:.3f}"

@@ -1,7 +1,8 @@
-"""Residual products of many rows in CUDA C++ on a CUDA device, against float64; tests/parity/test_residual_products_emulated.py has its
-small sizes.
+"""Residual products of many rows in CUDA C++ on a CUDA device, against float64;
+tests/parity/test_residual_products_emulated.py has its small sizes.
 
-`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_residual_products.py -k small` looks at their accesses.
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_residual_products.py -k small` looks at
+their accesses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SIZES = {"small": (128, 512), "O": (1024, 2048), "down": (1024, 3072), "1.7B": (
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("rows", [1, 129, 384, 512, 1000, 2048])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_a_product_equals_its_twin_and_each_launch_the_one_before(sizes: tuple[int, int], rows: int, splits: int) -> None:
+def test_a_product_equals_its_twin_and_each_launch_the_one_before(
+    sizes: tuple[int, int], rows: int, splits: int
+) -> None:
     maker, (n, inner) = Maker("cuda", torch.bfloat16, seed=rows), sizes
     x, a, weight = maker.normal(rows, n), maker.normal(rows, inner), maker.matrix(n, inner)
     exact = x.double() + a.double() @ weight.double().t()

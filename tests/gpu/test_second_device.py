@@ -1,4 +1,5 @@
-"""A model on another device than the current one: its threads, graphs and prepared voices are on the model's own."""
+"""A model on another device than the current one: its threads, graphs and prepared voices are on the
+model's own."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ SECONDS = 240
 def asked(name: str) -> SynthesisRequest:
     reference = (GOLDEN / "refs" / "ref_a_24k_mono.wav").read_bytes()
     messages = Message("user", "audio", reference), Message("user", "text", "Good morning.")
-    return SynthesisRequest(name, messages, Generation(max_seconds=0.8, temperature=0.0, reference_text="It was a bright day."), 1)
+    return SynthesisRequest(
+        name, messages, Generation(max_seconds=0.8, temperature=0.0, reference_text="It was a bright day."), 1
+    )
 
 
 def heard(pipeline: Qwen3TTSPipeline) -> list[np.ndarray]:
@@ -46,7 +49,11 @@ def test_models_on_two_devices_of_one_process_say_the_same(options: dict[str, An
     try:
         for name in ("cuda:1", "cuda:0"):
             folder = GOLDEN / "checkpoint-base"
-            pipelines.append(open_pipeline(folder, device=name, dtype="float32", slots=8, pages=512, keep_unfinished=True, **options))
+            pipelines.append(
+                open_pipeline(
+                    folder, device=name, dtype="float32", slots=8, pages=512, keep_unfinished=True, **options
+                )
+            )
         assert [pipeline.engine.core.executor.kv.k.device.index for pipeline in pipelines] == [1, 0]
         assert torch.cuda.current_device() == current
         second, first = (heard(pipeline) for pipeline in pipelines)

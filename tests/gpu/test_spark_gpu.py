@@ -1,4 +1,5 @@
-"""SparkTTS on a CUDA device: the golden folder, and BiCodec on fused ops at its published size, with random weights."""
+"""SparkTTS on a CUDA device: the golden folder, and BiCodec on fused ops at its published size, with
+random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from pipelines.spark_tts.wave_generator import FusedWave
 from tests.conformance.__main__ import main
 from tests.support.vllm_kit import GOLDEN
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 LENGTHS = (200, 37, 64, 1, 150)
@@ -60,7 +64,8 @@ def test_conformance() -> None:
 @needs_triton
 @pytest.mark.parametrize("lengths", [(200, 200), LENGTHS])
 def test_fused_ops_round_no_worse_than_the_plain_generator(lengths: tuple[int, ...]) -> None:
-    """Both in bfloat16 against float32; on rows of one length, and on rows that end early, where the kernels write zeros."""
+    """Both in bfloat16 against float32; on rows of one length, and on rows that end early, where the
+    kernels write zeros."""
     semantic, voices = tokens(lengths)
     exact = codec(torch.float32).decode(semantic, voices)
     errors = []
@@ -73,7 +78,8 @@ def test_fused_ops_round_no_worse_than_the_plain_generator(lengths: tuple[int, .
 
 @needs_triton
 def test_rows_of_a_mixed_batch_equal_themselves_alone() -> None:
-    """Within a fiftieth of the wave: bfloat16 rounds by up to 1 in 256, and the prenet's products differ in order between batches."""
+    """Within a fiftieth of the wave: bfloat16 rounds by up to 1 in 256, and the prenet's products differ
+    in order between batches."""
     made, (semantic, voices) = codec(torch.bfloat16), tokens(LENGTHS)
     together = made.decode(semantic, voices, pad_to=224)
     for one, voice, wave in zip(semantic, voices, together):
@@ -106,7 +112,11 @@ def test_the_stage_on_its_own_stream_hands_on_what_the_decoder_makes() -> None:
     for part in [*semantic[0].split(50), semantic[0][:0]]:
         stage.decode_chunk(part[:, None].numpy(), lambda wave: streamed.append(torch.as_tensor(wave)), state)
     for index, (one, voice) in enumerate(zip(semantic, voices)):
-        stage.decode(one[:, None].numpy(), lambda wave, index=index: heard.update({index: torch.as_tensor(wave)}), Voice(voice))
+        stage.decode(
+            one[:, None].numpy(),
+            lambda wave, index=index: heard.update({index: torch.as_tensor(wave)}),
+            Voice(voice),
+        )
     stage.close()
     assert apart([heard[index] for index in range(len(wanted))], wanted) < 0.02
     assert torch.cat(streamed).shape == wanted[0].shape

@@ -1,4 +1,5 @@
-"""Streams on a CUDA device: turns that are read at once, newcomers in small graphs, and everything captured before the first request."""
+"""Streams on a CUDA device: turns that are read at once, newcomers in small graphs, and everything
+captured before the first request."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ class Chunks(Heard):
         self.chunks.setdefault(request.request_id, []).append(codes)
 
 
-def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames: int = 1, stream_slots: int = 0) -> Chunks:
+def spoken(
+    executor: Any, batch: list[GenerationRequest], together: int, frames: int = 1, stream_slots: int = 0
+) -> Chunks:
     heard = Chunks()
-    options = EngineOptions(slots=executor.state.slots, frames_per_turn=frames, stream_slots=stream_slots, **SIZES)
+    options = EngineOptions(
+        slots=executor.state.slots, frames_per_turn=frames, stream_slots=stream_slots, **SIZES
+    )
     core = ListenedCore(executor, options, heard)
     with torch.cuda.stream(executor.stream):
         for start in range(0, len(batch), together):
@@ -69,13 +74,19 @@ def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames:
 
 def all_captured(executor: GraphExecutor) -> bool:
     prefills, slots = executor.prefills, executor.state.page_table.shape[1]
-    wanted = PACKED_SIZES if isinstance(prefills, PackedPrefills) else range(sum(new + before <= slots for _, new, before in SHAPES))
+    wanted = (
+        PACKED_SIZES
+        if isinstance(prefills, PackedPrefills)
+        else range(sum(new + before <= slots for _, new, before in SHAPES))
+    )
     frames = set(executor._graphs.captured) == set(executor.batch_sizes)
     return frames and set(prefills._rows.captured) == set(wanted) and not executor.prepare()
 
 
 def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow: Qwen3TTSModel) -> None:
-    executor = graph_executor(narrow, EngineOptions(slots=16, **SIZES), reproducible=True, first_on_device=True)
+    executor = graph_executor(
+        narrow, EngineOptions(slots=16, **SIZES), reproducible=True, first_on_device=True
+    )
     batch = requests(narrow, 24, greedy=False)
     mixed = [replace(one, stream=index % 2 == 0) for index, one in enumerate(batch)]
     alone = spoken(executor, batch, 1)
@@ -89,7 +100,9 @@ def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow:
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow: Qwen3TTSModel, frames: int) -> None:
+def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(
+    narrow: Qwen3TTSModel, frames: int
+) -> None:
     executor = graph_executor(narrow, EngineOptions(slots=16, **SIZES), reproducible=True)
     batch = requests(narrow, 12, greedy=False)
     later = spoken(executor, batch, 12, frames=frames)
@@ -100,7 +113,9 @@ def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel, reproducible: bool) -> None:
+def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(
+    narrow: Qwen3TTSModel, reproducible: bool
+) -> None:
     executor = open_executor(narrow, EngineOptions(slots=9, **SIZES), reproducible=reproducible, streams=4)
     assert isinstance(executor, GraphExecutor)
     assert all_captured(executor)
@@ -111,7 +126,9 @@ def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow:
 
 @pytest.fixture
 def pipeline() -> Iterator[Any]:
-    opened = open_pipeline(GOLDEN / "checkpoint-base", device="cuda", slots=8, pages=512, streams=4, keep_unfinished=True)
+    opened = open_pipeline(
+        GOLDEN / "checkpoint-base", device="cuda", slots=8, pages=512, streams=4, keep_unfinished=True
+    )
     yield opened
     opened.close()
 

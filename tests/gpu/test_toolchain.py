@@ -1,4 +1,5 @@
-"""On a CUDA device: what happens where a compiler is missing, in processes with empty caches; and code of every compiler."""
+"""On a CUDA device: what happens where a compiler is missing, in processes with empty caches; and code of
+every compiler."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ def opened(tmp_path: Path, *hidden: str, nvrtc: bool = True) -> subprocess.Compl
             if not program.name.startswith(hidden) and not (programs / program.name).exists():
                 (programs / program.name).symlink_to(program)
     kept = {name: value for name, value in os.environ.items() if name != "CC"}
-    empty = {"PATH": str(programs), "CUDA_HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "t"), "XDG_CACHE_HOME": str(tmp_path)}
+    empty = {
+        "PATH": str(programs),
+        "CUDA_HOME": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "t"),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     command = [sys.executable, "-c", OPEN, "nvrtc" if nvrtc else "no nvrtc"]
     done = subprocess.run(command, env=kept | empty, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,8 @@
-"""SwiGLU of many rows in CUDA C++ on a CUDA device, against float64; tests/parity/test_wide_products_emulated.py has its small sizes.
+"""SwiGLU of many rows in CUDA C++ on a CUDA device, against float64;
+tests/parity/test_wide_products_emulated.py has its small sizes.
 
-`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_wide_products.py -k small` looks at their accesses.
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_wide_products.py -k small` looks at
+their accesses.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ def tensors(rows: int, n: int, inner: int) -> tuple[Tensor, Tensor]:
 
 
 def made(x: Tensor, weight: Tensor) -> Tensor:
-    return swiglu(x, weight, torch.full((len(x), len(weight) // 2), float("nan"), device="cuda", dtype=x.dtype), pdl=True)
+    return swiglu(
+        x,
+        weight,
+        torch.full((len(x), len(weight) // 2), float("nan"), device="cuda", dtype=x.dtype),
+        pdl=True,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 129, 256, 384, 513, 768, 1024, 2048])
@@ -51,7 +58,8 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 
 
 def test_launches_that_start_early_wait_for_the_norm_before_them() -> None:
-    """A chain in a graph: each launch reads the norm of what the one before it wrote, over the norm before that."""
+    """A chain in a graph: each launch reads the norm of what the one before it wrote, over the norm before
+    that."""
     maker = Maker("cuda", torch.bfloat16)
     weights = [maker.matrix(2 * 960, 960) for _ in range(12)]
     norm, first = maker.normal(960, std=0.1, mean=1.0), maker.normal(512, 960)

@@ -1,1 +1,2 @@
-"""Planted faults: each breaks one rule that must hold, and names the test that has to see it. `python -m tests.mutants` runs them."""
+"""Planted faults: each breaks one rule that must hold, and names the test that has to see it.
+`python -m tests.mutants` runs them."""

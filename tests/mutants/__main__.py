@@ -1,5 +1,6 @@
-"""`python -m tests.mutants [NAME ...]`: plants faults one at a time in a copy of the code, runs the tests that have to see each, and
-prints what survives. Exit status 1 where one survives, 2 where one cannot be tried."""
+"""`python -m tests.mutants [NAME ...]`: plants faults one at a time in a copy of the code, runs the tests
+that have to see each, and prints what survives. Exit status 1 where one survives, 2 where one cannot be
+tried."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Sandbox:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split("\0")
+        names = subprocess.run(
+            listed, cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.split("\0")
         for name in filter(None, names):
             if not (REPOSITORY / name).is_file():
                 continue
@@ -38,12 +41,27 @@ class Sandbox:
 
     def run(self, project: str, tests: tuple[str, ...]) -> tuple[int, str]:
         """Exit status and output of pytest, in an environment without the settings of whoever runs this."""
-        command = [str(python_of(project)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_SECONDS}"]
+        command = [
+            str(python_of(project)),
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"--timeout={TEST_TIMEOUT_SECONDS}",
+        ]
         command += [test.removeprefix(f"{project}/") for test in tests]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_") and name != "CI"}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SPEECH_") and name != "CI"
+        }
         folder = self.folder / project
         environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     def try_fault(self, fault: Fault) -> tuple[str, str]:
@@ -59,13 +77,19 @@ class Sandbox:
             path.write_text(source)
         if status == FAILED:
             return "seen", ""
-        return ("SURVIVED", "") if status == PASSED else ("BROKEN", f"pytest ended with {status}:\n{output[-2000:]}")
+        return (
+            ("SURVIVED", "")
+            if status == PASSED
+            else ("BROKEN", f"pytest ended with {status}:\n{output[-2000:]}")
+        )
 
 
 def check_unharmed(sandbox: Sandbox, faults: list[Fault]) -> str:
     """The tests of these faults pass without any fault; what they say where they do not."""
     for project in dict.fromkeys(fault.project for fault in faults):
-        tests = tuple(dict.fromkeys(test for fault in faults if fault.project == project for test in fault.tests))
+        tests = tuple(
+            dict.fromkeys(test for fault in faults if fault.project == project for test in fault.tests)
+        )
         status, output = sandbox.run(project, tests)
         if status != PASSED:
             return output[-4000:]
@@ -105,7 +129,10 @@ def try_all(faults: list[Fault], processes: int) -> int:
     for fault in [fault for fault in faults if not python_of(fault.project).exists()]:
         print(f"left out  {fault.name}  ({fault.file}): make -C {fault.project} install")
         faults.remove(fault)
-    with tempfile.TemporaryDirectory(prefix="nightjar-mutants-") as folder, ThreadPoolExecutor(processes) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="nightjar-mutants-") as folder,
+        ThreadPoolExecutor(processes) as pool,
+    ):
         free: SimpleQueue[Sandbox] = SimpleQueue()
         for number in range(processes):
             free.put(Sandbox(Path(folder) / str(number)))

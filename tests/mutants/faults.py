@@ -38,7 +38,9 @@ class Fault:
         """The file's text with the fault. Raises `BadFaultError` where it cannot be planted."""
         found = source.count(self.old)
         if found != 1:
-            raise BadFaultError(f"{self.name}: its text stands {found} times in {self.file}; it must stand there once.")
+            raise BadFaultError(
+                f"{self.name}: its text stands {found} times in {self.file}; it must stand there once."
+            )
         if self.old == self.new:
             raise BadFaultError(f"{self.name}: it changes nothing.")
         return source.replace(self.old, self.new)

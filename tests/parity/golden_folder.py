@@ -1,4 +1,5 @@
-"""What the tests of golden folders share: the cases that ran, and copies of a folder with one thing changed."""
+"""What the tests of golden folders share: the cases that ran, and copies of a folder with one thing
+changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Triton kernels of the codec's convolution stack without a GPU: for rows that end they compile for sm_90 as well as for whole ones."""
+"""Triton kernels of the codec's convolution stack without a GPU: for rows that end they compile for sm_90
+as well as for whole ones."""
 
 from __future__ import annotations
 
@@ -39,18 +40,32 @@ def conv(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
 def unit(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     tile, (large, small) = TILES[shape], codec_launch.split(shape.channels)
     inputs = dict.fromkeys(("a0", "a1"), boxes(1, tile.rows, tile.depth))
-    inputs |= dict.fromkeys(("w00", "w10"), boxes(tile.depth, large)) | dict.fromkeys(("w01", "w11"), boxes(tile.depth, small))
+    inputs |= dict.fromkeys(("w00", "w10"), boxes(tile.depth, large)) | dict.fromkeys(
+        ("w01", "w11"), boxes(tile.depth, small)
+    )
     parameters = [f"{name}{number}" for name in ("bias", "frequency", "gain") for number in (1, 2)]
     types = inputs | dict.fromkeys(parameters, F32) | {"w2": BF16} | RESULTS | INTS
     sizes = {"DILATION": 3, "TAPS": shape.taps, "C": shape.channels, "N0": large, "N1": small}
-    return codec_triton.unit_kernel, types, sizes | {"BM": tile.rows, "K0": tile.depth, "K1": 0, "STAGES": tile.stages}, tile.warps
+    return (
+        codec_triton.unit_kernel,
+        types,
+        sizes | {"BM": tile.rows, "K0": tile.depth, "K1": 0, "STAGES": tile.stages},
+        tile.warps,
+    )
 
 
 def spilled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, folder: Path) -> int:
     """Bytes of registers that a kernel stores and loads."""
     text = folder / "kernel.ptx"
     text.write_text(compiled(kernel, types, constants, warps).asm["ptx"])
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(text), "-o", str(folder / "kernel.cubin")]
+    command = [
+        knobs.nvidia.ptxas.path,
+        "-v",
+        "--gpu-name=sm_90a",
+        str(text),
+        "-o",
+        str(folder / "kernel.cubin"),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     counts = re.findall(r"(\d+) bytes spill", said)
     assert counts, said
@@ -80,7 +95,17 @@ def test_open_ends_spill_no_more_than_whole_rows(shape: Shape, tmp_path: Path) -
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("left_out", [{}, {"ends": None}], ids=["ends", "whole"])
 def test_the_head_spills_nothing(left_out: dict[str, None], tmp_path: Path) -> None:
-    types = {"a": BF16, "w": BF16, "products": F32, "bias": F32, "out": F32, "ends": "*i32", "count": I32, "steps": I32, "lead": I32}
+    types = {
+        "a": BF16,
+        "w": BF16,
+        "products": F32,
+        "bias": F32,
+        "out": F32,
+        "ends": "*i32",
+        "count": I32,
+        "steps": I32,
+        "lead": I32,
+    }
     products = {"TAPS": 7, "C": 96, "BM": 128, "BK": 32, "ROOM": HEAD_TAPS, "FAST": True}
     sums = {"TAPS": 7, "ROOM": HEAD_TAPS, "BLOCK": 512}
     assert spilled(codec_triton.head_products_kernel, types, products | left_out, 4, tmp_path) == 0

@@ -1,4 +1,5 @@
-"""The codec's residual unit in CUDA C++, run on a CPU by the emulator, against its twin in float64 arithmetic."""
+"""The codec's residual unit in CUDA C++, run on a CPU by the emulator, against its twin in float64
+arithmetic."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut, emulated: Callable[[int], None
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_the_order_of_threads_changes_no_bit(cut: Cut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_threads_changes_no_bit(
+    cut: Cut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(codec_cuda, "processors", lambda _: 1)
     unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
@@ -48,15 +51,21 @@ def test_the_order_of_threads_changes_no_bit(cut: Cut, emulated: Callable[[int],
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(cut: Cut, emulated: Callable[[int], None]) -> None:
+def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(
+    cut: Cut, emulated: Callable[[int], None]
+) -> None:
     ends = (400, 0, 129, 64)
     whole, ended = (Unit(4, 400, 9, ends=chosen, open_ends=chosen is not None) for chosen in (None, ends))
-    for of_whole, of_ended, unwritten in zip(whole.made(cut), ended.made(cut), ended.outputs(cut.channels, BF16)):
+    for of_whole, of_ended, unwritten in zip(
+        whole.made(cut), ended.made(cut), ended.outputs(cut.channels, BF16)
+    ):
         assert of_whole is not None and of_ended is not None and unwritten is not None  # noqa: PT018
         for row, end in enumerate(ends):
             assert torch.equal(of_ended[row, :end], of_whole[row, :end])
             behind = -(-end // cut.box_steps) * cut.box_steps
-            assert torch.equal(of_ended[row, behind:].nan_to_num(9.0), unwritten[row, behind:].nan_to_num(9.0))
+            assert torch.equal(
+                of_ended[row, behind:].nan_to_num(9.0), unwritten[row, behind:].nan_to_num(9.0)
+            )
 
 
 def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None]) -> None:
@@ -101,7 +110,10 @@ def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -
     with pytest.raises(ValueError, match="dilation 10"):
         Unit(1, 70, 10).made(CUTS[0])
     t, packed = Unit(1, 70, 1).tensors(96), Unit(1, 70, 1).packed(CUTS[0])
-    snakes, odd = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"]), torch.zeros(70 * 96 + 1, dtype=BF16)[1:]
+    snakes, odd = (
+        (t["bias1"], t["frequency1"], t["gain1"], t["bias2"]),
+        torch.zeros(70 * 96 + 1, dtype=BF16)[1:],
+    )
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None)
 
@@ -117,7 +129,11 @@ def test_its_kernels_spill_no_registers_and_products_overlap(source: str) -> Non
         pytest.skip("needs nvcc")
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
     said = subprocess.run(
-        [*command, str(binaries.SOURCES / f"{source}.cu")], capture_output=True, text=True, check=True, timeout=240
+        [*command, str(binaries.SOURCES / f"{source}.cu")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     ).stderr
     names = [cut.kernel for cut in CUTS if cut.source.name == source]
     assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(names)

@@ -1,4 +1,5 @@
-"""The CUDA C++ sampler, run on a CPU by the emulator: codes, flags and what is fed next, equal to the PyTorch twin's."""
+"""The CUDA C++ sampler, run on a CPU by the emulator: codes, flags and what is fed next, equal to the
+PyTorch twin's."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @dataclass
 class Draws:
-    """All that a draw reads and writes, for `SLOTS` slots and a dead one, in the order of `Args` of kernels/cuda/sampler.cu."""
+    """All that a draw reads and writes, for `SLOTS` slots and a dead one, in the order of `Args` of
+    kernels/cuda/sampler.cu."""
 
     logits: Tensor
     rows: Tensor
@@ -55,7 +57,8 @@ class Draws:
 
     @classmethod
     def of(cls, vocab: int, seed: int, coarse: bool = False) -> Draws:
-        """Rows of other settings each, some greedy; the slots in a mixed order, with two dead rows. coarse: logits of few values."""
+        """Rows of other settings each, some greedy; the slots in a mixed order, with two dead rows.
+        coarse: logits of few values."""
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(*shape: int) -> Tensor:
@@ -119,12 +122,15 @@ class Draws:
         return after
 
     def twin(self, stage: int) -> Draws:
-        """The tensors after the same in PyTorch. Dead rows share a slot, so only their own row of each tensor is meant."""
+        """The tensors after the same in PyTorch. Dead rows share a slot, so only their own row of each
+        tensor is meant."""
         after, rows, codebook = self.copy(), self.rows, FIRST_CODEBOOK[stage]
         logits, frames, n = self.logits.float(), self.frames[rows], len(self.rows)
         if stage == lm_cuda.FIRST:
             early = frames < self.min_new[rows]
-            logits = process_first(logits, self.seen[rows] != 0, self.penalty[rows], early, (self.end,), self.vocab - 20)
+            logits = process_first(
+                logits, self.seen[rows] != 0, self.penalty[rows], early, (self.end,), self.vocab - 20
+            )
         noise = frame_noise(self.seeds[rows], frames, CODEBOOKS)[:, codebook]
         settings = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows] != 0)
         code = sample(logits, noise, *settings, self.vocab, True, False)
@@ -154,15 +160,24 @@ def differing(found: Draws, wanted: Draws) -> list[str]:
         one, other = getattr(found, name), getattr(wanted, name)
         if name in ("seen", "state_inputs"):
             one, other = one[:DEAD], other[:DEAD]
-        close = torch.equal if name != "state_inputs" else lambda a, b: torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2)
-        if not close(one.nan_to_num(7) if one.is_floating_point() else one, other.nan_to_num(7) if other.is_floating_point() else other):
+        close = (
+            torch.equal
+            if name != "state_inputs"
+            else lambda a, b: torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+        )
+        if not close(
+            one.nan_to_num(7) if one.is_floating_point() else one,
+            other.nan_to_num(7) if other.is_floating_point() else other,
+        ):
             names.append(name)
     return names
 
 
 @pytest.mark.parametrize("stage", FIRST_CODEBOOK)
 @pytest.mark.parametrize(("vocab", "coarse"), [(256, False), (512, True), (2048, False), (3072, True)])
-def test_a_draw_equals_its_twin(vocab: int, coarse: bool, stage: int, emulated: Callable[[int], None]) -> None:
+def test_a_draw_equals_its_twin(
+    vocab: int, coarse: bool, stage: int, emulated: Callable[[int], None]
+) -> None:
     draws = Draws.of(vocab, seed=stage, coarse=coarse)
     emulated(vocab)
     assert differing(draws.run(stage), draws.twin(stage)) == []
@@ -206,5 +221,7 @@ def test_the_order_of_threads_changes_no_bit(stage: int, emulated: Callable[[int
         emulated(seed)
         again = draws.run(stage)
         assert torch.equal(again.codes, first.codes)
-        assert torch.equal(again.state_inputs[:DEAD].view(torch.int16), first.state_inputs[:DEAD].view(torch.int16))
+        assert torch.equal(
+            again.state_inputs[:DEAD].view(torch.int16), first.state_inputs[:DEAD].view(torch.int16)
+        )
         assert differing(again, first) == []

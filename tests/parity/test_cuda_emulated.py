@@ -38,10 +38,16 @@ def error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
-def product_twin(x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int) -> Tensor:
+def product_twin(
+    x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int
+) -> Tensor:
     """`lm_cuda.skinny` in PyTorch, with every step in the type of its tensors."""
     if norm is not None:
-        x = rms_norm(x, norm, EPS) if x.dtype == BF16 else norm * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        x = (
+            rms_norm(x, norm, EPS)
+            if x.dtype == BF16
+            else norm * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        )
     y = functional.linear(x, weight)
     if epilogue == lm_cuda.SWIGLU:
         return swiglu(y)
@@ -56,7 +62,9 @@ class Product:
         self.x = normal(40, inner)
         self.weight = normal(2 * width if epilogue == lm_cuda.SWIGLU else width, inner, std=inner**-0.5)
         self.norm = normal(inner, std=0.1, mean=1.0) if normed else None
-        self.extra = {lm_cuda.RESIDUAL: normal(40, width, seed=1), lm_cuda.BIAS: normal(width, seed=1)}.get(epilogue)
+        self.extra = {lm_cuda.RESIDUAL: normal(40, width, seed=1), lm_cuda.BIAS: normal(width, seed=1)}.get(
+            epilogue
+        )
         self.width = width
 
     def made(self, rows: slice, normed: Tensor | None = None, **options: bool | Tensor) -> Tensor:
@@ -64,8 +72,22 @@ class Product:
         x, extra = guarded(self.x[rows]), self.extra
         if self.epilogue == lm_cuda.RESIDUAL and extra is not None:
             extra = guarded(extra[rows])
-        y = extra if self.epilogue == lm_cuda.RESIDUAL and extra is not None else unwritten(len(x), self.width)
-        return lm_cuda.skinny(x, self.weight, y, norm=self.norm, eps=EPS, epilogue=self.epilogue, extra=extra, normed=normed, **options)  # pyright: ignore[reportArgumentType]
+        y = (
+            extra
+            if self.epilogue == lm_cuda.RESIDUAL and extra is not None
+            else unwritten(len(x), self.width)
+        )
+        return lm_cuda.skinny(
+            x,
+            self.weight,
+            y,
+            norm=self.norm,
+            eps=EPS,
+            epilogue=self.epilogue,
+            extra=extra,
+            normed=normed,
+            **options,
+        )  # pyright: ignore[reportArgumentType]
 
     def truth(self, dtype: torch.dtype) -> Tensor:
         tensors = [None if t is None else t.to(dtype) for t in (self.x, self.weight, self.norm, self.extra)]
@@ -75,11 +97,15 @@ class Product:
 
 
 #: One width for each shape, two blocks or more; the last one takes the partition for wide outputs.
-PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._CUTS] + [(1024, True, lm_cuda.PLAIN, 128)]
+PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._CUTS] + [
+    (1024, True, lm_cuda.PLAIN, 128)
+]
 
 
 @pytest.mark.parametrize(("inner", "normed", "epilogue", "width"), PRODUCTS)
-def test_every_skinny_product_equals_its_twin(inner: int, normed: bool, epilogue: int, width: int, emulated: Callable[[int], None]) -> None:
+def test_every_skinny_product_equals_its_twin(
+    inner: int, normed: bool, epilogue: int, width: int, emulated: Callable[[int], None]
+) -> None:
     product = Product(inner, normed, epilogue, width)
     exact = product.truth(torch.float64)
     allowed = 2 * error(product.truth(BF16), exact)
@@ -90,7 +116,9 @@ def test_every_skinny_product_equals_its_twin(inner: int, normed: bool, epilogue
     assert error(whole, exact) <= allowed
     assert error(few, exact[:8]) <= allowed
     if kept is not None and product.norm is not None:
-        assert error(kept, rms_norm(product.x, product.norm, EPS)) < 1e-3, "a few roundings may fall to the other side"
+        assert error(kept, rms_norm(product.x, product.norm, EPS)) < 1e-3, (
+            "a few roundings may fall to the other side"
+        )
     for rows in range(1, 33):  # a row's bits depend on the number of rows only by whether it is more than 8
         emulated(rows)
         assert torch.equal(product.made(slice(0, rows)), few[:rows] if rows <= 8 else whole[:rows]), rows
@@ -128,7 +156,11 @@ class Attention:
 
     def heads(self, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a position, [rows, heads, 128], with the roundings of the reference."""
-        q, k, v = self.qkv[position].view(self.rows, -1, 128).split((2 * self.kv_heads, self.kv_heads, self.kv_heads), 1)
+        q, k, v = (
+            self.qkv[position]
+            .view(self.rows, -1, 128)
+            .split((2 * self.kv_heads, self.kv_heads, self.kv_heads), 1)
+        )
         angles = self.table[position : position + 1].expand(self.rows, -1)
         return rope(rms_norm(q, self.q_norm, EPS), angles), rope(rms_norm(k, self.k_norm, EPS), angles), v
 
@@ -137,10 +169,13 @@ class Attention:
         past = [self.heads(at) for at in range(position + 1)]
         keys, values = (torch.stack([one[i] for one in past], 2).double() for i in (1, 2))
         query = past[-1][0].double()[:, :, None]
-        return functional.scaled_dot_product_attention(query, keys, values, scale=128**-0.5, enable_gqa=True).flatten(1)
+        return functional.scaled_dot_product_attention(
+            query, keys, values, scale=128**-0.5, enable_gqa=True
+        ).flatten(1)
 
     def run(self, positions: range, rows: slice) -> tuple[list[Tensor], Tensor]:
-        """What the kernel makes of each position, [rows, heads * 128], and the cache [2, rows, kv_heads, 16, 128] afterwards."""
+        """What the kernel makes of each position, [rows, heads * 128], and the cache [2, rows, kv_heads,
+        16, 128] afterwards."""
         count = len(range(self.rows)[rows])
         cache = unwritten(2, count, self.kv_heads, 16, 128)
         for at in range(positions.start):
@@ -168,7 +203,9 @@ def test_the_predictors_attention_equals_its_twin(kv_heads: int, emulated: Calla
     for seed in SEEDS:
         emulated(seed)
         again, _ = attention.run(range(1, 16), slice(2, 3))
-        assert all(torch.equal(one, out[2:3]) for one, out in zip(again, made)), "a row's bits depend on its neighbours or on an order"
+        assert all(torch.equal(one, out[2:3]) for one, out in zip(again, made)), (
+            "a row's bits depend on its neighbours or on an order"
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
@@ -177,7 +214,9 @@ def test_rows_in_rounds_equal_the_twin_and_those_at_once(
 ) -> None:
     attention = Attention(10, kv_heads)
     at_once, cache = attention.run(range(1, 16), slice(0, 10))
-    monkeypatch.setattr(lm_cuda, "_ATTENTION_BLOCKS", kv_heads)  # one block for each head: three rounds of four rows, the last one of two
+    monkeypatch.setattr(
+        lm_cuda, "_ATTENTION_BLOCKS", kv_heads
+    )  # one block for each head: three rounds of four rows, the last one of two
     for seed in SEEDS:
         emulated(seed)
         made, kept = attention.run(range(1, 16), slice(0, 10))

@@ -1,12 +1,16 @@
-"""Drawn speech of the whole engine, eager on CPU: every setting of a request apart and in one mix, and words that nobody else has.
+"""Drawn speech of the whole engine, eager on CPU: every setting of a request apart and in one mix, and
+words that nobody else has.
 
-Seeds are fixed, so a run always gives the same answer. ALPHA is what chance may do to one comparison; there are about 60 of them.
+Seeds are fixed, so a run always gives the same answer. ALPHA is what chance may do to one comparison;
+there are about 60 of them.
 
-Power, by `tests.support.drawn.power`, which `test_the_stated_power` holds. With one group of settings codebook 0 has at least 250 draws,
-where an effect of w = 0.45 (Cohen's) is found with a chance above 0.9, and the later codebooks have at least 1,000, where w = 0.25 is.
-Measured: temperature 1 where 0.5 or 2 is asked for has w = 1.3 and 0.67, top_k 50 where all are asked for 0.66, a request's top_p 0.6 that
-goes to the predictor too 0.77. A token outside of top_k or top_p, or one that the penalty puts outside, fails at once. A comparison of
-pairs has at least 2,500, where w = 0.18 is found with a chance above 0.99; two draws that share a random word have w > 1.
+Power, by `tests.support.drawn.power`, which `test_the_stated_power` holds. With one group of settings
+codebook 0 has at least 250 draws, where an effect of w = 0.45 (Cohen's) is found with a chance above 0.9,
+and the later codebooks have at least 1,000, where w = 0.25 is. Measured: temperature 1 where 0.5 or 2 is
+asked for has w = 1.3 and 0.67, top_k 50 where all are asked for 0.66, a request's top_p 0.6 that goes to
+the predictor too 0.77. A token outside of top_k or top_p, or one that the penalty puts outside, fails at
+once. A comparison of pairs has at least 2,500, where w = 0.18 is found with a chance above 0.99; two draws
+that share a random word have w > 1.
 """
 
 from __future__ import annotations
@@ -29,7 +33,17 @@ from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import sampling_params
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Generation
-from tests.support.drawn import ALL_SETTINGS, Logits, Places, drawn, independent, intervals, lagged, power, uniform
+from tests.support.drawn import (
+    ALL_SETTINGS,
+    Logits,
+    Places,
+    drawn,
+    independent,
+    intervals,
+    lagged,
+    power,
+    uniform,
+)
 from tests.support.qwen3_golden import MAX_CONTEXT, Recorder, golden_model, make_core, random_request
 
 ALPHA = 1e-5
@@ -55,20 +69,27 @@ class Kept:
     def logits(self) -> Logits:
         """Of the frames since the last call, all rows together."""
         made, self._outputs = self._outputs, []
-        return torch.cat([one.first_logits for one in made]), torch.cat([one.residual_logits for one in made], dim=1)
+        return torch.cat([one.first_logits for one in made]), torch.cat(
+            [one.residual_logits for one in made], dim=1
+        )
 
 
 @cache
 def places() -> Places:
     model = Kept(golden_model("base", codebooks=CODEBOOKS))
     prompt = random_request(random.Random(3), model, "prompt").prompt
-    options = EngineOptions(slots=REQUESTS, pages=REQUESTS * 12, page_size=8, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1)
+    options = EngineOptions(
+        slots=REQUESTS, pages=REQUESTS * 12, page_size=8, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1
+    )
     executor = EagerExecutor(model, options)
     return drawn(model.config, executor, model.logits, prompt, options, REQUESTS, FRAMES)
 
 
 def test_nothing_is_drawn_that_the_processors_forbid() -> None:
-    found = [(places().settings[request % len(ALL_SETTINGS)].name, frame, codebook) for request, frame, codebook in places().impossible]
+    found = [
+        (places().settings[request % len(ALL_SETTINGS)].name, frame, codebook)
+        for request, frame, codebook in places().impossible
+    ]
     assert not found, f"{len(found)} impossible draws: {found[:10]}"
 
 
@@ -89,7 +110,8 @@ def test_every_frame_and_codebook_of_all_together_is_exact() -> None:
 
 
 def test_draws_know_nothing_of_each_other() -> None:
-    """Over frames, codebooks and seeds; where a place says what random word was drawn, equal words of two draws show."""
+    """Over frames, codebooks and seeds; where a place says what random word was drawn, equal words of two
+    draws show."""
     for what, pair in lagged(places().by_id).items():
         chance, count = independent(*pair)
         assert count >= 2500, f"{what}: {count} pairs"
@@ -118,14 +140,18 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more(least: int, temperature
     model = ending_model()
     heard = Recorder()
     core = make_core(model, heard)
-    prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], [5, 6, 7], language="english", speaker="ryan"))
+    prompt = build_prompt(
+        model.config, PromptParts([151644, 77091, 198], [5, 6, 7], language="english", speaker="ryan")
+    )
     sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)
     requests = [GenerationRequest(str(seed), prompt, sampling, seed, 12) for seed in range(4)]
     for request in requests:
         core.add(request)
     while core.busy:
         core.step()
-    assert [(len(heard.codes[request]), heard.finish[request]) for request in requests] == [(least, "eos")] * 4
+    assert [(len(heard.codes[request]), heard.finish[request]) for request in requests] == [
+        (least, "eos")
+    ] * 4
 
 
 def test_a_request_of_the_pipeline_may_not_end_in_its_first_two_draws() -> None:

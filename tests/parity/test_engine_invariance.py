@@ -28,7 +28,9 @@ def pool(kind: str) -> list[tuple[GenerationRequest, np.ndarray, str]]:
     return [(request, *run_alone(model, request)) for request in requests]
 
 
-@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in KINDS for seed in range(MIXES[kind] // 10)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(kind, seed) for kind in KINDS for seed in range(MIXES[kind] // 10)]
+)
 def test_ten_random_mixes(kind: str, seed: int) -> None:
     rng = random.Random(f"{kind} {seed}")
     for _ in range(10):
@@ -69,11 +71,15 @@ def run_mix(rng: random.Random, kind: str) -> None:
 
 
 def test_alone_equals_in_a_batch_of_more_rows_than_the_default_has() -> None:
-    """More requests than slots, all of different lengths; a few of those in the first, the last and the later places are run alone."""
+    """More requests than slots, all of different lengths; a few of those in the first, the last and the
+    later places are run alone."""
     slots = 1000
     rng = random.Random(slots)
     model = golden_model("custom", codebooks=2)
-    members = [replace(random_request(rng, model, str(index)), max_tokens=rng.randint(2, 5)) for index in range(slots + 40)]
+    members = [
+        replace(random_request(rng, model, str(index)), max_tokens=rng.randint(2, 5))
+        for index in range(slots + 40)
+    ]
     heard = Recorder()
     core = make_core(model, heard, slots=slots, pages=16 * slots, prefill_tokens=8 * slots, frames_per_turn=2)
     core.executor.lag = 1

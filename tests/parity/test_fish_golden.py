@@ -1,4 +1,5 @@
-"""The conformance command on the golden folder of Fish Speech S2, on both engines where vLLM is installed, and what it notices."""
+"""The conformance command on the golden folder of Fish Speech S2, on both engines where vLLM is installed,
+and what it notices."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.support.fish_checkpoint import GOLDEN
 from tests.support.vllm_v2 import require_v2
 
 CASES = 30
-#: On each engine: sequences alone (on vLLM a few), together, staggered, as speech and as streams; on our own engine the numbers
-#: of each step, draws, the window's cases, and two sequences with recorded noise.
+#: On each engine: sequences alone (on vLLM a few), together, staggered, as speech and as streams; on our own
+#: engine the numbers of each step, draws, the window's cases, and two sequences with recorded noise.
 ON_ENGINES = {"native": 8 + 3 + 3 + 1 + 3 + 1 + 2, "vllm": 3 + 3 + 3}
 
 
@@ -62,7 +63,11 @@ def codec(folder: Path, name: str) -> None:
     ],
 )
 def test_one_changed_weight_is_noticed(
-    folder: Path, change: Callable[[Path, str], None], name: str, case: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    change: Callable[[Path, str], None],
+    name: str,
+    case: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     change(folder / "checkpoint", name)
     assert main(["fish", str(folder), "--only", case]) == 1
@@ -74,8 +79,13 @@ def test_draws_of_our_own_engine(folder: Path, case: str, capsys: pytest.Capture
     assert main(["fish", str(folder), "--only", case]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("key", "case"), [("columns_0", "greedy text_num"), ("prompt_0", "greedy text_num"), ("token", "ras_unit")])
-def test_one_changed_number_is_noticed(folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("key", "case"),
+    [("columns_0", "greedy text_num"), ("prompt_0", "greedy text_num"), ("token", "ras_unit")],
+)
+def test_one_changed_number_is_noticed(
+    folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     change_array(folder / "arrays" / f"{case.split()[-1]}.npz", key, 3)
     assert main(["fish", str(folder), "--only", case]) == 1
     assert "expected" in capsys.readouterr().out
@@ -83,9 +93,16 @@ def test_one_changed_number_is_noticed(folder: Path, key: str, case: str, capsys
 
 @pytest.mark.parametrize(
     ("key", "case"),
-    [("wav", "end_to_end_text"), ("wav", "decode_len50"), ("hidden", "greedy clone_one_ref"), ("uniform_fast", "stochastic_replay")],
+    [
+        ("wav", "end_to_end_text"),
+        ("wav", "decode_len50"),
+        ("hidden", "greedy clone_one_ref"),
+        ("uniform_fast", "stochastic_replay"),
+    ],
 )
-def test_an_array_that_is_absent_fails(folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_that_is_absent_fails(
+    folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     change_array(folder / "arrays" / f"{case.split()[-1]}.npz", key)
     assert main(["fish", str(folder), "--only", case]) == 1
     assert f"the array {key} is absent" in capsys.readouterr().out

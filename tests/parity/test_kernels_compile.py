@@ -1,5 +1,5 @@
-"""Triton kernels of the codec's front without a GPU: they compile for sm_90 without spills and with copies of a tile that no product in
-flight reads.
+"""Triton kernels of the codec's front without a GPU: they compile for sm_90 without spills and with copies
+of a tile that no product in flight reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from kernels.codec_triton import head_sum_kernel
 #: Bytes of shared memory that a block may have.
 SHARED = 227 << 10
 BF16, F32, I32 = "*bf16", "*fp32", "i32"
-ATTENTION = {"qkv": BF16, "past": BF16, "kept": BF16, "positions": "*i64", "cosine": F32, "sine": F32, "out": BF16}
+ATTENTION = {
+    "qkv": BF16,
+    "past": BF16,
+    "kept": BF16,
+    "positions": "*i64",
+    "cosine": F32,
+    "sine": F32,
+    "out": BF16,
+}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {}
 
 
@@ -44,7 +52,11 @@ def product(name: str, depth: int, columns: int, tile: Tile, **chosen: bool) -> 
 
 
 def attention(name: str, queries: int, *left_out: str) -> None:
-    types = ATTENTION | dict.fromkeys(("steps", "past_stride", "kept_stride", "table_stride"), I32) | {"scale": "fp32"}
+    types = (
+        ATTENTION
+        | dict.fromkeys(("steps", "past_stride", "kept_stride", "table_stride"), I32)
+        | {"scale": "fp32"}
+    )
     sizes = {"HEADS": 16, "KV_HEADS": 16, "H": 32, "EARLIER": 71, "BM": queries, "BK": KEYS, "FAST": True}
     CASES[name] = front.window_kernel, types, sizes | dict.fromkeys(left_out), 4
 
@@ -66,7 +78,16 @@ CASES["scales"] = (
 )
 CASES["depthwise"] = (
     front.depthwise_norm_kernel,
-    {"x": BF16, "history": BF16, "weight": F32, "bias": F32, "out": BF16, "steps": I32, "history_stride": I32, "eps": "fp32"},
+    {
+        "x": BF16,
+        "history": BF16,
+        "weight": F32,
+        "bias": F32,
+        "out": BF16,
+        "steps": I32,
+        "history_stride": I32,
+        "eps": "fp32",
+    },
     {"TAPS": 7, "C": 1024, "BM": STEPS, "BC": 1024},
     4,
 )
@@ -78,19 +99,32 @@ TILED = ("qkv", "out", "gate and up", "exit", "wide", "narrow")
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
     arguments = kernel.arg_names
-    signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(arguments) if signature[argument].startswith("*")}
-    source = ASTSource(kernel, signature, {(arguments.index(key),): value for key, value in constants.items()}, aligned)
+    signature = {
+        argument: "constexpr" if argument in constants else types[argument] for argument in arguments
+    }
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, argument in enumerate(arguments)
+        if signature[argument].startswith("*")
+    }
+    source = ASTSource(
+        kernel, signature, {(arguments.index(key),): value for key, value in constants.items()}, aligned
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 def overwritten(ttgir: str) -> list[str]:
-    """Tiles in shared memory that are copied anew in a pipelined loop while a product that is not waited for may read them.
+    """Tiles in shared memory that are copied anew in a pipelined loop while a product that is not waited
+    for may read them.
 
-    A tile has as many copies as its allocation says; the copy that a loop fills is as many turns ahead as were filled before the loop. The
-    products of a turn are in flight until the next turn's `warp_group_dot_wait`, where that leaves any pending.
+    A tile has as many copies as its allocation says; the copy that a loop fills is as many turns ahead as
+    were filled before the loop. The products of a turn are in flight until the next turn's
+    `warp_group_dot_wait`, where that leaves any pending.
     """
-    copies = {name: int(count) for name, count in re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", ttgir)}
+    copies = {
+        name: int(count)
+        for name, count in re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", ttgir)
+    }
     tile_of = {name: name for name in copies}
     for name, source in re.findall(r"(%\S+) = ttg\.memdesc_(?:index|trans|subslice) (%[^\s\[{]+)", ttgir):
         tile_of[name] = tile_of.get(source, source)
@@ -120,7 +154,14 @@ def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
     assert built.metadata.shared <= SHARED
     text = tmp_path / "kernel.ptx"
     text.write_text(built.asm["ptx"])
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(text), "-o", str(tmp_path / "kernel.cubin")]
+    command = [
+        knobs.nvidia.ptxas.path,
+        "-v",
+        "--gpu-name=sm_90a",
+        str(text),
+        "-o",
+        str(tmp_path / "kernel.cubin"),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
     assert spilled, said
@@ -151,16 +192,21 @@ def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr):
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 def test_a_tile_that_is_overwritten_too_early_is_found() -> None:
-    """By the Triton that the lock file names; one that keeps enough copies lets a norm be computed in the loop."""
+    """By the Triton that the lock file names; one that keeps enough copies lets a norm be computed in the
+    loop."""
     types = {"x": BF16, "w": BF16, "out": F32, "sums": F32}
-    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64}, 4).asm["ttgir"])) == 1
+    assert (
+        len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64}, 4).asm["ttgir"])) == 1
+    )
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 def test_samples_that_are_no_numbers_pass_the_last_clamp() -> None:
     """The interpreter's clamp always lets them pass; a GPU's plain one makes -1 of them."""
     types = {"products": F32, "bias": F32, "out": F32, "steps": I32, "lead": I32}
-    text = compiled(head_sum_kernel, types, {"ends": None, "TAPS": 7, "ROOM": HEAD_TAPS, "BLOCK": 512}, 4).asm["ptx"]
+    text = compiled(
+        head_sum_kernel, types, {"ends": None, "TAPS": 7, "ROOM": HEAD_TAPS, "BLOCK": 512}, 4
+    ).asm["ptx"]
     assert "max.NaN.f32" in text
     assert "min.NaN.f32" in text
     assert not re.search(r"(max|min)[.]f32", text)

@@ -1,4 +1,5 @@
-"""The persistent kernel of the code predictor, on a CPU: its frames against the twin's, in many orders of threads, and what goes wrong."""
+"""The persistent kernel of the code predictor, on a CPU: its frames against the twin's, in many orders of
+threads, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +19,20 @@ from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, all_blocks_spea
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
-from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, Emulated, Made, case, last_logits, launched, run_of, twin
+from tests.support.persistent_kit import (
+    GOLDEN,
+    LEAST,
+    ODD,
+    SHARED,
+    SMALLEST,
+    Emulated,
+    Made,
+    case,
+    last_logits,
+    launched,
+    run_of,
+    twin,
+)
 
 PUBLISHED_CUTS = lm_persistent.PREDICTORS
 
@@ -78,7 +92,12 @@ def test_a_row_does_not_see_its_neighbour(greedy: bool) -> None:
     pair = case(SMALLEST, 2, seed=5, greedy=greedy)
     together = launched(run_of(pair), pair)
     for row in (0, 1):
-        alone = replace(pair, rows=pair.rows[row : row + 1], hidden=pair.hidden[row : row + 1], first=pair.first[row : row + 1])
+        alone = replace(
+            pair,
+            rows=pair.rows[row : row + 1],
+            hidden=pair.hidden[row : row + 1],
+            first=pair.first[row : row + 1],
+        )
         made = launched(run_of(alone), alone)
         assert torch.equal(made.codes[0], together.codes[row])
         assert torch.equal(made.inputs[alone.rows], together.inputs[alone.rows])
@@ -161,7 +180,10 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
     run = run_of(one, patience=SHORT, trial=trial)
     made = launched(run, one)
     assert int(made.flags[0]) & FAILED
-    assert re.fullmatch(rf"Block {block} of the predictor waited in vain for the weights after exchange \d+\.", run.fault or "")
+    assert re.fullmatch(
+        rf"Block {block} of the predictor waited in vain for the weights after exchange \d+\.",
+        run.fault or "",
+    )
     assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
     assert equal(launched(run_of(one), one), wanted)
 
@@ -173,14 +195,21 @@ def test_a_wait_for_room_ends_in_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pa
     persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, {**one_more, **persistent_kit.LOOKS_AT_ONCE})
     run = run_of(one, patience=SHORT)
     launched(run, one)
-    assert re.fullmatch(r"Block [01] of the predictor waited in vain for room for chunk \d+ of its weights\.", run.fault or "")
+    assert re.fullmatch(
+        r"Block [01] of the predictor waited in vain for room for chunk \d+ of its weights\.", run.fault or ""
+    )
 
 
 def test_a_block_whose_clock_jumps_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As it may when it is moved to another multiprocessor."""
     one = case(LEAST, 1)
     wanted = launched(run_of(one), one)
-    persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, {"next = clock64() + p.gap;": "next = clock64() + p.gap + (1ll << 40);"})
+    persistent_kit.rebuild(
+        monkeypatch,
+        tmp_path,
+        KERNEL,
+        {"next = clock64() + p.gap;": "next = clock64() + p.gap + (1ll << 40);"},
+    )
     assert equal(launched(run_of(one), one), wanted)
 
 
@@ -190,7 +219,9 @@ def test_ends_and_logits_that_are_not_finite_are_flagged() -> None:
     one.hidden[1] = float("nan")
     made = launched(run_of(one), one)
     assert made.flags.tolist() == [ENDED, NOT_FINITE]
-    assert torch.equal(made.codes[0], launched(run_of(one), replace(one, hidden=one.hidden.nan_to_num(0.5))).codes[0])
+    assert torch.equal(
+        made.codes[0], launched(run_of(one), replace(one, hidden=one.hidden.nan_to_num(0.5))).codes[0]
+    )
 
 
 def test_the_dead_slot_stays_where_it_is() -> None:
@@ -218,12 +249,16 @@ def test_models_without_a_kernel_are_not_known() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "inner"), [(8, 80), (6, 104)])
-def test_a_cut_with_a_block_that_owns_no_row_is_refused(blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_with_a_block_that_owns_no_row_is_refused(
+    blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
     for key, cut in persistent_kit.EMULATED_CUTS.items():
         assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
     (key,) = (key for key, cut in persistent_kit.EMULATED_CUTS.items() if cut.name == "persistent_golden")
-    monkeypatch.setitem(persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8))
+    monkeypatch.setitem(
+        persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8)
+    )
     assert predictor_cut(weights) is None
     assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
 
@@ -238,7 +273,9 @@ def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
     weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
     depth, packed = weights.depth, Predictor(weights).weights
     assert depth is not None
-    layers = [part for layer in depth.stack.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    layers = [
+        part for layer in depth.stack.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    ]
     whole = torch.cat([part.flatten() for part in (*layers, depth.heads)])
     assert torch.equal(packed[packed != 0].sort().values, whole[whole != 0].sort().values)
 
@@ -255,7 +292,15 @@ def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None
     # A few words that two rows read once a codebook; inside the layers there are none.
     assert min(spilled) == 0
     assert max(spilled) <= 64
-    shape = (SMALL.width, SMALL.width_inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim, SMALL.codes, SMALL.predictor_layers)
+    shape = (
+        SMALL.width,
+        SMALL.width_inter,
+        SMALL.heads,
+        SMALL.kv_heads,
+        SMALL.head_dim,
+        SMALL.codes,
+        SMALL.predictor_layers,
+    )
     ((key, cut),) = PUBLISHED_CUTS.items()
     assert key == (*shape, SMALL.codebooks - 1)
     persistent_kit.check_published("persistent", list(key), cut)

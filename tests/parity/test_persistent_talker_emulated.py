@@ -1,4 +1,5 @@
-"""The persistent kernel of the talker's layers, on a CPU: its steps against the twin's, in many orders of threads, and what goes wrong."""
+"""The persistent kernel of the talker's layers, on a CPU: its steps against the twin's, in many orders of
+threads, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_steps_are_the_twins(shape: Shape, rows: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 255])
-def test_the_new_position_is_seen_and_kept_and_no_other_one_changes(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_position_is_seen_and_kept_and_no_other_one_changes(
+    position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     persistent_talker_kit.exact(monkeypatch)
     one = case(SMALL_TALKER, 1, seed=7, longest=300)
     one.state.positions[one.rows] = position
@@ -127,13 +130,19 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
     monkeypatch.setattr(Emulated, "seed", seed)
     run = run_of(one, patience=SHORT, trial=trial)
     launched(run, one)
-    assert re.fullmatch(rf"Block {block} of the talker waited in vain for the weights after exchange \d+\.", run.behind.fault or "")
+    assert re.fullmatch(
+        rf"Block {block} of the talker waited in vain for the weights after exchange \d+\.",
+        run.behind.fault or "",
+    )
     assert equal(launched(run_of(one), one), wanted)
 
 
 def test_no_block_ends_before_its_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of which the last one is sent when all others of the block are done, after a fault."""
-    one, kernel = case(SMALL_TALKER, 1), "TALKER(persistent_talker_tiny_1, 32768, false, 48, 80, 4, 2, 32, 8, 1, 1, 4, 2, 1, 3, 1, 1)"
+    one, kernel = (
+        case(SMALL_TALKER, 1),
+        "TALKER(persistent_talker_tiny_1, 32768, false, 48, 80, 4, 2, 32, 8, 1, 1, 4, 2, 1, 3, 1, 1)",
+    )
     persistent_kit.rebuild(monkeypatch, tmp_path, kernel, persistent_kit.LOOKS_AT_ONCE)
     for seed in range(6):
         monkeypatch.setattr(Emulated, "seed", seed)

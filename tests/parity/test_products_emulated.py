@@ -57,7 +57,11 @@ class Case:
         x = guarded(x[rows])
         if self.epilogue == RESIDUAL and extra is not None:
             extra = guarded(extra[rows])
-        y = extra if self.epilogue == RESIDUAL and extra is not None else guarded(torch.full((len(x), self.n), float("nan"), dtype=BF16))
+        y = (
+            extra
+            if self.epilogue == RESIDUAL and extra is not None
+            else guarded(torch.full((len(x), self.n), float("nan"), dtype=BF16))
+        )
         return product(x, weight, y, cut, epilogue=self.epilogue, extra=extra)
 
     def truth(self, dtype: torch.dtype) -> Tensor:
@@ -123,7 +127,8 @@ class Normed:
     eps: float = 1e-6
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """x, weights, extra; the norm's weights; the second product's. Rows differ in size by orders of magnitude."""
+        """x, weights, extra; the norm's weights; the second product's. Rows differ in size by orders of
+        magnitude."""
         draw = torch.Generator().manual_seed(self.rows + self.width)
 
         def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -170,7 +175,9 @@ NORMED = [
 
 
 @pytest.mark.parametrize(("case", "cuts"), NORMED, ids=str)
-def test_a_norm_between_products_is_part_of_both(case: Normed, cuts: tuple[Cut, Cut], emulated: Callable[[int], None]) -> None:
+def test_a_norm_between_products_is_part_of_both(
+    case: Normed, cuts: tuple[Cut, Cut], emulated: Callable[[int], None]
+) -> None:
     exact, plain = case.truth(torch.float64), case.truth(BF16)
     y, z = case.made(cuts)
     for row in range(case.rows):  # a small row beside a large one has an error of its own
@@ -194,7 +201,16 @@ def test_what_a_norm_between_products_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="needs its weights, a residual"):
         product(x, weight, y, cut, epilogue=RESIDUAL, extra=y, into=norm)
     with pytest.raises(ValueError, match="20 x 4"):
-        product(x, weight, y, cut, epilogue=RESIDUAL, extra=y, norm=weights, into=Norm(norm.weighted, torch.empty(20, 8), case.eps))
+        product(
+            x,
+            weight,
+            y,
+            cut,
+            epilogue=RESIDUAL,
+            extra=y,
+            norm=weights,
+            into=Norm(norm.weighted, torch.empty(20, 8), case.eps),
+        )
     with pytest.raises(ValueError, match="multiple of 256"):
         product(Norm(x, torch.empty(20, 1), case.eps), weight, y, cut)
 
@@ -220,7 +236,9 @@ def test_what_lies_outside_of_a_tensor_is_never_touched(emulated: Callable[[int]
         product(x[:, :64], weight[:, :64].contiguous(), y, Cut(1, 2))
 
 
-@pytest.mark.parametrize(("cut", "said"), [(Cut(4, 2), "64 x 256"), (Cut(1, 1), "stages"), (Cut(1, 17), "stages")])
+@pytest.mark.parametrize(
+    ("cut", "said"), [(Cut(4, 2), "64 x 256"), (Cut(1, 1), "stages"), (Cut(1, 17), "stages")]
+)
 def test_cuts_that_a_kernel_does_not_have_are_refused(cut: Cut, said: str) -> None:
     x, weight, _ = Case(20, 128, 64).tensors()
     with pytest.raises(ValueError, match=said):
@@ -238,7 +256,13 @@ def test_its_kernels_spill_no_registers_and_products_overlap() -> None:
     if (nvcc := toolchain.nvcc()) is None:
         pytest.skip("needs nvcc")
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
-    said = subprocess.run([*command, str(binaries.SOURCES / "products.cu")], capture_output=True, text=True, check=True, timeout=240).stderr
+    said = subprocess.run(
+        [*command, str(binaries.SOURCES / "products.cu")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    ).stderr
     names = lm_products.PRODUCTS.kernels
     assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(names)
     assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(names)), said

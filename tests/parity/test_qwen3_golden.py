@@ -23,7 +23,11 @@ THETAS = GOLDEN / "thetas"
 
 def promised(column: int) -> dict[str, int]:
     """How many checks of each kind the README names; a kind is the pattern of its names."""
-    rows = re.findall(r"^\| `([^`]+)` \| (\d+) \| (\d+) \| (\d+) \|$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (\d+) \| (\d+) \| (\d+) \|$",
+        (GOLDEN / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(rows) == 20
     return {row[0]: int(row[1 + column]) for row in rows}
 
@@ -42,14 +46,20 @@ def test_every_case_passes(path: Path, dtype: str, column: int, capsys: pytest.C
     found = Counter(next((kind for kind in wanted if fnmatchcase(name, kind)), name) for name in names)
     assert dict(found) == {kind: count for kind, count in wanted.items() if count}
     assert len(set(names)) == len(names)
-    totals = re.search(r"^\| all \| (\d+) \| (\d+) \| (\d+) \|$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    totals = re.search(
+        r"^\| all \| (\d+) \| (\d+) \| (\d+) \|$",
+        (GOLDEN / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert totals is not None
     assert len(names) == int(totals[1 + column])
 
 
 @pytest.mark.parametrize(("path", "title"), [(GOLDEN, "qwen3_tts"), (THETAS, "thetas")])
 def test_the_readme_lists_every_case(path: Path, title: str) -> None:
-    listed = re.search(rf"^Cases of `{title}`: ([^.]+)\.$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.search(
+        rf"^Cases of `{title}`: ([^.]+)\.$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert listed is not None
     content = json.loads((path / "cases.json").read_text(encoding="utf-8"))
     assert re.findall(r"`(\w+)`", listed[1]) == [case["name"] for case in content["cases"]]
@@ -67,7 +77,11 @@ def run(folder: Path, only: str, capsys: pytest.CaptureFixture[str]) -> tuple[in
 
 @pytest.mark.parametrize(
     "name",
-    ["talker.model.layers.0.self_attn.q_norm.weight", "talker.code_predictor.lm_head.7.weight", "talker.model.norm.weight"],
+    [
+        "talker.model.layers.0.self_attn.q_norm.weight",
+        "talker.code_predictor.lm_head.7.weight",
+        "talker.model.norm.weight",
+    ],
 )
 def test_one_changed_weight_is_noticed(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "checkpoint-base" / "model.safetensors"
@@ -93,8 +107,18 @@ def test_one_changed_code_is_noticed(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("file", "array", "only", "dtype"),
     [
-        ("arrays_design.npz", "teacher_forced.design_streaming_auto.bf16.logits_codebook0", "bfloat16", "bfloat16"),
-        ("arrays_design.npz", "teacher_forced.design_streaming_auto.hidden", "teacher-forced design", "float32"),
+        (
+            "arrays_design.npz",
+            "teacher_forced.design_streaming_auto.bf16.logits_codebook0",
+            "bfloat16",
+            "bfloat16",
+        ),
+        (
+            "arrays_design.npz",
+            "teacher_forced.design_streaming_auto.hidden",
+            "teacher-forced design",
+            "float32",
+        ),
         ("arrays_codec.npz", "audio24k.ref_c", "codec encode.base.ref_c", "float32"),
         ("arrays_codec.npz", "mel.ref_a", "mel ref_a", "float32"),
         ("arrays_codec.npz", "decode_batch.base.23.wave", "codec decode_batch", "float32"),
@@ -121,11 +145,16 @@ def test_a_check_whose_array_is_absent_fails(
     [(300, 20_000), (1_000_000, 1_000_000), (20_000, 20_000), (300, 300)],
     ids=["swapped", "both 1e6", "both the talker's", "both the predictor's"],
 )
-def test_another_rope_theta_is_noticed(talker: int, predictor: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_rope_theta_is_noticed(
+    talker: int, predictor: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = shutil.copytree(THETAS, tmp_path / "golden")
     path = folder / "checkpoint-thetas" / "config.json"
     config = json.loads(path.read_text())
-    config["talker_config"]["rope_theta"], config["talker_config"]["code_predictor_config"]["rope_theta"] = talker, predictor
+    config["talker_config"]["rope_theta"], config["talker_config"]["code_predictor_config"]["rope_theta"] = (
+        talker,
+        predictor,
+    )
     path.write_text(json.dumps(config))
     code, printed = run(folder, "teacher-forced", capsys)
     assert code == 1

@@ -1,4 +1,5 @@
-"""The conformance command on other folders of the same layout: what they may differ in, and what is wrong with them."""
+"""The conformance command on other folders of the same layout: what they may differ in, and what is wrong
+with them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def run(folder: Path, only: str, capsys: pytest.CaptureFixture[str]) -> tuple[in
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_stored_rope_buffers_and_shards_change_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_rope_buffers_and_shards_change_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = folder / "checkpoint-base"
     weights = load_file(checkpoint / "model.safetensors")
     weights["talker.model.rotary_emb.inv_freq"] = torch.ones(4)
@@ -54,8 +57,15 @@ def test_stored_rope_buffers_and_shards_change_nothing(folder: Path, capsys: pyt
     assert run(folder, "codes clone_xvector_streaming.0", capsys)[0] == 0
 
 
-def test_a_text_of_a_reference_whose_voice_alone_is_taken_is_dropped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(folder, lambda content: case_of(content, "clone_xvector_streaming")["rows"][0].update(ref_text="Good morning."))
+def test_a_text_of_a_reference_whose_voice_alone_is_taken_is_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(
+        folder,
+        lambda content: case_of(content, "clone_xvector_streaming")["rows"][0].update(
+            ref_text="Good morning."
+        ),
+    )
     assert run(folder, "speech clone_xvector_streaming", capsys)[0] == 0
 
 
@@ -72,7 +82,10 @@ def test_a_reference_cut_one_sample_early_is_known(folder: Path, capsys: pytest.
 def test_any_key_of_the_config_may_be_overridden(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((folder / "checkpoint-custom" / "config.json").read_text())
     talker = config["talker_config"]
-    talker["spk_id"]["ryan"], talker["spk_id"]["vivian"] = talker["spk_id"]["vivian"], talker["spk_id"]["ryan"]
+    talker["spk_id"]["ryan"], talker["spk_id"]["vivian"] = (
+        talker["spk_id"]["vivian"],
+        talker["spk_id"]["ryan"],
+    )
 
     def change(content: dict[str, Any]) -> None:
         case = case_of(content, "custom_nonstreaming")
@@ -84,7 +97,9 @@ def test_any_key_of_the_config_may_be_overridden(folder: Path, capsys: pytest.Ca
     assert code == 0, printed
 
 
-def test_what_cannot_be_listed_fails_and_the_rest_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_listed_fails_and_the_rest_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def change(content: dict[str, Any]) -> None:
         content["codec"]["items"] = [{"kind": "sing"}, *content["codec"]["items"][:1]]
         content["cases"] = content["cases"][:2]

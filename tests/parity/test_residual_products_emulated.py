@@ -73,10 +73,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "splits"), CASES, ids=str)
-def test_a_product_equals_its_twin_whatever_the_order_of_threads(case: Case, splits: int, emulated: Callable[[int], None]) -> None:
+def test_a_product_equals_its_twin_whatever_the_order_of_threads(
+    case: Case, splits: int, emulated: Callable[[int], None]
+) -> None:
     exact, plain = case.truth(torch.float64), case.truth(BF16)
     found = case.made(splits)
-    for some in (slice(0, None, 5), slice(4, None, 5)):  # small rows have an error of their own beside large ones
+    for some in (
+        slice(0, None, 5),
+        slice(4, None, 5),
+    ):  # small rows have an error of their own beside large ones
         assert error(found[some], exact[some]) <= 1.2 * error(plain[some], exact[some])
     for seed in (case.rows, case.inner, case.n):
         emulated(seed)
@@ -123,13 +128,16 @@ def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callabl
     ],
     ids=str,
 )
-def test_products_whose_tiles_run_at_once_are_cut_into_the_most_parts(sizes: tuple[int, int], splits: dict[int, int | None]) -> None:
+def test_products_whose_tiles_run_at_once_are_cut_into_the_most_parts(
+    sizes: tuple[int, int], splits: dict[int, int | None]
+) -> None:
     assert has_residual(*sizes)
     assert {rows: splits_for(rows, *sizes, CLUSTERS) for rows in splits} == splits
 
 
 def test_devices_of_one_kind_cut_alike_though_some_hold_a_cluster_more() -> None:
-    """So that they give the same bits. Which multiprocessors of a chip work differs, and so how many clusters fit."""
+    """So that they give the same bits. Which multiprocessors of a chip work differs, and so how many
+    clusters fit."""
     for clusters in ({4: 28, 8: 14}, {4: 33, 8: 16}):
         for sizes in ((1024, 3072), (2048, 6144)):
             for rows in range(128, 640, 128):
@@ -156,7 +164,11 @@ def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> 
         add_product(x[:139], a, weight, 4)
     with pytest.raises(ValueError, match="contiguous"):
         add_product(x, torch.cat((a, a), 1)[:, :256], weight, 4)
-    for shape, columns in (((140, 132), slice(0, 128)), ((140, 136), slice(4, 132)), ((140, 256), slice(0, None, 2))):
+    for shape, columns in (
+        ((140, 132), slice(0, 128)),
+        ((140, 136), slice(4, 132)),
+        ((140, 256), slice(0, None, 2)),
+    ):
         with pytest.raises(ValueError, match="multiples of 16 bytes"):
             add_product(torch.empty(shape, dtype=BF16)[:, columns], a, weight, 4)
 

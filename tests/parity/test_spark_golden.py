@@ -1,4 +1,5 @@
-"""The conformance command on the golden folder of SparkTTS, on both engines where vLLM is installed, and that it notices what is wrong."""
+"""The conformance command on the golden folder of SparkTTS, on both engines where vLLM is installed, and
+that it notices what is wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from tests.parity.golden_folder import change, check_listed, passed, scale, unpa
 from tests.support.vllm_kit import GOLDEN, require_vllm
 
 CASES = 31
-#: Greedy cases: on each engine alone and as a stream, and together, staggered, penalized, drawn and as speech; on vLLM the sampler's
-#: chances too, on our own engine the numbers of each step and the sampler's draws.
+#: Greedy cases: on each engine alone and as a stream, and together, staggered, penalized, drawn and as
+#: speech; on vLLM the sampler's chances too, on our own engine the numbers of each step and the sampler's
+#: draws.
 GREEDY = 8
 NATIVE, VLLM = 3 * GREEDY + 6, 2 * GREEDY + 6
 
@@ -64,7 +66,9 @@ def test_every_case_passes_on_vllm(capsys: pytest.CaptureFixture[str]) -> None:
         ("BiCodec", "speaker_encoder.quantizer.project_in.bias", "tokens_ref_long"),
     ],
 )
-def test_one_changed_weight_is_noticed(folder: Path, file: str, name: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_changed_weight_is_noticed(
+    folder: Path, file: str, name: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale(folder / "checkpoint" / file / "model.safetensors", name, 1.02)
     assert main(["spark", str(folder), "--only", case]) == 1
     assert "FAIL" in capsys.readouterr().out
@@ -77,9 +81,16 @@ def test_one_changed_id_is_noticed(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("key", "case"), [("wav", "greedy clone_no_text"), ("perceiver_out", "tokens_ref_a"), ("resampled", "prep_ref_stereo_44k")]
+    ("key", "case"),
+    [
+        ("wav", "greedy clone_no_text"),
+        ("perceiver_out", "tokens_ref_a"),
+        ("resampled", "prep_ref_stereo_44k"),
+    ],
 )
-def test_an_array_that_is_absent_fails(folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_that_is_absent_fails(
+    folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     change(folder / "arrays" / f"{case.split()[-1]}.npz", key)
     assert main(["spark", str(folder), "--only", case]) == 1
     assert f"the array {key} is absent" in capsys.readouterr().out

@@ -20,19 +20,32 @@ HEARD = 21
 
 @pytest.fixture(autouse=True)
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases on vLLM run in tests/vllm/test_speechlm_pairs.py, on an engine that has little of everything."""
+    """The cases on vLLM run in tests/vllm/test_speechlm_pairs.py, on an engine that has little of
+    everything."""
     monkeypatch.setattr("tests.conformance.speechlm.find_spec", lambda name: None)
 
 
-def test_every_case_passes_and_looks_at_every_array(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_passes_and_looks_at_every_array(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[Golden] = []
-    monkeypatch.setattr("tests.conformance.speechlm.Golden", lambda *arguments: opened.append(Golden(*arguments)) or opened[0])
+    monkeypatch.setattr(
+        "tests.conformance.speechlm.Golden", lambda *arguments: opened.append(Golden(*arguments)) or opened[0]
+    )
     code = main(["speechlm", str(GOLDEN)])
     printed = capsys.readouterr().out
     assert code == 0, "\n".join(line for line in printed.splitlines() if line.startswith("FAIL"))
     listed = check_listed(GOLDEN, CASES)
     requests = listed["text_audio"] + listed["text_only"]
-    checks = {"prompt": requests, "loop": requests, "features": 7, "codec": HEARD + 2, "forced": 2, "sampling": 3, "delay": 13}
+    checks = {
+        "prompt": requests,
+        "loop": requests,
+        "features": 7,
+        "codec": HEARD + 2,
+        "forced": 2,
+        "sampling": 3,
+        "delay": 13,
+    }
     assert passed(printed) == {**checks, "feature": 1, "embeddings": 1}
     assert sorted(opened[0].arrays.keys() - opened[0].arrays.seen) == []
 
@@ -52,8 +65,14 @@ def folder(tmp_path: Path) -> Path:
         ("multimodal_io_dict.discrete_audio.codec_model.acoustic_decoder.block.2.snake1.alpha", "codec a0"),
     ],
 )
-def test_one_changed_weight_is_noticed(folder: Path, name: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    scale(next(path for path in (folder / "checkpoint").glob("*.safetensors") if name in load_file(path)), name, 1.5)
+def test_one_changed_weight_is_noticed(
+    folder: Path, name: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scale(
+        next(path for path in (folder / "checkpoint").glob("*.safetensors") if name in load_file(path)),
+        name,
+        1.5,
+    )
     assert main(["speechlm", str(folder), "--only", case]) == 1
     assert "FAIL" in capsys.readouterr().out
 
@@ -75,14 +94,21 @@ def test_one_changed_row_is_noticed(folder: Path, capsys: pytest.CaptureFixture[
         ("tf1/merged", "forced tf1"),
     ],
 )
-def test_an_array_that_is_absent_fails(folder: Path, array: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_that_is_absent_fails(
+    folder: Path, array: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     change(folder / "arrays.npz", array)
     assert main(["speechlm", str(folder), "--only", case]) == 1
     assert f"the array {array} is absent" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("array", "case"), [("a1/waveform", "codec a1"), ("u_d/mel", "features u_d"), ("long/text_logits", "loop long")])
-def test_one_changed_number_is_noticed(folder: Path, array: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("array", "case"),
+    [("a1/waveform", "codec a1"), ("u_d/mel", "features u_d"), ("long/text_logits", "loop long")],
+)
+def test_one_changed_number_is_noticed(
+    folder: Path, array: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     change(folder / "arrays.npz", array, 40)
     assert main(["speechlm", str(folder), "--only", case]) == 1
     assert "largest difference" in capsys.readouterr().out

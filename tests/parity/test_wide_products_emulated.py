@@ -65,7 +65,9 @@ CASES = [Case(129, 64, 96), Case(200, 448, 192), Case(513, 128, 96), Case(260, 3
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_swiglu_equals_its_twin_whatever_the_order_of_threads(case: Case, emulated: Callable[[int], None]) -> None:
+def test_swiglu_equals_its_twin_whatever_the_order_of_threads(
+    case: Case, emulated: Callable[[int], None]
+) -> None:
     exact = case.truth(torch.float64)
     found = case.made()
     assert error(found, exact) <= 1.2 * error(case.truth(BF16), exact)
@@ -81,7 +83,9 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
         assert torch.equal(case.made(rows), whole[rows])
 
 
-def test_gate_and_up_are_rounded_where_the_launches_of_a_frame_round_them(emulated: Callable[[int], None]) -> None:
+def test_gate_and_up_are_rounded_where_the_launches_of_a_frame_round_them(
+    emulated: Callable[[int], None],
+) -> None:
     """Sums of whole multiples of a power of two are the same in any order."""
     case = Case(140, 128, 96)
     x, weight = (guarded(t.mul(16).round().div(16)) for t in case.tensors())
@@ -101,12 +105,17 @@ def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callabl
     assert y[140:].isnan().all()
 
 
-@pytest.mark.parametrize(("rows", "n", "blocks"), [(384, 3072, 96), (512, 3072, 128), (640, 3072, 80), (1024, 3072, 128), (512, 6144, 128)])
+@pytest.mark.parametrize(
+    ("rows", "n", "blocks"),
+    [(384, 3072, 96), (512, 3072, 128), (640, 3072, 80), (1024, 3072, 128), (512, 6144, 128)],
+)
 def test_tiles_fall_evenly_to_the_blocks_of_a_hopper(rows: int, n: int, blocks: int) -> None:
     assert blocks_of(rows, n, 132) == blocks
 
 
-@pytest.mark.parametrize(("n", "filled"), [(3072, {512, 1024}), (6144, {512, 768, 1024})], ids=["0.6B", "1.7B"])
+@pytest.mark.parametrize(
+    ("n", "filled"), [(3072, {512, 1024}), (6144, {512, 768, 1024})], ids=["0.6B", "1.7B"]
+)
 def test_a_hopper_is_filled_where_few_multiprocessors_idle_in_the_last_turn(n: int, filled: set[int]) -> None:
     assert {rows for rows in (*BUCKETS, *WIDE_BUCKETS) if fills(rows, n, 132)} == filled
 

@@ -23,7 +23,11 @@ def own_logging(logging_of_its_own: None) -> None:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/ledger.sqlite" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+    return (
+        f"sqlite:///{tmp_path}/ledger.sqlite"
+        if request.param == "sqlite"
+        else request.getfixturevalue("postgres_url")
+    )
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "in.jsonl").write_text(LINE % ("a", "Good morning.") + LINE % ("b", "Good night.") + "broken\n")
+    (tmp_path / "in.jsonl").write_text(
+        LINE % ("a", "Good morning.") + LINE % ("b", "Good night.") + "broken\n"
+    )
     return tmp_path
 
 

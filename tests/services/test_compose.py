@@ -1,4 +1,5 @@
-"""docker-compose.yml and Dockerfile, as far as they can be tested without Docker: every command starts, every variable is a setting."""
+"""docker-compose.yml and Dockerfile, as far as they can be tested without Docker: every command starts,
+every variable is a setting."""
 
 from __future__ import annotations
 
@@ -39,12 +40,21 @@ ON_GPUS = {"worker-gpu": "gpu", "worker-vllm": "vllm", "serve": "serve"}
 
 def filled(text: str) -> str:
     """The text with its variables replaced as compose does."""
-    return re.sub(r"\$\{(\w+)(?::-([^}]*)|[^}]*)\}", lambda match: SECRETS[match[1]] if match[2] is None else match[2], text)
+    return re.sub(
+        r"\$\{(\w+)(?::-([^}]*)|[^}]*)\}",
+        lambda match: SECRETS[match[1]] if match[2] is None else match[2],
+        text,
+    )
 
 
 def test_the_commands_of_the_page_make_what_the_file_asks_for(tmp_path: Path) -> None:
-    """Those before `docker compose`, run where a clone is: each variable that has no default, and each folder that a person names."""
-    commands = [one.text for one in commands_of(ROOT / "docs/deploy.md") if re.match(r"printf |echo NIGHTJAR|chmod .*env|mkdir ", one.text)]
+    """Those before `docker compose`, run where a clone is: each variable that has no default, and each
+    folder that a person names."""
+    commands = [
+        one.text
+        for one in commands_of(ROOT / "docs/deploy.md")
+        if re.match(r"printf |echo NIGHTJAR|chmod .*env|mkdir ", one.text)
+    ]
     subprocess.run(["bash", "-e", "-c", "\n".join(commands)], cwd=tmp_path, check=True, timeout=60)
     written = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines())
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
@@ -54,16 +64,30 @@ def test_the_commands_of_the_page_make_what_the_file_asks_for(tmp_path: Path) ->
 
 
 def test_every_part_is_there() -> None:
-    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "flower", "nightjar", *MONITORS}
+    assert set(SERVICES) == {
+        "redis",
+        "postgres",
+        "s3",
+        "migrate",
+        "worker-cpu",
+        *ON_GPUS,
+        "flower",
+        "nightjar",
+        *MONITORS,
+    }
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
     assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in MONITORS)
 
 
 def test_the_file_follows_the_specification_of_compose() -> None:
-    schema = json.loads((Path(check_jsonschema.__file__).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
+    schema = json.loads(
+        (Path(check_jsonschema.__file__).parent / "builtin_schemas/vendor/compose-spec.json").read_text()
+    )
     validator = jsonschema.validators.validator_for(schema)(schema)
     assert [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(COMPOSE)] == []
-    assert list(validator.iter_errors(COMPOSE | {"services": {"worker": {"stop_grace": "1s"}}})), "an unknown key is seen"
+    assert list(validator.iter_errors(COMPOSE | {"services": {"worker": {"stop_grace": "1s"}}})), (
+        "an unknown key is seen"
+    )
 
 
 def test_every_volume_is_defined_and_every_folder_is_there_or_a_person_names_it() -> None:
@@ -89,7 +113,9 @@ def test_the_server_keeps_its_voices_where_its_user_may_write() -> None:
     serve = SERVICES["serve"]
     folder = serve["environment"]["SPEECH_SERVE__VOICES_FOLDER"]
     assert f"voices:{folder}" in serve["volumes"]
-    (line,) = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o nightjar" in line]
+    (line,) = [
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o nightjar" in line
+    ]
     assert {folder, "/cache", "/data"} <= set(line.split())
 
 
@@ -107,7 +133,11 @@ def test_services_on_gpus_have_them_all_a_compiler_and_what_they_keep(name: str)
     images = {one["image"]: one["build"] for one in SERVICES.values() if "build" in one}
     assert images[service["image"]] == service["build"], "an image has one recipe"
     (folder,) = [volume.partition(":")[2] for volume in service["volumes"] if volume.startswith("cache:")]
-    kept = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("ENV XDG_CACHE_HOME")]
+    kept = [
+        line
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("ENV XDG_CACHE_HOME")
+    ]
     assert kept == [f"ENV XDG_CACHE_HOME={folder} TRITON_CACHE_DIR={folder}/triton"]
     assert "cache" in COMPOSE["volumes"]
     if name != "serve":
@@ -130,7 +160,11 @@ def test_the_server_is_reached_from_its_host_alone_and_asks_for_a_key() -> None:
 
 
 def test_docker_takes_the_file(tmp_path: Path) -> None:
-    asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False) if shutil.which("docker") else None
+    asked = (
+        subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+        if shutil.which("docker")
+        else None
+    )
     if asked is None or asked.returncode != 0:
         pytest.skip("needs docker compose")
     (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
@@ -153,7 +187,13 @@ def test_docker_takes_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_the_command_of_a_service_exists_and_starts(name: str) -> None:
     command = SERVICES[name]["command"]
-    started = subprocess.run([sys.executable, "-m", "jobs", *command, "--help"], capture_output=True, text=True, timeout=240, check=False)
+    started = subprocess.run(
+        [sys.executable, "-m", "jobs", *command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert started.returncode == 0, started.stderr
     assert "Usage:" in started.stdout
 
@@ -176,7 +216,9 @@ def test_every_variable_is_a_setting(name: str, tmp_path: Path, monkeypatch: pyt
 
 def test_addresses_name_services_and_the_bucket_is_made() -> None:
     environment = SERVICES["worker-cpu"]["environment"]
-    hosts = re.findall(r"(?:@|//)([a-z0-9]+):\d+", filled(" ".join(str(value) for value in environment.values())))
+    hosts = re.findall(
+        r"(?:@|//)([a-z0-9]+):\d+", filled(" ".join(str(value) for value in environment.values()))
+    )
     assert set(hosts) == {"postgres", "redis", "s3"}
     assert "-s3.port=8333" in SERVICES["s3"]["command"]
     assert settings_of("worker-cpu")["SPEECH_BROKER_URL"] == "redis://:r@redis:6379/0"
@@ -201,7 +243,8 @@ def test_valkey_answers_only_those_with_its_password(tmp_path: Path) -> None:
 
 
 def test_objects_are_served_through_s3_alone(tmp_path: Path) -> None:
-    """The command of the compose file on ports of its own: on the network's address nothing but S3 answers, and it asks for the key."""
+    """The command of the compose file on ports of its own: on the network's address nothing but S3
+    answers, and it asks for the key."""
     config = tmp_path / "s3.json"
     config.write_text(filled(COMPOSE["configs"]["s3"]["content"]))
     places = {"-dir=/data": f"-dir={tmp_path}", "-s3.config=/etc/seaweedfs/s3.json": f"-s3.config={config}"}
@@ -210,7 +253,9 @@ def test_objects_are_served_through_s3_alone(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port")}
     # The address of the network: all of 127.0.0.0/8 leads here, and only 127.0.0.1 is the container's own.
     network = "127.0.0.2"
-    command = [places.get(word, word) for word in SERVICES["s3"]["command"] if not word.startswith("-s3.port=")]
+    command = [
+        places.get(word, word) for word in SERVICES["s3"]["command"] if not word.startswith("-s3.port=")
+    ]
     command += [f"-s3.port={seaweedfs.port}", *(f"-{name}={port}" for name, port in ports.items())]
     seaweedfs.command = lambda: [str(Path(sys.executable).with_name("weed")), *command]  # type: ignore[method-assign]
     seaweedfs.start()
@@ -269,7 +314,11 @@ def test_the_image_copies_every_package_and_runs_as_nobody_special() -> None:
         assert (ROOT / name).is_dir()
     assert "USER nightjar" in lines
     # One base for building and running, so that what was built runs.
-    assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE} AS base", "FROM base AS build", "FROM base"]
+    assert [line for line in lines if line.startswith("FROM")] == [
+        "FROM ${BASE} AS base",
+        "FROM base AS build",
+        "FROM base",
+    ]
     for line in lines:
         if line.startswith("COPY") and "--from" not in line:
             assert all((ROOT / source).exists() for source in line.split()[1:-1])

@@ -1,4 +1,5 @@
-"""Every command of README.md, docs/ and examples/README.md, run by bash as it stands there, or named here with the reason why not."""
+"""Every command of README.md, docs/ and examples/README.md, run by bash as it stands there, or named here
+with the reason why not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, name_of, nightjar_parts, other_lines
+from tests.support.docs_kit import (
+    PAGES,
+    ROOT,
+    Command,
+    check_call,
+    commands_of,
+    inline_commands,
+    name_of,
+    nightjar_parts,
+    other_lines,
+)
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.services import MotoS3
 from tests.support.serving_kit import wav
@@ -32,25 +43,52 @@ _CI, _PARITY = "it installs what these tests run in", "tests/parity runs the sam
 NOT_RUN: list[tuple[str, str]] = [
     (r"make (demo|install)", f"{_CI}; a clean clone of CI runs make"),
     (r"make (test|check)", "it is what runs this test"),
-    (r"(source \.venv/bin/activate|pip install .*)", f"{_CI}; tests/services/test_lock.py resolves every extra"),
-    (r"make voice-agent", "it installs Pipecat in another environment; the suite of integrations/pipecat-nightjar runs its command"),
+    (
+        r"(source \.venv/bin/activate|pip install .*)",
+        f"{_CI}; tests/services/test_lock.py resolves every extra",
+    ),
+    (
+        r"make voice-agent",
+        "it installs Pipecat in another environment; the suite of integrations/pipecat-nightjar runs its command",
+    ),
     (r"make wheel", "tests/services/test_wheel.py builds it"),
     (r"sudo .*", "it changes the machine; tests/unit/deploy/test_systemd.py reads the units"),
     (r"([A-Z_]+=\w+ )?sbatch .*", "there is no Slurm; tests/services/test_slurm.py runs the scripts"),
     (r"kubectl .*", "there is no cluster; tests/unit/deploy/test_kubernetes.py reads the manifests"),
     (r"docker build .*", "there is no Docker; tests/services/test_compose.py reads the Dockerfile"),
-    (r"docker compose .*", "there is no Docker; tests/services/test_compose.py starts the command of every service"),
+    (
+        r"docker compose .*",
+        "there is no Docker; tests/services/test_compose.py starts the command of every service",
+    ),
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speechlm",
         "a benchmark of minutes, or for a GPU; benchmarks/test_benchmarks.py runs its parts",
     ),
-    (r"python -m benchmarks\.stream_load .*", "a measurement of minutes; benchmarks/test_stream_load.py runs it"),
-    (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
-    (r"nightjar (export|items) JOB --where .*", "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py"),
-    (r"nightjar export JOB .* --push .*", "there is no hub; tests/services/jobs/test_export_hub.py pushes to a stand-in"),
-    (r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*", "it needs vLLM; tests/vllm/test_job.py"),
-    (r"nightjar models convert base\.pt .*", "it needs a training checkpoint; tests/unit/pipelines/test_speechlm_parts.py"),
+    (
+        r"python -m benchmarks\.stream_load .*",
+        "a measurement of minutes; benchmarks/test_stream_load.py runs it",
+    ),
+    (
+        r"nightjar run dialogues\.jsonl --qa strict",
+        "its meters download models; tests/services/worker/test_quality_jobs.py",
+    ),
+    (
+        r"nightjar (export|items) JOB --where .*",
+        "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py",
+    ),
+    (
+        r"nightjar export JOB .* --push .*",
+        "there is no hub; tests/services/jobs/test_export_hub.py pushes to a stand-in",
+    ),
+    (
+        r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*",
+        "it needs vLLM; tests/vllm/test_job.py",
+    ),
+    (
+        r"nightjar models convert base\.pt .*",
+        "it needs a training checkpoint; tests/unit/pipelines/test_speechlm_parts.py",
+    ),
 ]
 #: What a page takes for granted, in bash.
 BEFORE = {
@@ -67,8 +105,11 @@ done
     "deploy.md": "unset SPEECH_BROKER_URL",
     "production.md": "export SPEECH_HOME=$FINISHED",
 }
-#: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then what it is).
-DATA = re.compile(r"""[{\["]|(?:->|<-) \{|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)""")
+#: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then
+#: what it is).
+DATA = re.compile(
+    r"""[{\["]|(?:->|<-) \{|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)"""
+)
 GOLDEN = ROOT / "tests/golden"
 _LINE = '{"example_id": "d%d", "messages": [["user", "text", "%s"]]}\n'
 _ASKED = '{"custom_id": "b1", "method": "POST", "url": "/v1/audio/speech", "body": {"model": "hibari", "input": "Hi.", "voice": "heart"}}\n'
@@ -112,7 +153,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]
     folder = tmp_path_factory.mktemp("finished")
     (folder / "in.jsonl").write_text("".join(_LINE % (number, "Good morning.") for number in range(32)))
     command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--out", "out", "--json"]
-    done = subprocess.run(command, cwd=folder, env=environment(folder, ""), capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder, ""),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return folder / "out", folder, json.loads(done.stdout.splitlines()[-1])["job"]
 
@@ -129,7 +178,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "data/train/utt2spk").write_text("anna-1 anna\nben-1 ben\n")
     (tmp_path / "examples").mkdir()
     for path in (ROOT / "examples").glob("*.jsonl"):
-        (tmp_path / "examples" / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+        (tmp_path / "examples" / path.name).write_text(
+            "".join(path.read_text().splitlines(keepends=True)[:2])
+        )
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "path/to").mkdir(parents=True)
     (tmp_path / "path/to/speechlm-qwen3-8b").symlink_to(GOLDEN / "speechlm/checkpoint")
@@ -151,7 +202,11 @@ def script_of(commands: list[Command], before: str, words: dict[str, str]) -> st
             text = re.sub(pattern, word, text)
         lines.append(f"echo '### {number}'")
         marker = next((marker for start, marker in GOES_ON.items() if text.startswith(start)), None)
-        lines.append(text if marker is None else f"{text} >ready.{number} 2>&1 & BACKGROUND+=($!); ready ready.{number} '{marker}'")
+        lines.append(
+            text
+            if marker is None
+            else f"{text} >ready.{number} 2>&1 & BACKGROUND+=($!); ready ready.{number} '{marker}'"
+        )
     return "\n".join([*lines, "echo '### end'", ""])
 
 
@@ -209,7 +264,10 @@ def test_every_reason_belongs_to_a_command_of_a_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_call_on_a_page_is_one_that_the_command_takes(page: Path) -> None:
-    calls = [*inline_commands(page), *(part for command in commands_of(page) for part in nightjar_parts(command.text))]
+    calls = [
+        *inline_commands(page),
+        *(part for command in commands_of(page) for part in nightjar_parts(command.text)),
+    ]
     refused = []
     for call in calls:
         try:
@@ -219,7 +277,10 @@ def test_every_call_on_a_page_is_one_that_the_command_takes(page: Path) -> None:
     assert refused == []
 
 
-@pytest.mark.parametrize("call", ["nightjar retry JOB --cod x", "nightjar lst", "nightjar wait JOB --timeout soon", "nightjar list a b"])
+@pytest.mark.parametrize(
+    "call",
+    ["nightjar retry JOB --cod x", "nightjar lst", "nightjar wait JOB --timeout soon", "nightjar list a b"],
+)
 def test_a_call_that_the_command_does_not_take_is_seen(call: str) -> None:
     with pytest.raises(click.ClickException):
         check_call(call)

@@ -1,4 +1,5 @@
-"""deploy/slurm with programs that do to processes what Slurm's do: a real worker takes a job, drains at the warning, and is requeued."""
+"""deploy/slurm with programs that do to processes what Slurm's do: a real worker takes a job, drains at
+the warning, and is requeued."""
 
 from __future__ import annotations
 
@@ -57,9 +58,13 @@ def programs(folder: Path) -> dict[str, str]:
 def started(site: Site, **variables: str) -> subprocess.Popen[bytes]:
     settings = site.folder / "nightjar.env"
     settings.write_text("".join(f"{name}='{value}'\n" for name, value in site.environment.items()))
-    given = {"NIGHTJAR_ENV": str(settings), "OMP_NUM_THREADS": "1"} | programs(site.folder / "slurm") | variables
+    given = (
+        {"NIGHTJAR_ENV": str(settings), "OMP_NUM_THREADS": "1"} | programs(site.folder / "slurm") | variables
+    )
     with site.log.open("ab") as log:
-        job = subprocess.Popen([SLURM / "nightjar.sbatch"], cwd=site.folder, env=os.environ | given, stdout=log, stderr=log)
+        job = subprocess.Popen(
+            [SLURM / "nightjar.sbatch"], cwd=site.folder, env=os.environ | given, stdout=log, stderr=log
+        )
     site.processes.append(job)
     return job
 

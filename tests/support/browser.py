@@ -1,4 +1,5 @@
-"""A real browser for tests: Chromium without a window, driven over its debugging pipe. Tests skip where there is none."""
+"""A real browser for tests: Chromium without a window, driven over its debugging pipe. Tests skip where
+there is none."""
 
 from __future__ import annotations
 
@@ -34,12 +35,25 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="nightjar-browser-", ignore_cleanup_errors=True)
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--mute-audio", "--disable-background-networking"]
-        flags += ["--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--mute-audio",
+            "--disable-background-networking",
+        ]
+        flags += [
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._profile.name}",
+            f"--window-size={width},{height}",
+        ]
         # The browser reads commands from descriptor 3 and answers on 4.
         shell = 'exec 3<&"$0" 4>&"$1"; shift; exec "$@"'
         command = ["bash", "-c", shell, str(to_read), str(to_write), path, *flags, "about:blank"]
-        self._process = subprocess.Popen(command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         os.close(to_read)
         os.close(to_write)
         self._buffer = b""
@@ -47,17 +61,27 @@ class Browser:
         #: Every event so far, as (method, parameters).
         self.events: list[tuple[str, dict[str, Any]]] = []
         target = self._first_page()
-        self._session = self.call("Target.attachToTarget", session=False, targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", session=False, targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility", "DOM"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._write)
@@ -65,7 +89,8 @@ class Browser:
         self._profile.cleanup()
 
     def _first_page(self) -> str:
-        """The page that the browser opens at its start; extensions and workers of its own may come before it."""
+        """The page that the browser opens at its start; extensions and workers of its own may come before
+        it."""
         while True:
             for target in self.call("Target.getTargets", session=False)["targetInfos"]:
                 if target["type"] == "page":
@@ -102,7 +127,12 @@ class Browser:
         codes = {"Tab": (9, ""), "Enter": (13, "\r"), "Space": (32, " ")}
         code, text = codes[key]
         name = " " if key == "Space" else key
-        common: dict[str, Any] = {"key": name, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        common: dict[str, Any] = {
+            "key": name,
+            "code": key,
+            "windowsVirtualKeyCode": code,
+            "modifiers": 8 if shift else 0,
+        }
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 

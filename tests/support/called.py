@@ -1,4 +1,5 @@
-"""Fake pipelines written as calls: `submit` gives a future, `stream` an iterator, `abort` ends a request by its id."""
+"""Fake pipelines written as calls: `submit` gives a future, `stream` an iterator, `abort` ends a request
+by its id."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from concurrent.futures import Future
 import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, Done, Event, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    Event,
+    Failed,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    Speech,
+    SynthesisRequest,
+)
 
 
 class _Called(Listener):
@@ -40,7 +52,9 @@ class CalledPipeline:
     def abort(self, request_id: str) -> None:
         """Ends it."""
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         assert isinstance(request, SynthesisRequest)
         handle = _Called(self, request.request_id, on_event)
         if stream:
@@ -69,4 +83,8 @@ def _end_of(future: Future[Speech]) -> Event:
     error = future.exception()
     if error is None:
         return Done(future.result())
-    return Failed(error if isinstance(error, NightjarError) else SynthesisError(ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}"))
+    return Failed(
+        error
+        if isinstance(error, NightjarError)
+        else SynthesisError(ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}")
+    )

@@ -17,7 +17,9 @@ LINE = '{"example_id": "%s", "messages": [["user", "text", "%s"]]}\n'
 CLOSED_PORT = 9
 
 
-def call(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def call(
+    folder: Path, *arguments: str, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     clean["XDG_STATE_HOME"] = str(folder / "state")
     done = run_command(folder, arguments, clean | environment, stdin)
@@ -31,11 +33,22 @@ def run_command(
     """Runs `nightjar` in a folder to its end, with these variables and no others."""
     command = [*JOBS, *arguments]
     if not is_like_this_process(environment, but_for_paths=True):
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, input=stdin, timeout=400, check=False)
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            input=stdin,
+            timeout=400,
+            check=False,
+        )
     with TemporaryDirectory() as kept:
         files = [Path(kept, name) for name in ("stdin", "stdout", "stderr")]
         files[0].write_text(stdin or "")
-        process = Forked("jobs", arguments, cwd=folder, env=environment, stdin=files[0], stdout=files[1], stderr=files[2])
+        process = Forked(
+            "jobs", arguments, cwd=folder, env=environment, stdin=files[0], stdout=files[1], stderr=files[2]
+        )
         try:
             code = process.wait(400)
         finally:

@@ -1,4 +1,5 @@
-"""What tests of the codec stage share: a listener that keeps what it heard, and an event that a test holds."""
+"""What tests of the codec stage share: a listener that keeps what it heard, and an event that a test
+holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Residual units of the codec with random weights: what their kernels in CUDA C++ make of them, and what their twin does."""
+"""Residual units of the codec with random weights: what their kernels in CUDA C++ make of them, and what
+their twin does."""
 
 from __future__ import annotations
 
@@ -78,7 +79,10 @@ class Unit:
         return raw, active
 
     def twin(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        t = {name: value.to(dtype) if value.dtype == BF16 else value for name, value in self.tensors(channels).items()}
+        t = {
+            name: value.to(dtype) if value.dtype == BF16 else value
+            for name, value in self.tensors(channels).items()
+        }
         raw, active = self.outputs(channels, dtype)
         codec_ops.codec_active_unit(
             t["a"], self.lead, t["x"], t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], self.dilation,
@@ -89,7 +93,8 @@ class Unit:
 
 
 def check(unit: Unit, channels: int, made: tuple[Tensor | None, Tensor | None]) -> None:
-    """The error against float32 is that of the twin in bfloat16, give or take; margins and what lies behind an end are exact."""
+    """The error against float32 is that of the twin in bfloat16, give or take; margins and what lies
+    behind an end are exact."""
     ends = unit.ends or (unit.steps,) * unit.rows
     for found, exact, rounded in zip(made, unit.twin(channels, torch.float32), unit.twin(channels, BF16)):
         assert (found is None) == (exact is None)
@@ -98,7 +103,9 @@ def check(unit: Unit, channels: int, made: tuple[Tensor | None, Tensor | None]) 
         margin = (found.shape[1] - unit.steps) // 2
         for row, end in enumerate(ends):
             inside = slice(margin, margin + end)
-            difference, yardstick = ((one[row, inside].float() - exact[row, inside]).norm() for one in (found, rounded))
+            difference, yardstick = (
+                (one[row, inside].float() - exact[row, inside]).norm() for one in (found, rounded)
+            )
             assert float(difference) <= 1.2 * float(yardstick)
             assert torch.equal(found[row, :margin], rounded[row, :margin])
             assert torch.equal(found[row, margin + unit.steps :], rounded[row, margin + unit.steps :])

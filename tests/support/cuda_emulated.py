@@ -1,6 +1,8 @@
-"""The kernels of `kernels/cuda` on a CPU: their sources, built with g++ for the emulator of `tests/support/cuda_emulator`.
+"""The kernels of `kernels/cuda` on a CPU: their sources, built with g++ for the emulator of
+`tests/support/cuda_emulator`.
 
-`kernels.cuda_driver.Kernel` and `Kernel` here are launched alike, so tests call the launches of `kernels` with CPU tensors.
+`kernels.cuda_driver.Kernel` and `Kernel` here are launched alike, so tests call the launches of `kernels`
+with CPU tensors.
 """
 
 from __future__ import annotations
@@ -47,12 +49,20 @@ class KernelError(RuntimeError):
 class Kernel:
     """A kernel with its dynamic shared memory in bytes, launched like `kernels.cuda_driver.Kernel`.
 
-    seed: the order in which threads run, and when copies arrive; together: all blocks are there at once, as in a cooperative launch,
-    or else one after the other.
+    seed: the order in which threads run, and when copies arrive; together: all blocks are there at once,
+    as in a cooperative launch, or else one after the other.
     """
 
-    def __init__(self, library: ctypes.CDLL, name: str, shared_bytes: int, seed: int = 0, together: bool = False) -> None:
-        self._library, self._name, self._shared_bytes, self._seed, self._together = library, name, shared_bytes, seed, together
+    def __init__(
+        self, library: ctypes.CDLL, name: str, shared_bytes: int, seed: int = 0, together: bool = False
+    ) -> None:
+        self._library, self._name, self._shared_bytes, self._seed, self._together = (
+            library,
+            name,
+            shared_bytes,
+            seed,
+            together,
+        )
 
     def launch(
         self,
@@ -69,12 +79,23 @@ class Kernel:
         """Runs grid[0] x grid[1] blocks of `threads` to their end. Raises `KernelError`."""
         expected = self._library[f"bytes_{self._name}"]()
         if expected != ctypes.sizeof(arguments):
-            raise KernelError(f"{self._name} takes a structure of {expected} bytes, not of {ctypes.sizeof(arguments)}.")
+            raise KernelError(
+                f"{self._name} takes a structure of {expected} bytes, not of {ctypes.sizeof(arguments)}."
+            )
         start = self._library.emulator_launch
         start.restype = ctypes.c_char_p
         kernel = ctypes.cast(self._library[f"run_{self._name}"], ctypes.c_void_p)
         size = self._shared_bytes if shared_bytes is None else shared_bytes
-        fault = start(kernel, ctypes.byref(arguments), *grid, threads, size, ctypes.c_ulonglong(self._seed), int(self._together), cluster)
+        fault = start(
+            kernel,
+            ctypes.byref(arguments),
+            *grid,
+            threads,
+            size,
+            ctypes.c_ulonglong(self._seed),
+            int(self._together),
+            cluster,
+        )
         if fault is not None:
             raise KernelError(f"{self._name}, seed {self._seed}: {fault.decode()}")
 
@@ -82,12 +103,16 @@ class Kernel:
 def build(source: Path, kernels: Iterable[str], edits: Mapping[str, str] | None = None) -> ctypes.CDLL:
     """The library of one source for the emulator. Skips the test where there is no g++.
 
-    kernels: those that will be launched; edits: text to replace, each of which stands once in the source and its headers.
+    kernels: those that will be launched; edits: text to replace, each of which stands once in the source
+    and its headers.
     """
     if shutil.which(_COMPILER) is None:
         pytest.skip("needs g++")
     # The emulator's own header stands in for the one of the same name.
-    texts = {path.name: path.read_text() for path in (source, *binaries.SOURCES.glob("*.cuh"), *EMULATOR.glob("*.cuh"))}
+    texts = {
+        path.name: path.read_text()
+        for path in (source, *binaries.SOURCES.glob("*.cuh"), *EMULATOR.glob("*.cuh"))
+    }
     for old, new in (edits or {}).items():
         found = [name for name, text in texts.items() for _ in range(text.count(old))]
         assert len(found) == 1, f"{old!r} stands in {found}"
@@ -98,7 +123,9 @@ def build(source: Path, kernels: Iterable[str], edits: Mapping[str, str] | None 
         for file, text in texts.items():
             (folder / file).write_text(text)
         (folder / "emulator.o").write_bytes(_emulator())
-        _compile(["-O1", "-shared", folder / "emulator.o", "-x", "c++", folder / source.name], folder / "kernel.so")
+        _compile(
+            ["-O1", "-shared", folder / "emulator.o", "-x", "c++", folder / source.name], folder / "kernel.so"
+        )
         return ctypes.CDLL(str(folder / "kernel.so"))
 
 
@@ -112,7 +139,9 @@ def _emulator() -> bytes:
 
 
 def _compile(words: list[str | Path], made: Path) -> None:
-    done = subprocess.run([_COMPILER, *_FLAGS, *words, "-o", made], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [_COMPILER, *_FLAGS, *words, "-o", made], capture_output=True, text=True, timeout=300, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"g++ failed on {words[-1]}: {done.stderr[-2000:]}")
 
@@ -127,7 +156,9 @@ def kernels(source: Source, seed: int = 0) -> dict[str, Kernel]:
     return {kernel: Kernel(_library(source), kernel, size, seed) for kernel, size in source.kernels.items()}
 
 
-def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> ctypes.Array[ctypes.c_byte]:
+def emulated_map(
+    address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]
+) -> ctypes.Array[ctypes.c_byte]:
     """`TensorMap` of the emulator."""
     return TensorMap.from_buffer_copy(struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0"))
 
@@ -152,12 +183,15 @@ def choose_order(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """A contiguous copy whose last byte is followed by memory that must not be touched: a kernel that does is a `KernelError`."""
+    """A contiguous copy whose last byte is followed by memory that must not be touched: a kernel that does
+    is a `KernelError`."""
     size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
     whole = -(-size // page) * page
     memory = mmap.mmap(-1, whole + page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + whole), page, 0):
         raise OSError(ctypes.get_errno(), "mprotect failed")
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=whole - size).view(tensor.shape)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=whole - size).view(
+        tensor.shape
+    )
     return copy.copy_(tensor)

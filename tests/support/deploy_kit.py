@@ -1,4 +1,5 @@
-"""The files of deploy/: their environment variables, their queries, and the metrics that workers and servers really export."""
+"""The files of deploy/: their environment variables, their queries, and the metrics that workers and
+servers really export."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ DEPLOY = ROOT / "deploy"
 OF_A_TARGET = {"job", "instance"}
 OF_PROMETHEUS = {"up": OF_A_TARGET, "ALERTS": {"alertname", "alertstate", "severity"}}
 #: Labels with a closed list of values.
-VALUES = {"job": {"nightjar-worker", "nightjar-server"}, "outcome": {"done", "failed"}, "code": {"", *(code.value for code in ErrorCode)}}
+VALUES = {
+    "job": {"nightjar-worker", "nightjar-server"},
+    "outcome": {"done", "failed"},
+    "code": {"", *(code.value for code in ErrorCode)},
+}
 
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
@@ -76,12 +81,14 @@ def labels_of(page: str) -> dict[str, set[str]]:
 def exported() -> dict[str, set[str]]:
     """The labels of every metric of workers and servers, and of what Prometheus makes itself."""
     worker, server = labels_of(worker_page()), labels_of(server_page())
-    return {name: worker.get(name, set()) | server.get(name, set()) for name in worker | server} | OF_PROMETHEUS
+    return {
+        name: worker.get(name, set()) | server.get(name, set()) for name in worker | server
+    } | OF_PROMETHEUS
 
 
 def faults(expression: str, known: Mapping[str, set[str]]) -> list[str]:
-    """What a query names that is not in `known`: metrics, labels, and values of labels whose values are a closed list. Raises `ValueError`
-    for what is no PromQL."""
+    """What a query names that is not in `known`: metrics, labels, and values of labels whose values are a
+    closed list. Raises `ValueError` for what is no PromQL."""
     found: list[str] = []
     labels: set[str] = set()
 
@@ -95,13 +102,17 @@ def faults(expression: str, known: Mapping[str, set[str]]) -> list[str]:
             for matcher in node.matchers.matchers:
                 if matcher.name not in known[name]:
                     found.append(f"{name} has no label {matcher.name}")
-                elif matcher.op == promql_parser.MatchOp.Equal and matcher.value not in VALUES.get(matcher.name, {matcher.value}):
+                elif matcher.op == promql_parser.MatchOp.Equal and matcher.value not in VALUES.get(
+                    matcher.name, {matcher.value}
+                ):
                     found.append(f"{matcher.name} is never {matcher.value}")
         return True
 
     tree = promql_parser.parse(expression)
     promql_parser.walk(tree, pre_visit=look)
-    return found + [f"no label {name} to group by" for name in grouped_by(tree) if not found and name not in labels]
+    return found + [
+        f"no label {name} to group by" for name in grouped_by(tree) if not found and name not in labels
+    ]
 
 
 def grouped_by(tree: Any) -> set[str]:

@@ -1,4 +1,5 @@
-"""The commands of the pages: those of indented lines, to be run by a shell, and those of inline code, to be parsed."""
+"""The commands of the pages: those of indented lines, to be run by a shell, and those of inline code, to
+be parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,19 @@ ROOT = Path(__file__).parents[2]
 _OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
 PAGES = [*[ROOT / name for name in _OF_THE_ROOT], *sorted((ROOT / "docs").rglob("*.md"))]
 #: Words of a shell that are no programs, and programs that a machine of tests may lack.
-_SHELL = {"export", "eval", "cd", "source", "docker", "curl", "make", "pip", "python", "nightjar", ".venv/bin/nightjar"}
+_SHELL = {
+    "export",
+    "eval",
+    "cd",
+    "source",
+    "docker",
+    "curl",
+    "make",
+    "pip",
+    "python",
+    "nightjar",
+    ".venv/bin/nightjar",
+}
 _SHELL |= {"sudo", "kubectl", "sbatch"}
 _CRON = re.compile(r"^(?:[\d*/,-]+ +){5}")
 _ASSIGNED = re.compile(r"^[A-Z][A-Z_0-9]*=(?:\$\()?")
@@ -25,7 +38,8 @@ _ASSIGNED = re.compile(r"^[A-Z][A-Z_0-9]*=(?:\$\()?")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command line as it stands on a page; `block` counts the indented blocks, which a reader types into one shell."""
+    """One command line as it stands on a page; `block` counts the indented blocks, which a reader types
+    into one shell."""
 
     page: str
     block: int
@@ -48,7 +62,8 @@ def other_lines(page: Path) -> list[str]:
 
 
 def _indented_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """(block, line) of every indented line; one that ends in a backslash goes on in the next. A fenced block is a drawing or Python."""
+    """(block, line) of every indented line; one that ends in a backslash goes on in the next. A fenced
+    block is a drawing or Python."""
     block, begun, inside = 0, "", False
     for line in re.sub(r"(?ms)^```(text|python)$.*?^```$", "", page.read_text()).splitlines():
         indented = line.startswith("    ")
@@ -67,7 +82,9 @@ def is_command(text: str) -> bool:
     text = _CRON.sub("", text)
     first = re.split(r"[\s)]", _ASSIGNED.sub("", text), maxsplit=1)[0]
     return first in _SHELL or (
-        re.fullmatch(r"[a-z][a-z0-9_.-]*", first) is not None and " = " not in text and shutil.which(first) is not None
+        re.fullmatch(r"[a-z][a-z0-9_.-]*", first) is not None
+        and " = " not in text
+        and shutil.which(first) is not None
     )
 
 
@@ -85,11 +102,15 @@ def nightjar_parts(line: str) -> list[str]:
 
 
 def check_call(text: str) -> None:
-    """Holds a call against the commands as they are: its subcommands, options, and the values of choices and numbers.
+    """Holds a call against the commands as they are: its subcommands, options, and the values of choices
+    and numbers.
 
-    Raises click.UsageError for what the command would refuse. Words in capitals stand for something and are not looked at.
+    Raises click.UsageError for what the command would refuse. Words in capitals stand for something and
+    are not looked at.
     """
-    words = [word for word in shlex.split(text.replace("…", "").replace("...", ""))[1:] if word not in ("[", "]")]
+    words = [
+        word for word in shlex.split(text.replace("…", "").replace("...", ""))[1:] if word not in ("[", "]")
+    ]
     command: click.Command = cli
     context = click.Context(cli, info_name="nightjar")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -97,7 +118,11 @@ def check_call(text: str) -> None:
         if name.isupper() or "/" in name:
             return  # `nightjar models PATH`
         child = command.get_command(context, name)
-        if child is None and command is not cli and (child := command.get_command(context, "show")) is not None:
+        if (
+            child is None
+            and command is not cli
+            and (child := command.get_command(context, "show")) is not None
+        ):
             words = [name, *words]  # `nightjar models hibari`
         if child is None:
             raise click.UsageError(f"No such command {name!r}.", context)
@@ -112,9 +137,17 @@ def check_call(text: str) -> None:
     for parameter in command.params:
         values = given.get(parameter.name or "")
         for value in values if isinstance(values, list | tuple) else [values]:
-            if isinstance(value, str) and not value.isupper() and not value.startswith("$") and not isinstance(parameter.type, click.Path):
+            if (
+                isinstance(value, str)
+                and not value.isupper()
+                and not value.startswith("$")
+                and not isinstance(parameter.type, click.Path)
+            ):
                 parameter.type.convert(value, parameter, context)
 
 
 def _takes_a_value(command: click.Command, name: str) -> bool:
-    return any(isinstance(known, click.Option) and name in known.opts and not known.is_flag for known in command.params)
+    return any(
+        isinstance(known, click.Option) and name in known.opts and not known.is_flag
+        for known in command.params
+    )

@@ -1,10 +1,13 @@
-"""What an engine drew against exact probabilities: where each draw lies in its distribution, and whether these places look random.
+"""What an engine drew against exact probabilities: where each draw lies in its distribution, and whether
+these places look random.
 
-The probabilities are those of the published processors: transformers' own, in the order in which `generate` runs them, in float64,
-from the logits that the engine's frames really had. A draw of token x lies at a random place of x's interval in its distribution
-function, so that the places of all draws are uniform and independent where the engine draws what it should, whatever the logits. With
-tokens in the order of their ids a place is, but for the width of an interval, the random word of the draw: two draws that share one show.
-With the likeliest token first a distribution that is too wide or too narrow shows: its places crowd at one end.
+The probabilities are those of the published processors: transformers' own, in the order in which
+`generate` runs them, in float64, from the logits that the engine's frames really had. A draw of token x
+lies at a random place of x's interval in its distribution function, so that the places of all draws are
+uniform and independent where the engine draws what it should, whatever the logits. With tokens in the
+order of their ids a place is, but for the width of an interval, the random word of the draw: two draws
+that share one show. With the likeliest token first a distribution that is too wide or too narrow shows:
+its places crowd at one end.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ Logits = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One way to draw: what a request asks for, what its checkpoint says, and what the published API makes of both."""
+    """One way to draw: what a request asks for, what its checkpoint says, and what the published API makes
+    of both."""
 
     name: str
     asked: dict[str, Any]
@@ -61,11 +65,14 @@ DEFAULT = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 
            "subtalker_temperature": 0.9, "subtalker_top_k": 50, "subtalker_top_p": 1.0}  # fmt: skip
 
 
-def _settings(name: str, asked: dict[str, Any], checkpoint: dict[str, Any] | None = None, **published: Any) -> Settings:
+def _settings(
+    name: str, asked: dict[str, Any], checkpoint: dict[str, Any] | None = None, **published: Any
+) -> Settings:
     return Settings(name, asked, DEFAULT | asked | published, checkpoint or {})
 
 
-#: Every setting apart from the others, then many at once. A request's settings are codebook 0's; a checkpoint has the others'.
+#: Every setting apart from the others, then many at once. A request's settings are codebook 0's; a checkpoint
+#: has the others'.
 ALL_SETTINGS = (
     _settings("default", {}),
     _settings("cold", {"temperature": 0.5}),
@@ -99,12 +106,16 @@ def _warpers(temperature: float, top_k: int, top_p: float) -> list[Any]:
 
 
 def _in_order_of_ids(_: Tensor, scores: Tensor) -> Tensor:
-    """Equal logits, of which bfloat16 has many, by their ids: a sort that is not stable leaves open which of them top_p keeps."""
+    """Equal logits, of which bfloat16 has many, by their ids: a sort that is not stable leaves open which
+    of them top_p keeps."""
     return scores + 1e-12 * torch.arange(scores.shape[1], dtype=scores.dtype, device=scores.device)
 
 
-def first_probabilities(logits: Tensor, history: Tensor, published: dict[str, Any], end: int, min_new_tokens: int = 2) -> Tensor:
-    """Probabilities of codebook 0, float64 [n, vocab]. logits: [n, vocab]; history: int64 [n, draws], codes drawn before."""
+def first_probabilities(
+    logits: Tensor, history: Tensor, published: dict[str, Any], end: int, min_new_tokens: int = 2
+) -> Tensor:
+    """Probabilities of codebook 0, float64 [n, vocab]. logits: [n, vocab]; history: int64 [n, draws],
+    codes drawn before."""
     vocab = logits.shape[1]
     banned = [token for token in range(vocab - CONTROL_IDS, vocab) if token != end]
     processors = LogitsProcessorList(
@@ -166,7 +177,8 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The draws of a run. by_id, by_rank: [requests, frames, codebooks], NaN where nothing was drawn; request i has `settings[i % n]`."""
+    """The draws of a run. by_id, by_rank: [requests, frames, codebooks], NaN where nothing was drawn;
+    request i has `settings[i % n]`."""
 
     by_id: NDArray[np.float64]
     by_rank: NDArray[np.float64]
@@ -206,14 +218,23 @@ def drawn(
     return _placed(config, watched, heard, requests, frames, settings)
 
 
-def _placed(config: Qwen3TTSConfig, watched: Watched, heard: Heard, requests: int, frames: int, settings: tuple[Settings, ...]) -> Places:
+def _placed(
+    config: Qwen3TTSConfig,
+    watched: Watched,
+    heard: Heard,
+    requests: int,
+    frames: int,
+    settings: tuple[Settings, ...],
+) -> Places:
     dice = np.random.default_rng(0)
     shape = (requests, frames, config.codebooks)
     by_id, by_rank, impossible = np.full(shape, np.nan), np.full(shape, np.nan), []
     end = config.ids.eos
 
     def note(members: list[int], frame: int, codebook: int, probabilities: Tensor, tokens: list[int]) -> None:
-        low, high, low_rank, possible = intervals(probabilities, torch.tensor(tokens, device=probabilities.device))
+        low, high, low_rank, possible = intervals(
+            probabilities, torch.tensor(tokens, device=probabilities.device)
+        )
         spread = dice.random((2, len(members)))
         by_id[members, frame, codebook] = low + spread[0] * (high - low)
         by_rank[members, frame, codebook] = low_rank + spread[1] * (high - low)
@@ -223,13 +244,23 @@ def _placed(config: Qwen3TTSConfig, watched: Watched, heard: Heard, requests: in
         for frame in range(frames):
             codes = {index: heard.codes[str(index)] for index in range(kind, requests, len(settings))}
             going = [index for index in codes if len(codes[index]) > frame]
-            ended = [index for index in codes if len(codes[index]) == frame and heard.finish[str(index)] == "eos"]
+            ended = [
+                index for index in codes if len(codes[index]) == frame and heard.finish[str(index)] == "eos"
+            ]
             if members := going + ended:
                 kept = [watched.kept[seed_of(index, requests), frame] for index in members]
-                history = torch.from_numpy(np.stack([codes[index][:frame, 0] for index in members]).reshape(len(members), frame))
+                history = torch.from_numpy(
+                    np.stack([codes[index][:frame, 0] for index in members]).reshape(len(members), frame)
+                )
                 raw = torch.stack([first for first, _ in kept])
                 exact = first_probabilities(raw, history.to(raw.device), one.published, end)
-                note(members, frame, 0, exact, [*(int(codes[index][frame, 0]) for index in going), *[end] * len(ended)])
+                note(
+                    members,
+                    frame,
+                    0,
+                    exact,
+                    [*(int(codes[index][frame, 0]) for index in going), *[end] * len(ended)],
+                )
             for codebook in range(1, config.codebooks if going else 1):
                 raw = torch.stack([residual[codebook - 1] for _, residual in kept[: len(going)]])
                 tokens = [int(codes[index][frame, codebook]) for index in going]
@@ -240,10 +271,13 @@ def _placed(config: Qwen3TTSConfig, watched: Watched, heard: Heard, requests: in
 def intervals(
     probabilities: Tensor, tokens: Tensor
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Each token's interval in the order of ids, where it begins with the likeliest first, and whether it is possible at all: [n] each."""
+    """Each token's interval in the order of ids, where it begins with the likeliest first, and whether it
+    is possible at all: [n] each."""
     mine = probabilities.gather(1, tokens[:, None])
     high = probabilities.cumsum(-1).gather(1, tokens[:, None])
-    likelier = (probabilities * ((probabilities > mine) | ((probabilities == mine) & _before(tokens, probabilities)))).sum(-1)
+    likelier = (
+        probabilities * ((probabilities > mine) | ((probabilities == mine) & _before(tokens, probabilities)))
+    ).sum(-1)
     found = [x.cpu().numpy() for x in ((high - mine)[:, 0], high[:, 0], likelier, (mine > 0)[:, 0])]
     return found[0], found[1], found[2], found[3].astype(bool)
 
@@ -260,20 +294,28 @@ def uniform(places: NDArray[np.float64], bins: int = 10) -> float:
 
 
 def independent(one: NDArray[np.float64], other: NDArray[np.float64], bins: int = 4) -> tuple[float, int]:
-    """(chance, pairs). Chi-square over the bins x bins squares of pairs of places, all equally likely where pairs are independent."""
+    """(chance, pairs). Chi-square over the bins x bins squares of pairs of places, all equally likely
+    where pairs are independent."""
     known = ~(np.isnan(one) | np.isnan(other))
     counts, _, _ = np.histogram2d(one[known], other[known], bins, ((0, 1), (0, 1)))
     return float(stats.chisquare(counts.ravel()).pvalue), int(known.sum())
 
 
 def lagged(places: NDArray[np.float64]) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Pairs of draws that must not know of each other, by what tells them apart. places: [requests, frames, codebooks]."""
+    """Pairs of draws that must not know of each other, by what tells them apart. places: [requests,
+    frames, codebooks]."""
     requests, frames, codebooks = places.shape
     half = requests // 2
     pairs = {f"frames {lag} apart": (places[:, lag:], places[:, :-lag]) for lag in range(1, frames)}
-    pairs |= {f"codebooks {lag} apart": (places[:, :, lag:], places[:, :, :-lag]) for lag in range(1, codebooks)}
-    pairs |= {f"codebooks 0 and {other}": (places[:, :, 0], places[:, :, other]) for other in range(1, codebooks)}
-    pairs |= {f"seeds {lag} apart": (places[lag:half], places[: half - lag]) for lag in (1, 2, 3, len(ALL_SETTINGS))}
+    pairs |= {
+        f"codebooks {lag} apart": (places[:, :, lag:], places[:, :, :-lag]) for lag in range(1, codebooks)
+    }
+    pairs |= {
+        f"codebooks 0 and {other}": (places[:, :, 0], places[:, :, other]) for other in range(1, codebooks)
+    }
+    pairs |= {
+        f"seeds {lag} apart": (places[lag:half], places[: half - lag]) for lag in (1, 2, 3, len(ALL_SETTINGS))
+    }
     pairs["seeds 2**32 apart"] = places[:half], places[half : 2 * half]
     pairs["a frame and a codebook on"] = places[:, 1:, 1:], places[:, :-1, :-1]
     pairs["a frame on, a codebook back"] = places[:, 1:, :-1], places[:, :-1, 1:]
@@ -281,5 +323,6 @@ def lagged(places: NDArray[np.float64]) -> dict[str, tuple[NDArray[np.float64], 
 
 
 def power(effect: float, count: int, freedom: int, alpha: float) -> float:
-    """The chance that a chi-square test notices an effect w (Cohen): sum (p - q)^2 / q = w^2 over its cells, in `count` draws."""
+    """The chance that a chi-square test notices an effect w (Cohen): sum (p - q)^2 / q = w^2 over its
+    cells, in `count` draws."""
     return float(stats.ncx2.sf(stats.chi2.isf(alpha, freedom), freedom, count * effect**2))

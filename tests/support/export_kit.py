@@ -41,8 +41,13 @@ class Finished:
 
 
 def draws_of(index: int) -> tuple[Draw, ...]:
-    """Two draws of an item of a job with checks. The kept one, which is the first of even indexes, has the item's seed."""
-    refused = {"clipped": Score(0.5, False), "wer": Score(0.9, False, "noise"), "cer": Score(0.8, False, "noise")}
+    """Two draws of an item of a job with checks. The kept one, which is the first of even indexes, has the
+    item's seed."""
+    refused = {
+        "clipped": Score(0.5, False),
+        "wer": Score(0.9, False, "noise"),
+        "cer": Score(0.8, False, "noise"),
+    }
     kept = {
         "clipped": Score(0.0, True),
         "wer": Score(index / 100, True, f"heard {index}"),
@@ -59,7 +64,11 @@ def draws_of(index: int) -> tuple[Draw, ...]:
 def wav(number: int, seconds: float = 1.0, format: str = "WAV", sample_rate: int = SAMPLE_RATE) -> bytes:
     """A file that no other number has: as many samples more than `seconds` as the number says."""
     buffer = io.BytesIO()
-    samples = np.random.default_rng(number).uniform(-0.1, 0.1, round(seconds * sample_rate) + number).astype(np.float32)
+    samples = (
+        np.random.default_rng(number)
+        .uniform(-0.1, 0.1, round(seconds * sample_rate) + number)
+        .astype(np.float32)
+    )
     soundfile.write(buffer, samples, sample_rate, format=format)
     return buffer.getvalue()
 
@@ -75,7 +84,8 @@ def run_all(
     scores: Mapping[str, Mapping[str, float]] | None = None,
     shards: int = 1_000_000,
 ) -> dict[str, bytes]:
-    """Plays the worker: every item gets audio, apart from those whose id begins with `fails` unless that is mended.
+    """Plays the worker: every item gets audio, apart from those whose id begins with `fails` unless that
+    is mended.
 
     `scores`: by example id, what checks measured. `shards`: only so many are run.
     """
@@ -95,11 +105,24 @@ def run_all(
                 if example_id.startswith("fails") and not mended:
                     ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
                     continue
-                key, data = audio_key(job_id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)
+                key, data = (
+                    audio_key(job_id, index, example_id, extension),
+                    wav(index, seconds, extension.upper(), sample_rate),
+                )
                 info = store.put(key, data).info
                 audio[key] = data
                 samples = round(seconds * sample_rate) + index
-                made = Artifact(index, "audio", key, info.sha256, info.bytes, round(1000 * seconds), sample_rate, samples, index + 2**62)
+                made = Artifact(
+                    index,
+                    "audio",
+                    key,
+                    info.sha256,
+                    info.bytes,
+                    round(1000 * seconds),
+                    sample_rate,
+                    samples,
+                    index + 2**62,
+                )
                 draws = draws_of(index) if spec.quality is not None else ()
                 if scores is not None:
                     values = {name: Score(value) for name, value in scores.get(example_id, {}).items()}
@@ -109,7 +132,9 @@ def run_all(
     return dict(sorted(audio.items()))
 
 
-def _run_packed(ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float, sample_rate: int, *, mended: bool) -> dict[str, bytes]:
+def _run_packed(
+    ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float, sample_rate: int, *, mended: bool
+) -> dict[str, bytes]:
     """As `run_all` for one shard of a job with packs: its items are in one pack."""
     builder, extension = PackBuilder(), lease.job.spec.format
     audio: dict[str, bytes] = {}
@@ -118,7 +143,10 @@ def _run_packed(ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float
         if example_id.startswith("fails") and not mended:
             ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
             continue
-        key, data = audio_key(lease.job.id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)
+        key, data = (
+            audio_key(lease.job.id, index, example_id, extension),
+            wav(index, seconds, extension.upper(), sample_rate),
+        )
         audio[key], sha256 = data, hashlib.sha256(data).hexdigest()
         offset = builder.add(key, data, sha256=sha256, index=index, example_id=example_id)
         samples = round(seconds * sample_rate) + index
@@ -146,5 +174,9 @@ def finished_job(
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     settings = with_times(Settings(), shard_items=2)
-    job_id = submit(settings, ledger, store, str(source), spec or JobSpec("hibari"), options=SubmitOptions(name="A night")).job.id
-    return Finished(folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate))
+    job_id = submit(
+        settings, ledger, store, str(source), spec or JobSpec("hibari"), options=SubmitOptions(name="A night")
+    ).job.id
+    return Finished(
+        folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate)
+    )

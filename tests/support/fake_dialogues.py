@@ -1,4 +1,5 @@
-"""A small engine that answers dialogues with text and audio: slots, a waiting room, steps, streams, aborts, and no model."""
+"""A small engine that answers dialogues with text and audio: slots, a waiting room, steps, streams,
+aborts, and no model."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineState, EngineStats, Message, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Capabilities,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Message,
+    Speech,
+    SynthesisRequest,
+)
 from pipelines.validation import speech_task
 from tests.support.called import CalledPipeline
 from tests.support.fakes import Markers
@@ -38,16 +48,24 @@ class _Sequence:
 class DialoguePipeline(CalledPipeline):
     """Answers with what it heard, a word a step and then a frame a step; equal requests give equal answers.
 
-    Markers in a text: `[[no_audio]]` ends after the text, `[[fail:CODE]]` fails at its end, `[[steps:N]]` speaks N frames,
-    `[[long]]` never ends by itself; `[[held]]` takes no step after its words until `let_go`.
+    Markers in a text: `[[no_audio]]` ends after the text, `[[fail:CODE]]` fails at its end, `[[steps:N]]`
+    speaks N frames, `[[long]]` never ends by itself; `[[held]]` takes no step after its words until
+    `let_go`.
     """
 
     name = "dialogues"
     sample_rate = RATE
 
-    def __init__(self, *, slots: int = 16, waiting_room: int = 16, step_seconds: float = 0.001, streaming: bool = True) -> None:
+    def __init__(
+        self, *, slots: int = 16, waiting_room: int = 16, step_seconds: float = 0.001, streaming: bool = True
+    ) -> None:
         self.capabilities = Capabilities(
-            guidance=True, text_out=True, audio_in=True, multi_turn=True, streaming=streaming, modes=("text_audio", "text_only")
+            guidance=True,
+            text_out=True,
+            audio_in=True,
+            multi_turn=True,
+            streaming=streaming,
+            modes=("text_audio", "text_only"),
         )
         self.seen: list[SynthesisRequest] = []
         self.aborted: list[str] = []
@@ -114,7 +132,9 @@ class DialoguePipeline(CalledPipeline):
         speech_task(request.messages, request.generation, self.capabilities)
         with self._changed:
             self.seen.append(request)
-            self._changed.wait_for(lambda: self._closed or (self.state == "ready" and len(self._waiting) < self._room))
+            self._changed.wait_for(
+                lambda: self._closed or (self.state == "ready" and len(self._waiting) < self._room)
+            )
             if self._closed:
                 raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
             sequence = _sequence(request)
@@ -158,7 +178,9 @@ class DialoguePipeline(CalledPipeline):
 def _sequence(request: SynthesisRequest) -> _Sequence:
     words = Markers.of(_said(request.messages)).words
     asked = request.generation
-    reply = f"<think>cfg {asked.cfg or 1:g}</think>" + "".join(f" {_shown(message)}" for message in request.messages)
+    reply = f"<think>cfg {asked.cfg or 1:g}</think>" + "".join(
+        f" {_shown(message)}" for message in request.messages
+    )
     frames = 0 if asked.mode == "text_only" else int(words.get("steps", 8))
     if "long" in words:
         frames = 1 << 40
@@ -179,7 +201,10 @@ def _said(messages: tuple[Message, ...]) -> str:
 def _finish(sequence: _Sequence) -> None:
     text = "".join(sequence.words).strip()
     words = Markers.of(_said(sequence.request.messages)).words
-    cut = sequence.request.generation.max_tokens is not None and sequence.steps > sequence.request.generation.max_tokens
+    cut = (
+        sequence.request.generation.max_tokens is not None
+        and sequence.steps > sequence.request.generation.max_tokens
+    )
     meta: dict[str, str | int | float | bool] = {"prompt_positions": 5, "tokens": sequence.steps - 1}
     meta["finish"] = "length" if cut else "stop"
     if code := words.get("fail"):
@@ -188,7 +213,9 @@ def _finish(sequence: _Sequence) -> None:
         _fail(sequence, NoAudioError("The model ended after its text.", "Try another seed.", text, meta))
     else:
         pitch = 200 + sequence.request.seed % 400
-        samples = (0.3 * np.sin(2 * np.pi * pitch / RATE * np.arange(FRAME * sequence.frames))).astype(np.float32)
+        samples = (0.3 * np.sin(2 * np.pi * pitch / RATE * np.arange(FRAME * sequence.frames))).astype(
+            np.float32
+        )
         sequence.future.set_result(Speech(samples, RATE, _said(sequence.request.messages), text, meta))
         sequence.heard.put(None)
 

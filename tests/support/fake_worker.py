@@ -1,7 +1,8 @@
-"""A worker process with the fake engine: `python -m tests.support.fake_worker run` is `python -m worker run` that also knows `fake`.
+"""A worker process with the fake engine: `python -m tests.support.fake_worker run` is
+`python -m worker run` that also knows `fake`.
 
-`NIGHTJAR_FAKE` holds the engine's options as JSON, as in `{"seconds": 0.05, "slots": 4}`. `NIGHTJAR_CLOCK_SKEW` sets the
-wall clock of the process wrong by that many seconds.
+`NIGHTJAR_FAKE` holds the engine's options as JSON, as in `{"seconds": 0.05, "slots": 4}`.
+`NIGHTJAR_CLOCK_SKEW` sets the wall clock of the process wrong by that many seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from worker.__main__ import main
 
 def fake_card(name: str = "fake") -> ModelCard:
     """What ingest may know of the fake engine."""
-    return ModelCard(name, "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", seconds_per_character=0.01, rtf=0.01)
+    return ModelCard(
+        name,
+        "fake",
+        "cpu",
+        SAMPLE_RATE,
+        FakePipeline().capabilities,
+        "1",
+        seconds_per_character=0.01,
+        rtf=0.01,
+    )
 
 
 def make_pipeline(**_: object) -> Pipeline:

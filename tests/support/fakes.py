@@ -1,4 +1,5 @@
-"""Stand-ins with a knob for every kind of bad luck: a sine engine, a clock that is turned by hand, a store in memory."""
+"""Stand-ins with a knob for every kind of bad luck: a sine engine, a clock that is turned by hand, a store
+in memory."""
 
 from __future__ import annotations
 
@@ -34,22 +35,30 @@ LOOK_SECONDS = 0.02
 
 
 def die_on_bad_gpu() -> None:
-    """Ends this process by SIGABRT, as CUDA's libraries do, if its GPU is the one that NIGHTJAR_BAD_GPU names."""
+    """Ends this process by SIGABRT, as CUDA's libraries do, if its GPU is the one that NIGHTJAR_BAD_GPU
+    names."""
     if os.environ.get("NIGHTJAR_BAD_GPU", "-") == os.environ.get("CUDA_VISIBLE_DEVICES"):
         os.abort()
 
 
 def spoken_text(request: SynthesisRequest) -> str:
     """The user's text of a request."""
-    return " ".join(m.content for m in request.messages if m.role == "user" and m.modality == "text" and isinstance(m.content, str))
+    return " ".join(
+        m.content
+        for m in request.messages
+        if m.role == "user" and m.modality == "text" and isinstance(m.content, str)
+    )
 
 
 def _heard(request: SynthesisRequest) -> str:
-    return " ".join(hashlib.sha256(m.content).hexdigest() for m in request.messages if isinstance(m.content, bytes))
+    return " ".join(
+        hashlib.sha256(m.content).hexdigest() for m in request.messages if isinstance(m.content, bytes)
+    )
 
 
 def sine(text: str, seed: int) -> NDArray[np.float32]:
-    """The one right answer of the fake engine, float32 [samples]: pitch from the seed, length from the text."""
+    """The one right answer of the fake engine, float32 [samples]: pitch from the seed, length from the
+    text."""
     samples = SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500)
     pitch_hz = 200.0 + seed % 400
     return (0.3 * np.sin(2 * np.pi * pitch_hz / SAMPLE_RATE * np.arange(samples))).astype(np.float32)
@@ -69,15 +78,16 @@ class Markers:
 class FakePipeline(CalledPipeline):
     """A deterministic sine engine.
 
-    Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots` requests run at
-    once; with both zero a request is answered inside `submit`. `waiting_room` bounds what may wait for a slot. With `patient_until` nothing
-    ends while a slot is empty, until so many requests were submitted: who does not keep the engine full waits for ever.
-    Markers in a text: `[[slow:S]]` S seconds more; `[[until:PATH]]` ends when there is a file PATH, not before;
-    `[[hang]]` never ends, not even by abort; `[[crash]]` kills the process; `[[crash_once:PATH]]` kills it unless PATH
-    exists, and makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
-    `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[hears]]` writes the
-    SHA-256 of its recordings beside its audio; `[[says:TEXT]]`
-    writes a text beside its audio; from `[[executor:NAME]]` on its `info` names this executor.
+    Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots`
+    requests run at once; with both zero a request is answered inside `submit`. `waiting_room` bounds what
+    may wait for a slot. With `patient_until` nothing ends while a slot is empty, until so many requests
+    were submitted: who does not keep the engine full waits for ever. Markers in a text: `[[slow:S]]` S
+    seconds more; `[[until:PATH]]` ends when there is a file PATH, not before; `[[hang]]` never ends, not
+    even by abort; `[[crash]]` kills the process; `[[crash_once:PATH]]` kills it unless PATH exists, and
+    makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
+    `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio;
+    `[[hears]]` writes the SHA-256 of its recordings beside its audio; `[[says:TEXT]]` writes a text beside
+    its audio; from `[[executor:NAME]]` on its `info` names this executor.
     """
 
     sample_rate = SAMPLE_RATE
@@ -165,7 +175,9 @@ class FakePipeline(CalledPipeline):
         if "hang" in words:
             return float("inf")
         held_seconds = LOOK_SECONDS if "until" in words else 0.0
-        return self.seconds + self.seconds_per_character * len(text) + float(words.get("slow", 0)) + held_seconds
+        return (
+            self.seconds + self.seconds_per_character * len(text) + float(words.get("slow", 0)) + held_seconds
+        )
 
     def _run(self) -> None:
         while not self.closes:
@@ -183,7 +195,9 @@ class FakePipeline(CalledPipeline):
                     continue
                 request_id = heapq.heappop(self._ends)[2]
                 if self._held(request_id):
-                    heapq.heappush(self._ends, (time.monotonic() + LOOK_SECONDS, next(self._order), request_id))
+                    heapq.heappush(
+                        self._ends, (time.monotonic() + LOOK_SECONDS, next(self._order), request_id)
+                    )
                     continue
                 entry = self._running.pop(request_id, None)
             if entry is not None:
@@ -192,7 +206,9 @@ class FakePipeline(CalledPipeline):
     @property
     def _patient(self) -> bool:
         """Whether the engine waits until it is full."""
-        return len(self.submitted) < self.patient_until and len(self._running) + len(self._waiting) < self.slots
+        return (
+            len(self.submitted) < self.patient_until and len(self._running) + len(self._waiting) < self.slots
+        )
 
     def _held(self, request_id: str) -> bool:
         """Whether a running request waits for its file."""
@@ -266,7 +282,8 @@ class FakeClock:
 
 
 class MemoryStore(ObjectStore):
-    """An `ObjectStore` in memory. `fail_next` errors are raised by the next calls of `put` or `get`, one each."""
+    """An `ObjectStore` in memory. `fail_next` errors are raised by the next calls of `put` or `get`, one
+    each."""
 
     remote: ClassVar[bool] = False
     root: Path | None = None
@@ -284,7 +301,12 @@ class MemoryStore(ObjectStore):
         self._lock = threading.Lock()
 
     def put(
-        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+        self,
+        key: str,
+        data: bytes,
+        *,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         self._maybe_fail()
         with self._lock:
@@ -297,7 +319,12 @@ class MemoryStore(ObjectStore):
         return PutResult(self._info(key), created)
 
     def put_file(
-        self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+        self,
+        key: str,
+        path: Path,
+        *,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         return self.put(key, path.read_bytes(), content_type=content_type, metadata=metadata)
 
@@ -351,7 +378,9 @@ class MemoryStore(ObjectStore):
 
     def _info(self, key: str) -> ObjectInfo:
         data, metadata = self._object(key)
-        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), metadata, self.modified_at.get(key))
+        return ObjectInfo(
+            key, len(data), hashlib.sha256(data).hexdigest(), metadata, self.modified_at.get(key)
+        )
 
     def _maybe_fail(self) -> None:
         with self._lock:

@@ -1,4 +1,5 @@
-"""Tables that send each field of a type through a layer: every field of a value by its path, and what differs between two values."""
+"""Tables that send each field of a type through a layer: every field of a value by its path, and what
+differs between two values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import msgspec
 
 
 def fields_of(value: Any, *leaves: type) -> dict[str, Any]:
-    """Path -> value of every field of a struct or dataclass, and of those within it apart from `leaves`. A mapping is one value."""
+    """Path -> value of every field of a struct or dataclass, and of those within it apart from `leaves`. A
+    mapping is one value."""
     if isinstance(value, leaves):
         return {"": value}
     if isinstance(value, msgspec.Struct):

@@ -13,7 +13,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "fish"
 
 @cache
 def whole(golden: Path = GOLDEN) -> Path:
-    """A copy of the checkpoint with the codec's sizes in it where the folder has some; it lives as long as the process."""
+    """A copy of the checkpoint with the codec's sizes in it where the folder has some; it lives as long as
+    the process."""
     folder = Path(tempfile.mkdtemp(prefix="nightjar-fish-golden-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     copy = shutil.copytree(golden / "checkpoint", folder / "checkpoint", copy_function=shutil.copyfile)

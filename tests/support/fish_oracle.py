@@ -1,7 +1,8 @@
 """The dual AR of Fish Speech S2 as a plain loop over one sequence: what every engine is measured against.
 
-Written from the description of the model alone and shares no code with the product: neighbours are rotated as pairs, tables are rounded
-to bfloat16, every frame recomputes the whole fast AR, and sampling sorts the whole vocabulary.
+Written from the description of the model alone and shares no code with the product: neighbours are rotated
+as pairs, tables are rounded to bfloat16, every frame recomputes the whole fast AR, and sampling sorts the
+whole vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-#: Uniform numbers of a draw: (step, what, values) -> [values]; `what` is 0 and 1 for the two slow draws, 1 + i for code i.
+#: Uniform numbers of a draw: (step, what, values) -> [values]; `what` is 0 and 1 for the two slow draws, 1 +
+#: i for code i.
 Noise = Callable[[int, int, int], Tensor]
 
 
@@ -33,7 +35,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One sequence; columns [1 + codebooks, n] with the last one, and the states (behind the final norm) that made each of them."""
+    """One sequence; columns [1 + codebooks, n] with the last one, and the states (behind the final norm)
+    that made each of them."""
 
     steps: list[Step]
     columns: Tensor
@@ -45,7 +48,9 @@ class Trace:
 class Stack:
     """One of the two transformers."""
 
-    def __init__(self, weights: dict[str, Tensor], prefix: str, config: dict, eps: float, base: float, positions: int) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], prefix: str, config: dict, eps: float, base: float, positions: int
+    ) -> None:
         self.weights, self.prefix, self.config, self.eps = weights, prefix, config, eps
         frequencies = 1.0 / base ** (torch.arange(0, config["head_dim"], 2).float() / config["head_dim"])
         angles = torch.arange(positions).float()[:, None] * frequencies
@@ -64,7 +69,8 @@ class Stack:
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
     def __call__(self, x: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-        """x: [T, dim] -> behind the final norm; a cache has the keys and values of what came before, and is grown."""
+        """x: [T, dim] -> behind the final norm; a cache has the keys and values of what came before, and
+        is grown."""
         heads, few, width = (self.config[name] for name in ("n_head", "n_local_heads", "head_dim"))
         start = cache[0][0].shape[0] if cache else 0
         grown: list[tuple[Tensor, Tensor]] = []
@@ -73,7 +79,10 @@ class Stack:
             packed = self.norm(x, self.weight(f"{at}attention_norm")) @ self.weight(f"{at}attention.wqkv").T
             q, k, v = packed.view(len(x), -1, width).split((heads, few, few), dim=1)
             if self.config["attention_qk_norm"]:
-                q, k = self.norm(q, self.weight(f"{at}attention.q_norm")), self.norm(k, self.weight(f"{at}attention.k_norm"))
+                q, k = (
+                    self.norm(q, self.weight(f"{at}attention.q_norm")),
+                    self.norm(k, self.weight(f"{at}attention.k_norm")),
+                )
             q, k = self.rotate(q, start), self.rotate(k, start)
             if cache:
                 k, v = torch.cat((cache[layer][0], k)), torch.cat((cache[layer][1], v))
@@ -83,7 +92,9 @@ class Stack:
             out = scaled_dot_product_attention(q.transpose(0, 1), wide_k, wide_v, attn_mask=mask)
             x = x + out.transpose(0, 1).flatten(1) @ self.weight(f"{at}attention.wo").T
             inner = self.norm(x, self.weight(f"{at}ffn_norm"))
-            gate = silu(inner @ self.weight(f"{at}feed_forward.w1").T) * (inner @ self.weight(f"{at}feed_forward.w3").T)
+            gate = silu(inner @ self.weight(f"{at}feed_forward.w1").T) * (
+                inner @ self.weight(f"{at}feed_forward.w3").T
+            )
             x = x + gate @ self.weight(f"{at}feed_forward.w2").T
         if cache is not None:
             cache[:] = grown
@@ -102,7 +113,9 @@ class OracleLm:
         self.slow = Stack(self.weights, "text_model.model.", text, eps, base, text["max_seq_len"])
         self.fast = Stack(self.weights, "audio_decoder.", audio, eps, base, audio["num_codebooks"])
         self.codebooks, self.size = audio["num_codebooks"], audio["vocab_size"]
-        self.first, self.last, self.end = (self.config[f"{n}_token_id"] for n in ("semantic_start", "semantic_end", "eos"))
+        self.first, self.last, self.end = (
+            self.config[f"{n}_token_id"] for n in ("semantic_start", "semantic_end", "eos")
+        )
 
     def embed(self, columns: Tensor) -> Tensor:
         """int64 [1 + codebooks, T] -> [T, dim]."""
@@ -121,7 +134,8 @@ class OracleLm:
 
     @torch.inference_mode()
     def run(self, prompt: Tensor, most: int, sampling: dict, noise: Noise | None = None) -> Trace:
-        """A prompt of columns, int64 [1 + codebooks, T], to its end or `most` columns; without noise every draw is the likeliest."""
+        """A prompt of columns, int64 [1 + codebooks, T], to its end or `most` columns; without noise every
+        draw is the likeliest."""
         cache: list[tuple[Tensor, Tensor]] = []
         x, steps, hidden, all_logits, tokens = self.embed(prompt), [], [], [], []
         temperature, top_p, top_k = (sampling[name] for name in ("temperature", "top_p", "top_k"))
@@ -135,7 +149,11 @@ class OracleLm:
             token = choose(a, b, window if step else None, self.first, self.last)
             tokens.append(token)
             codes = self.frame(
-                state, token, lambda i, row, step=step: draw(probabilities(row, temperature, top_p, top_k), noise, step, 1 + i)
+                state,
+                token,
+                lambda i, row, step=step: draw(
+                    probabilities(row, temperature, top_p, top_k), noise, step, 1 + i
+                ),
             )
             column = [token, *codes]
             steps.append(Step(column, a, b, window))
@@ -163,7 +181,8 @@ class OracleLm:
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """[vocabulary] -> [vocabulary]: filters on the raw logits, the token that crosses top_p dropped, then temperature."""
+    """[vocabulary] -> [vocabulary]: filters on the raw logits, the token that crosses top_p dropped, then
+    temperature."""
     ordered, order = logits.sort(descending=True, stable=True)
     removed = (ordered.softmax(-1).cumsum(-1) > top_p) | (torch.arange(len(logits)) >= (top_k or len(logits)))
     removed[0] = False

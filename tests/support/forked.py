@@ -1,7 +1,9 @@
-"""Python modules as processes of their own that need no second for their imports: forked from a process that has done nothing else.
+"""Python modules as processes of their own that need no second for their imports: forked from a process
+that has done nothing else.
 
-What such a process gets and gives is that of `python -m`: arguments, folder, environment, files, signals, exit code. Its /proc entries
-of command line and environment are those of the process that it was forked from.
+What such a process gets and gives is that of `python -m`: arguments, folder, environment, files, signals,
+exit code. Its /proc entries of command line and environment are those of the process that it was forked
+from.
 """
 
 from __future__ import annotations
@@ -78,11 +80,16 @@ class Forked:
 
 
 def is_like_this_process(environment: Mapping[str, str], *, but_for_paths: bool = False) -> bool:
-    """Whether these variables set Python itself up as it is here: what was imported before is what would be imported.
+    """Whether these variables set Python itself up as it is here: what was imported before is what would
+    be imported.
 
-    With `but_for_paths` they may name further folders to import from, which `Forked` adds; not such as change how Python starts.
+    With `but_for_paths` they may name further folders to import from, which `Forked` adds; not such as
+    change how Python starts.
     """
-    here, there = ({name: value for name, value in one.items() if name.startswith("PYTHON")} for one in (os.environ, environment))
+    here, there = (
+        {name: value for name, value in one.items() if name.startswith("PYTHON")}
+        for one in (os.environ, environment)
+    )
     if but_for_paths and not any(Path(folder, "sitecustomize.py").exists() for folder in _paths(environment)):
         for one in (here, there):
             one.pop("PYTHONPATH", None)

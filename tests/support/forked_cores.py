@@ -1,7 +1,9 @@
-"""Engine cores of vLLM that need no seconds for their imports: forked from a process that has done nothing else.
+"""Engine cores of vLLM that need no seconds for their imports: forked from a process that has done nothing
+else.
 
-One such process, a template, serves all processes of a run of pytest, and another one the cores of the V2 runner, whose imports differ.
-Cores that commands and workers start are spawned, as in production, but for those of a test that asks for it.
+One such process, a template, serves all processes of a run of pytest, and another one the cores of the V2
+runner, whose imports differ. Cores that commands and workers start are spawned, as in production, but for
+those of a test that asks for it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _STARTING = threading.Lock()
 
 
 class _Template(forkserver.ForkServer):
-    """A process to fork from: that of another process of this run, where one has started it and still runs."""
+    """A process to fork from: that of another process of this run, where one has started it and still
+    runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +56,14 @@ class _Template(forkserver.ForkServer):
                 self._owner = os.getpid()
                 atexit.register(card.unlink, missing_ok=True)
                 file.truncate(0)
-                json.dump({"owner": self._owner, "address": self._forkserver_address, "alive": self._forkserver_alive_fd}, file)
+                json.dump(
+                    {
+                        "owner": self._owner,
+                        "address": self._forkserver_address,
+                        "alive": self._forkserver_alive_fd,
+                    },
+                    file,
+                )
 
     def ensure_running(self) -> None:
         """`share` has done it."""
@@ -135,7 +145,11 @@ def _end_with_starter() -> None:
 
 def forked_pids() -> list[int]:
     """The cores that this process has started so and that run."""
-    return [process.pid for process in multiprocessing.active_children() if isinstance(process, _Core) and process.pid is not None]
+    return [
+        process.pid
+        for process in multiprocessing.active_children()
+        if isinstance(process, _Core) and process.pid is not None
+    ]
 
 
 def template_pids() -> list[int]:

@@ -1,4 +1,5 @@
-"""What `nightjar` and the worker import, for `tests.support.forked`; not the modules that are run, which are run anew."""
+"""What `nightjar` and the worker import, for `tests.support.forked`; not the modules that are run, which
+are run anew."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from pkgutil import iter_modules
 
 import jobs.cli
 
-LIBRARIES = ["alembic.command", "boto3", "sqlalchemy.dialects.postgresql.psycopg", "sqlalchemy.dialects.sqlite.pysqlite"]
+LIBRARIES = [
+    "alembic.command",
+    "boto3",
+    "sqlalchemy.dialects.postgresql.psycopg",
+    "sqlalchemy.dialects.sqlite.pysqlite",
+]
 OURS = ["jobs.doctor", "jobs.ingest", "jobs.ledger", "worker.__main__", "worker.celery_app", "worker.metrics"]
 
 for name in [

@@ -1,4 +1,5 @@
-"""Arrays of golden folders. A large one may be thinned: every n-th of its values, under the key `<key>~<n>~<size>x<size>`."""
+"""Arrays of golden folders. A large one may be thinned: every n-th of its values, under the key
+`<key>~<n>~<size>x<size>`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MARK = "~"
-#: Rounding in float32 grows with the values: where that is more than a limit, so much of the largest of them is allowed.
+#: Rounding in float32 grows with the values: where that is more than a limit, so much of the largest of them
+#: is allowed.
 RELATIVE = 1e-5
 
 
@@ -49,7 +51,8 @@ class Arrays(dict[str, Any]):
         return super().__getitem__(key)
 
     def check_listed(self, listed: Mapping[str, tuple[str, list[int]]]) -> None:
-        """Raises AssertionError where an array that is listed as {key: (type, shape)} is absent or another one."""
+        """Raises AssertionError where an array that is listed as {key: (type, shape)} is absent or another
+        one."""
         for key, (kind, shape) in listed.items():
             assert key in self, f"the array {key} is absent"
             array = super().__getitem__(key)
@@ -104,7 +107,8 @@ def largest_difference(got: NDArray[Any], want: Array, what: str) -> float:
 
 
 def check_near(what: str, got: Any, want: Array, limit: float) -> None:
-    """Raises AssertionError for another shape, and for a difference above `limit` and above `RELATIVE` of the largest value."""
+    """Raises AssertionError for another shape, and for a difference above `limit` and above `RELATIVE` of
+    the largest value."""
     mine = got.detach().float().cpu().numpy() if hasattr(got, "detach") else np.asarray(got)
     values = want.values if isinstance(want, Thinned) else want
     allowed = max(limit, RELATIVE * float(np.abs(values).max(initial=0.0)))

@@ -1,8 +1,10 @@
-"""Golden checkpoints made whole: the repository leaves out of them what no case of its golden folders reads, for its size.
+"""Golden checkpoints made whole: the repository leaves out of them what no case of its golden folders
+reads, for its size.
 
-`left_out.json` of a checkpoint names the tensors: {file: {tensor: {"shape": [...], "rows": [...]}}}. A tensor with `rows` is
-stored with these rows alone, one without is not stored at all; seeded noise takes their place. A `.gz` file is a packed one.
-`python -m tests.support.golden_checkpoint CHECKPOINT FOLDER` writes a whole one for who wants to run it.
+`left_out.json` of a checkpoint names the tensors: {file: {tensor: {"shape": [...], "rows": [...]}}}. A
+tensor with `rows` is stored with these rows alone, one without is not stored at all; seeded noise takes
+their place. A `.gz` file is a packed one. `python -m tests.support.golden_checkpoint CHECKPOINT FOLDER`
+writes a whole one for who wants to run it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def whole(checkpoint: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="nightjar-golden-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     ignored = shutil.ignore_patterns(LEFT_OUT, "*.gz")
-    copy = shutil.copytree(checkpoint, folder / checkpoint.name, ignore=ignored, copy_function=shutil.copyfile)
+    copy = shutil.copytree(
+        checkpoint, folder / checkpoint.name, ignore=ignored, copy_function=shutil.copyfile
+    )
     for path in packed:
         (copy / path.with_suffix("")).write_bytes(gzip.decompress((checkpoint / path).read_bytes()))
     for file, tensors in gaps.items():

@@ -1,8 +1,10 @@
-"""`python -m tests.support.golden_spark REFERENCE SET TARGET [SHARE]`: a golden set of SparkTTS made with the reference implementation.
+"""`python -m tests.support.golden_spark REFERENCE SET TARGET [SHARE]`: a golden set of SparkTTS made with
+the reference implementation.
 
-REFERENCE is a checkout of Spark-TTS (commit 2f1ea90); it needs the packages einx, omegaconf and torchaudio beside ours. With SHARE the
-ECAPA is first made such that it packs well: of each of its large tensors this share of the values, the largest, keep their sign and become
-one size, and the others 0. Without SHARE the set comes out as it was, but for rounding.
+REFERENCE is a checkout of Spark-TTS (commit 2f1ea90); it needs the packages einx, omegaconf and torchaudio
+beside ours. With SHARE the ECAPA is first made such that it packs well: of each of its large tensors this
+share of the values, the largest, keep their sign and become one size, and the others 0. Without SHARE the
+set comes out as it was, but for rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class Maker:
         self.files: dict[str, dict[str, Any]] = {}
         self._states: dict[str, Tensor] = {}
         speaker = self.audio.model.speaker_encoder
-        for name, module in (("perceiver_out", speaker.perceiver_sampler), ("fsq_project_in", speaker.quantizer.project_in)):
+        for name, module in (
+            ("perceiver_out", speaker.perceiver_sampler),
+            ("fsq_project_in", speaker.quantizer.project_in),
+        ):
             module.register_forward_hook(lambda _, __, out, name=name: self._states.__setitem__(name, out[0]))
 
     @torch.no_grad()
@@ -55,7 +60,9 @@ class Maker:
                 self._chances(case)
         for file, arrays in self.files.items():
             np.savez_compressed(self.folder / file, **arrays)
-        (self.folder / "cases.json").write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (self.folder / "cases.json").write_text(
+            json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
     def _arrays(self, file: str) -> dict[str, Any]:
         if file not in self.files:
@@ -68,7 +75,9 @@ class Maker:
         for key, value in arrays.items():
             old, new = held[key], np.asarray(value, held[key].dtype)
             moved = (
-                f"{np.abs(new.astype(np.float64) - old).max(initial=0.0):.1e}" if new.shape == old.shape else f"{old.shape} to {new.shape}"
+                f"{np.abs(new.astype(np.float64) - old).max(initial=0.0):.1e}"
+                if new.shape == old.shape
+                else f"{old.shape} to {new.shape}"
             )
             print(f"{case['name']} {key}: {moved}")
             held[key], case["arrays"][key] = new, [str(new.dtype), list(new.shape)]
@@ -77,7 +86,11 @@ class Maker:
         if "audio_file" in case:
             samples = self._arrays(case["audio_file"])["audio"]
             clip = torch.from_numpy(self.audio.get_ref_clip(samples)).unsqueeze(0).float()
-            batch = {"wav": torch.from_numpy(samples)[None], "ref_wav": clip, "feat": self.audio.extract_wav2vec2_features(samples)}
+            batch = {
+                "wav": torch.from_numpy(samples)[None],
+                "ref_wav": clip,
+                "feat": self.audio.extract_wav2vec2_features(samples),
+            }
             semantic, voice = self.audio.model.tokenize(batch)
         else:
             voice, semantic = self.audio.tokenize(str(self.folder / "wavs" / case["wav"]))
@@ -89,7 +102,9 @@ class Maker:
         if "gender" in case:
             prompt = model.process_prompt_control(case["gender"], case["pitch"], case["speed"], case["text"])
         else:
-            prompt, voice = model.process_prompt(case["text"], str(self.folder / "wavs" / case["wav"]), case["ref_text"])
+            prompt, voice = model.process_prompt(
+                case["text"], str(self.folder / "wavs" / case["wav"]), case["ref_text"]
+            )
             self._put(case, global_ids=voice.reshape(-1))
         ids = model.tokenizer([prompt], return_tensors="pt")
         self._put(case, input_ids=ids.input_ids[0])
@@ -110,25 +125,41 @@ class Maker:
         case["min_margin"] = float((best[:, 0] - best[:, 1]).min())
         steps = self._arrays(case["file"])["logits_steps"].clip(max=len(written) - 1)
         hidden = torch.stack([states[-1][0, -1] for states in out.hidden_states])
-        self._put(case, output_ids=written, hidden=hidden, logits_steps=steps, logits=logits[torch.from_numpy(steps)])
+        self._put(
+            case,
+            output_ids=written,
+            hidden=hidden,
+            logits_steps=steps,
+            logits=logits[torch.from_numpy(steps)],
+        )
         text = model.tokenizer.batch_decode([written], skip_special_tokens=True)[0]
         semantic = torch.tensor([int(found) for found in re.findall(r"bicodec_semantic_(\d+)", text)])[None]
         if voice is None:
-            voice = torch.tensor([int(found) for found in re.findall(r"bicodec_global_(\d+)", text)])[None, None]
+            voice = torch.tensor([int(found) for found in re.findall(r"bicodec_global_(\d+)", text)])[
+                None, None
+            ]
             self._put(case, global_ids=voice.reshape(-1))
-        self._put(case, semantic_ids=semantic[0], wav=self.audio.detokenize(voice.squeeze(0), semantic).reshape(-1))
+        self._put(
+            case, semantic_ids=semantic[0], wav=self.audio.detokenize(voice.squeeze(0), semantic).reshape(-1)
+        )
 
     def _chances(self, case: dict[str, Any]) -> None:
         logits = torch.from_numpy(self._arrays(case["logits_file"])["logits"][case["row"]])[None]
         for index, (temperature, top_k, top_p) in enumerate(case["settings"]):
-            chain = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(int(top_k)), TopPLogitsWarper(top_p)])
+            chain = LogitsProcessorList(
+                [TemperatureLogitsWarper(temperature), TopKLogitsWarper(int(top_k)), TopPLogitsWarper(top_p)]
+            )
             chances = chain(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)[0]  # pyright: ignore[reportArgumentType]
             self._put(case, **{f"probs_{index}": chances})
 
 
 def thin_out(path: Path, share: float) -> None:
     """Rewrites the ECAPA in a BiCodec's tensors."""
-    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(_ECAPA) or not _is_unused(name)}
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if not name.startswith(_ECAPA) or not _is_unused(name)
+    }
     for name, tensor in tensors.items():
         if name.startswith(_ECAPA) and tensor.numel() > _LARGE:
             wide = tensor.float()

@@ -1,7 +1,8 @@
-"""`python -m tests.support.golden_subset FAMILY FOLDER TARGET`: copies of a golden folder what the repository keeps of it.
+"""`python -m tests.support.golden_subset FAMILY FOLDER TARGET`: copies of a golden folder what the
+repository keeps of it.
 
-Everything in the copy is as it was, but for its size: large arrays are thinned, tensors or rows of them that no case reads are
-left out, and weights that are exact in bfloat16 are stored so.
+Everything in the copy is as it was, but for its size: large arrays are thinned, tensors or rows of them
+that no case reads are left out, and weights that are exact in bfloat16 are stored so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pipelines.spark_tts.config import BICODEC, LLM
 from tests.support.golden_arrays import Array, read_arrays, thinned, write_arrays
 from tests.support.golden_checkpoint import LEFT_OUT
 
-#: Prime to every factor by which the codecs upsample, so that each phase of each layer is met, and to the sizes of the heads.
+#: Prime to every factor by which the codecs upsample, so that each phase of each layer is met, and to the
+#: sizes of the heads.
 STEP = 7
 #: Arrays with fewer values than this are kept whole.
 LARGE = 12_000
@@ -33,14 +35,32 @@ LARGE = 12_000
 SMALL = 2_000
 #: Of SparkTTS: files of the tokenizer that nobody reads.
 _SPARK_LEFT_OUT = ("added_tokens.json", "merges.txt", "vocab.json")
-_FISH_THINNED = ("wav", "hidden", "slow_logits", "encoder_out", "downsample_out", "pre_module_out", "semantic_z", "upsample_out")
-#: Of SpeechLM: the codec's weights, which the checkpoint's own files hold once more, and files of the tokenizer that nobody reads.
-_SPEECHLM_LEFT_OUT = ("model.safetensors", "added_tokens.json", "merges.txt", "special_tokens_map.json", "vocab.json")
+_FISH_THINNED = (
+    "wav",
+    "hidden",
+    "slow_logits",
+    "encoder_out",
+    "downsample_out",
+    "pre_module_out",
+    "semantic_z",
+    "upsample_out",
+)
+#: Of SpeechLM: the codec's weights, which the checkpoint's own files hold once more, and files of the
+#: tokenizer that nobody reads.
+_SPEECHLM_LEFT_OUT = (
+    "model.safetensors",
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "vocab.json",
+)
 _SPEECHLM_THINNED = ("mel", "waveform", "pcm16", "text_logits", "prompt_embeds", "tower", "features")
 #: Waves that tests of the conformance command change.
 _QWEN3_WHOLE = ("clone_icl_nonstreaming.0.wave", "clone_xvector_streaming.0.wave")
 
-_THINNED_SAYS = "Large arrays that are only compared have every 7th of their values (`tests/support/golden_arrays.py`)."
+_THINNED_SAYS = (
+    "Large arrays that are only compared have every 7th of their values (`tests/support/golden_arrays.py`)."
+)
 #: What the README says of the repository's copy.
 _COPIES = {
     "fish": f"All cases of the set. {_THINNED_SAYS}",
@@ -58,8 +78,11 @@ Gaps = dict[str, dict[str, Any]]
 
 
 def spark(source: Path, target: Path) -> None:
-    """Packs the checkpoint, whose ECAPA was made to pack well (`tests.support.golden_spark`), and thins what is only compared."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_SPARK_LEFT_OUT), copy_function=shutil.copyfile)
+    """Packs the checkpoint, whose ECAPA was made to pack well (`tests.support.golden_spark`), and thins
+    what is only compared."""
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns(*_SPARK_LEFT_OUT), copy_function=shutil.copyfile
+    )
     _pack(target / "checkpoint" / LLM / "tokenizer.json")
     _pack(target / "checkpoint" / BICODEC / "model.safetensors")
     cases = json.loads((source / "cases.json").read_text(encoding="utf-8"))["cases"]
@@ -77,24 +100,34 @@ def fish(source: Path, target: Path) -> None:
 
 
 def speechlm(source: Path, target: Path) -> None:
-    """Every case; the codec's weights are in the checkpoint once more, and audio and what spans the vocabulary are thinned."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_SPEECHLM_LEFT_OUT), copy_function=shutil.copyfile)
+    """Every case; the codec's weights are in the checkpoint once more, and audio and what spans the
+    vocabulary are thinned."""
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns(*_SPEECHLM_LEFT_OUT), copy_function=shutil.copyfile
+    )
     _thin(target / "arrays.npz", lambda key: key.rpartition("/")[2] in _SPEECHLM_THINNED, SMALL)
 
 
 def qwen3_tts(source: Path, target: Path) -> None:
-    """Leaves out the codec's encoder where no voice is cloned, and rows of full-size codebooks that no case looks up."""
+    """Leaves out the codec's encoder where no voice is cloned, and rows of full-size codebooks that no
+    case looks up."""
     shutil.copytree(source, target, copy_function=shutil.copyfile)
     _drop_encoding(target, "checkpoint-custom")
     codes = _codes(target, "checkpoint-custom")
     _cut(
         target / "checkpoint-custom",
         {
-            "model.safetensors": lambda tensors: _rows(tensors, "talker.code_predictor.model.codec_embedding.{}.weight", codes[1:]),
+            "model.safetensors": lambda tensors: _rows(
+                tensors, "talker.code_predictor.model.codec_embedding.{}.weight", codes[1:]
+            ),
             "speech_tokenizer/model.safetensors": lambda tensors: (
                 _without(tensors, [name for name in sorted(tensors) if name.startswith("encoder.")])
-                | _rows(tensors, "decoder.quantizer.rvq_first.vq.layers.{}._codebook.cluster_usage", codes[:1])
-                | _rows(tensors, "decoder.quantizer.rvq_first.vq.layers.{}._codebook.embedding_sum", codes[:1])
+                | _rows(
+                    tensors, "decoder.quantizer.rvq_first.vq.layers.{}._codebook.cluster_usage", codes[:1]
+                )
+                | _rows(
+                    tensors, "decoder.quantizer.rvq_first.vq.layers.{}._codebook.embedding_sum", codes[:1]
+                )
                 | _rows(tensors, "decoder.quantizer.rvq_rest.vq.layers.{}._codebook.cluster_usage", codes[1:])
                 | _rows(tensors, "decoder.quantizer.rvq_rest.vq.layers.{}._codebook.embedding_sum", codes[1:])
             ),
@@ -102,10 +135,16 @@ def qwen3_tts(source: Path, target: Path) -> None:
     )
     _cut(
         target / "checkpoint-design",
-        {"speech_tokenizer/model.safetensors": lambda t: _without(t, [name for name in sorted(t) if name.startswith("encoder.")])},
+        {
+            "speech_tokenizer/model.safetensors": lambda t: _without(
+                t, [name for name in sorted(t) if name.startswith("encoder.")]
+            )
+        },
     )
     for path in target.glob("checkpoint-design/**/*.safetensors"):
-        save_file({name: _shortest(tensor) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+        save_file(
+            {name: _shortest(tensor) for name, tensor in load_file(path).items()}, path, {"format": "pt"}
+        )
     for path in target.glob("arrays_*.npz"):
         _thin(path, _thin_of_qwen3)
     _without_known_audio(target)
@@ -130,7 +169,11 @@ def _drop_encoding(folder: Path, checkpoint: str) -> None:
 def _without_known_audio(folder: Path) -> None:
     """Takes samples out that are those of a file in `refs/`."""
     content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
-    known = {item["keys"][0] for item in content["codec"]["items"] if item["kind"] == "speaker" and "24k_mono" in item["ref_audio"]}
+    known = {
+        item["keys"][0]
+        for item in content["codec"]["items"]
+        if item["kind"] == "speaker" and "24k_mono" in item["ref_audio"]
+    }
     _keep(folder / content["codec"]["arrays"], lambda key: key not in known)
 
 
@@ -139,12 +182,24 @@ def _codes(folder: Path, checkpoint: str) -> list[NDArray[np.int64]]:
     content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
     found: list[NDArray[Any]] = []
     for name in {case["arrays"] for case in content["cases"] if case["checkpoint"] == checkpoint}:
-        found += [array for key, array in _plain(folder / name).items() if key.endswith((".codes", ".ref_codes", ".frames"))]
-    mine = {item["keys"].removesuffix("*") for item in content["codec"]["items"] if item["checkpoint"] == checkpoint}
+        found += [
+            array
+            for key, array in _plain(folder / name).items()
+            if key.endswith((".codes", ".ref_codes", ".frames"))
+        ]
+    mine = {
+        item["keys"].removesuffix("*")
+        for item in content["codec"]["items"]
+        if item["checkpoint"] == checkpoint
+    }
     codec = _plain(folder / content["codec"]["arrays"])
-    found += [array for key, array in codec.items() if key.endswith(".codes") and key.removesuffix("codes") in mine]
+    found += [
+        array for key, array in codec.items() if key.endswith(".codes") and key.removesuffix("codes") in mine
+    ]
     # Padding of a batch is code 0.
-    frames = np.concatenate([np.zeros((1, found[0].shape[1]), np.int64), *(array.astype(np.int64) for array in found)])
+    frames = np.concatenate(
+        [np.zeros((1, found[0].shape[1]), np.int64), *(array.astype(np.int64) for array in found)]
+    )
     return [np.unique(column) for column in frames.T]
 
 
@@ -188,7 +243,11 @@ def _pack(path: Path) -> None:
 
 def _thin(path: Path, chosen: Callable[[str], bool], large: int = LARGE) -> None:
     def shorter(key: str, array: Array) -> Array:
-        return thinned(array, STEP) if isinstance(array, np.ndarray) and array.size > large and chosen(key) else array
+        return (
+            thinned(array, STEP)
+            if isinstance(array, np.ndarray) and array.size > large and chosen(key)
+            else array
+        )
 
     write_arrays(path, {key: shorter(key, array) for key, array in read_arrays(path).items()})
 
@@ -220,10 +279,14 @@ def case_list(folder: Path) -> str:
 def _describe(family: str, target: Path) -> None:
     path = target / "README.md"
     about = path.read_text(encoding="utf-8").strip()
-    path.write_text(f"{about}\n\n## What this copy is\n\n{_COPIES[family]}\n\n{case_list(target)}", encoding="utf-8")
+    path.write_text(
+        f"{about}\n\n## What this copy is\n\n{_COPIES[family]}\n\n{case_list(target)}", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
-    {"fish": fish, "qwen3_tts": qwen3_tts, "spark": spark, "speechlm": speechlm}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    {"fish": fish, "qwen3_tts": qwen3_tts, "spark": spark, "speechlm": speechlm}[sys.argv[1]](
+        Path(sys.argv[2]), Path(sys.argv[3])
+    )
     if sys.argv[1] in _COPIES:
         _describe(sys.argv[1], Path(sys.argv[3]))

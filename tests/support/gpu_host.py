@@ -10,20 +10,31 @@ UUIDS = [f"GPU-{number}{number:07x}-0000-4000-8000-{number:012x}" for number in 
 MIG_ID = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
 
 
-def install_nvidia_smi(folder: Path, gpus: int, *, mig: int | None = None, status: int = 0, lost: int | None = None) -> dict[str, str]:
-    """Writes an `nvidia-smi` that lists so many GPUs; GPU `mig` has an instance, and `lost` fell off the bus. With a status it lists none.
-    Returns the variables that make a process find it."""
+def install_nvidia_smi(
+    folder: Path, gpus: int, *, mig: int | None = None, status: int = 0, lost: int | None = None
+) -> dict[str, str]:
+    """Writes an `nvidia-smi` that lists so many GPUs; GPU `mig` has an instance, and `lost` fell off the
+    bus. With a status it lists none. Returns the variables that make a process find it."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [f"GPU {number}: NVIDIA H200 (UUID: {UUIDS[number]})" for number in range(gpus)]
     if mig is not None:
         listed.insert(mig + 1, f"  MIG 1g.18gb     Device  0: (UUID: {MIG_ID})")
     buses = [f"{UUIDS[number]}, 00000000:{0x41 + number:02X}:00.0" for number in range(gpus)]
     if lost is not None:
-        status, listed[lost] = 15, f"Unable to determine the device handle for GPU0000:{0x41 + lost:02X}:00.0: Unknown Error"
+        status, listed[lost] = (
+            15,
+            f"Unable to determine the device handle for GPU0000:{0x41 + lost:02X}:00.0: Unknown Error",
+        )
     program = folder / "nvidia-smi"
-    lines = "\n".join(listed if status == 0 or lost is not None else ["Unable to determine the device handle for GPU0: Unknown Error"])
+    lines = "\n".join(
+        listed
+        if status == 0 or lost is not None
+        else ["Unable to determine the device handle for GPU0: Unknown Error"]
+    )
     addresses = "\n".join(buses if lost is None else [listed[lost]])
-    program.write_text(f'#!/bin/sh\nif [ "$1" = -L ]; then cat <<END\n{lines}\nEND\nelse cat <<END\n{addresses}\nEND\nfi\nexit {status}\n')
+    program.write_text(
+        f'#!/bin/sh\nif [ "$1" = -L ]; then cat <<END\n{lines}\nEND\nelse cat <<END\n{addresses}\nEND\nfi\nexit {status}\n'
+    )
     program.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
@@ -34,7 +45,8 @@ def bus_id(number: int) -> str:
 
 
 def write_sys(folder: Path, near: Mapping[str, str], siblings: Sequence[tuple[int, ...]] = ()) -> Path:
-    """A /sys in which each address of `near` has its list of cores, and the hardware threads of `siblings` share a core."""
+    """A /sys in which each address of `near` has its list of cores, and the hardware threads of `siblings`
+    share a core."""
     for address, cores in near.items():
         device = folder / "bus/pci/devices" / address
         device.mkdir(parents=True)

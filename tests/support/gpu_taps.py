@@ -20,7 +20,8 @@ class Taps:
         self.residual = torch.zeros(config.codebooks - 1, rows, config.predictor.vocab, device=device)
 
     def logits(self) -> tuple[Tensor, Tensor]:
-        """Those of the last frame that was started, in the stream's order; the next frame writes over them."""
+        """Those of the last frame that was started, in the stream's order; the next frame writes over
+        them."""
         return self.first, self.residual
 
     def keep(self, codebook: int, logits: Tensor) -> None:

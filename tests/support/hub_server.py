@@ -1,4 +1,5 @@
-"""A stand-in for the Hugging Face hub: as much of its API as `datasets` needs to push files. It keeps what it gets in memory."""
+"""A stand-in for the Hugging Face hub: as much of its API as `datasets` needs to push files. It keeps what
+it gets in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +50,17 @@ class _Handler(BaseHTTPRequestHandler):
             elif rest.startswith("tree/"):
                 self._tree(name, rest.split("/", 2)[2] if rest.count("/") > 1 else "")
             else:
-                self._json({"id": name, "sha": "0" * 40, "siblings": [], "private": False, "tags": [], "downloads": 0, "likes": 0})
+                self._json(
+                    {
+                        "id": name,
+                        "sha": "0" * 40,
+                        "siblings": [],
+                        "private": False,
+                        "tags": [],
+                        "downloads": 0,
+                        "likes": 0,
+                    }
+                )
         else:
             self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
 
@@ -57,7 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers["Content-Length"] or 0))
+        path, body = (
+            unquote(urlsplit(self.path).path),
+            self.rfile.read(int(self.headers["Content-Length"] or 0)),
+        )
         if self._refused():
             return
         if path == "/api/repos/create":
@@ -68,13 +82,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"url": f"{self.server.url}/datasets/{name}", "id": "1", "name": name})
         elif path.endswith("/info/lfs/objects/batch"):
             objects = [
-                {**one, "actions": {"upload": {"href": f"{self.server.url}/objects/{one['oid']}", "header": {}}}}
+                {
+                    **one,
+                    "actions": {"upload": {"href": f"{self.server.url}/objects/{one['oid']}", "header": {}}},
+                }
                 for one in json.loads(body)["objects"]
             ]
             self._json({"transfer": "basic", "objects": objects})
         elif "/preupload/" in path:
-            files = [{**one, "uploadMode": "lfs" if one["path"].endswith(".parquet") else "regular"} for one in json.loads(body)["files"]]
-            self._json({"files": [{"path": one["path"], "uploadMode": one["uploadMode"], "shouldIgnore": False} for one in files]})
+            files = [
+                {**one, "uploadMode": "lfs" if one["path"].endswith(".parquet") else "regular"}
+                for one in json.loads(body)["files"]
+            ]
+            self._json(
+                {
+                    "files": [
+                        {"path": one["path"], "uploadMode": one["uploadMode"], "shouldIgnore": False}
+                        for one in files
+                    ]
+                }
+            )
         elif path == "/api/validate-yaml":
             self._json({"errors": [], "warnings": []})
         elif "/paths-info/" in path:
@@ -105,11 +132,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"success": True, "commitOid": "1" * 40, "commitUrl": address, "hookOutput": ""})
 
     def _tree(self, name: str, folder: str) -> None:
-        files = {path: data for path, data in self.server.repositories[name].items() if not folder or path.startswith(f"{folder}/")}
+        files = {
+            path: data
+            for path, data in self.server.repositories[name].items()
+            if not folder or path.startswith(f"{folder}/")
+        }
         if folder and not files:
             self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         else:
-            self._json([{"type": "file", "path": path, "size": len(data), "oid": "2" * 40} for path, data in files.items()])
+            self._json(
+                [
+                    {"type": "file", "path": path, "size": len(data), "oid": "2" * 40}
+                    for path, data in files.items()
+                ]
+            )
 
     def _split(self, path: str) -> tuple[str, str]:
         organization, name, *rest = path.split("/")
@@ -127,7 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(value).encode()
         self.send_response(status)
-        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        for name, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":

@@ -6,9 +6,11 @@ import signal
 
 
 def heed() -> None:
-    """Heeds Ctrl-C and Ctrl-\\ where they are ignored: a shell without job control ignores them for what it puts into its background.
+    """Heeds Ctrl-C and Ctrl-\\ where they are ignored: a shell without job control ignores them for what
+    it puts into its background.
 
-    Every process that is started from here would ignore them too, and tests that interrupt one would wait for its end.
+    Every process that is started from here would ignore them too, and tests that interrupt one would wait
+    for its end.
     """
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

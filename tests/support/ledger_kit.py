@@ -10,7 +10,20 @@ import msgspec
 import sqlalchemy as sa
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Draw, Failed, ItemState, Job, JobSpec, Lease, NewJob, NewShard, Score, WorkerInfo
+from jobs.ledger.records import (
+    Artifact,
+    Done,
+    Draw,
+    Failed,
+    ItemState,
+    Job,
+    JobSpec,
+    Lease,
+    NewJob,
+    NewShard,
+    Score,
+    WorkerInfo,
+)
 from pipelines.errors import ErrorCode
 
 LEASE_SECONDS = 3600.0
@@ -58,14 +71,25 @@ def lease_next(ledger: Ledger, worker_id: str = "w1") -> Lease:
 
 
 def done(index: int, seed: int = 7) -> Done:
-    return Done(index, (Artifact(index, "audio", f"audio/{index}", f"sha-{index}", 100, 1500, 24000, 36000, seed, {"frames": 3}),), 20)
+    return Done(
+        index,
+        (
+            Artifact(
+                index, "audio", f"audio/{index}", f"sha-{index}", 100, 1500, 24000, 36000, seed, {"frames": 3}
+            ),
+        ),
+        20,
+    )
 
 
 def measured(index: int, scores: Mapping[str, float | None], draw: int = 0, samples: int = 36000) -> Done:
-    """As `done`, with checks that kept this draw and refused those before it, which had the same scores and one more."""
+    """As `done`, with checks that kept this draw and refused those before it, which had the same scores
+    and one more."""
     audio = msgspec.structs.replace(done(index).artifacts[0], samples=samples)
     values = {name: Score(value) for name, value in scores.items()}
-    refused = [Draw(no, no, ErrorCode.QA_WER, False, 1500, {**values, "refused": Score(1.0)}) for no in range(draw)]
+    refused = [
+        Draw(no, no, ErrorCode.QA_WER, False, 1500, {**values, "refused": Score(1.0)}) for no in range(draw)
+    ]
     return Done(index, (audio,), 20, (*refused, Draw(draw, 7, None, True, 1500, values)))
 
 
@@ -93,11 +117,15 @@ def expire(ledger: Ledger, lease: Lease) -> None:
 
 
 def expire_leases_of_the_dead(ledger: Ledger) -> None:
-    """Puts the end of every lease whose worker's process is gone into the past: tests of kills need no short leases, which a
-    machine that stands still for a moment would end under the living."""
+    """Puts the end of every lease whose worker's process is gone into the past: tests of kills need no
+    short leases, which a machine that stands still for a moment would end under the living."""
     for row in ledger.worker_statuses(everyone=True):
         if not Path("/proc", str(row.pid)).exists():
-            execute(ledger, "UPDATE shards SET lease_until = 1 WHERE state = 'leased' AND worker_id = :worker", worker=row.id)
+            execute(
+                ledger,
+                "UPDATE shards SET lease_until = 1 WHERE state = 'leased' AND worker_id = :worker",
+                worker=row.id,
+            )
 
 
 def execute(ledger: Ledger, statement: str, **values: object) -> None:
@@ -111,7 +139,8 @@ def rows(ledger: Ledger, statement: str, **values: object) -> list[tuple]:
 
 
 def assert_exact(ledger: Ledger, job_id: str) -> None:
-    """Counters of every shard equal the states of its items; done items have one audio artifact each, others none."""
+    """Counters of every shard equal the states of its items; done items have one audio artifact each,
+    others none."""
     counted = rows(
         ledger,
         "SELECT shard_no, count(*), sum(CASE WHEN state = 1 THEN 1 ELSE 0 END), sum(CASE WHEN state IN (2, 3) THEN 1 ELSE 0 END),"
@@ -120,14 +149,20 @@ def assert_exact(ledger: Ledger, job_id: str) -> None:
         job=job_id,
     )
     kept = rows(
-        ledger, "SELECT no, n_items, n_done, n_failed, n_skipped FROM shards WHERE job_id = :job AND n_items > 0 ORDER BY no", job=job_id
+        ledger,
+        "SELECT no, n_items, n_done, n_failed, n_skipped FROM shards WHERE job_id = :job AND n_items > 0 ORDER BY no",
+        job=job_id,
     )
     assert kept == counted
     audio = rows(
-        ledger, "SELECT idx FROM artifacts WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND kind = 'audio' ORDER BY idx", job=job_id
+        ledger,
+        "SELECT idx FROM artifacts WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND kind = 'audio' ORDER BY idx",
+        job=job_id,
     )
     assert audio == rows(
-        ledger, "SELECT idx FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state = 1 ORDER BY idx", job=job_id
+        ledger,
+        "SELECT idx FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state = 1 ORDER BY idx",
+        job=job_id,
     )
     sums = rows(ledger, "SELECT sum(audio_ms), sum(bytes_out) FROM shards WHERE job_id = :job", job=job_id)
     assert sums == [(1500 * len(audio), 100 * len(audio))]
@@ -139,5 +174,7 @@ def states(ledger: Ledger, job_id: str) -> list[ItemState]:
 
 def outcomes_of_attempts(ledger: Ledger, job_id: str) -> list[tuple]:
     return rows(
-        ledger, "SELECT shard_no, epoch, outcome, n_ok, n_failed FROM attempts WHERE job_id = :job ORDER BY epoch, shard_no", job=job_id
+        ledger,
+        "SELECT shard_no, epoch, outcome, n_ok, n_failed FROM attempts WHERE job_id = :job ORDER BY epoch, shard_no",
+        job=job_id,
     )

@@ -1,4 +1,5 @@
-"""A pure model of jobs, shards and items, and a machine that plays random moves on it and on a real ledger."""
+"""A pure model of jobs, shards and items, and a machine that plays random moves on it and on a real
+ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, Failed, ItemState, JobState, Lease, Outcome, ShardState, Ticket
-from jobs.ledger.states import OUTAGES, Verdict, after_crash, after_failure, attempts_after_bisection, final_state
+from jobs.ledger.states import (
+    OUTAGES,
+    Verdict,
+    after_crash,
+    after_failure,
+    attempts_after_bisection,
+    final_state,
+)
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import LEASE_SECONDS, assert_exact, done, execute, failed, rows, submit, wake
 
@@ -55,7 +63,9 @@ class ModelJob:
         shard.progress = True
 
     def complete_if_over(self) -> None:
-        if all(shard.state in {ShardState.DONE, ShardState.DEAD, ShardState.CANCELLED} for shard in self.shards):
+        if all(
+            shard.state in {ShardState.DONE, ShardState.DEAD, ShardState.CANCELLED} for shard in self.shards
+        ):
             broken = sum(item.state in {ItemState.FAILED, ItemState.DEAD} for item in self.items)
             self.state = final_state(broken, 0)
 
@@ -75,8 +85,13 @@ class ModelJob:
             upper = still_open[len(still_open) // 2 :]
             lower = [index for index in still_open if index not in upper]
             shard.items = [index for index in shard.items if index not in upper]
-            shard.state, shard.attempts = ShardState.READY, attempts_after_bisection(len(lower), self.max_attempts)
-            child = ModelShard(upper, epoch=shard.epoch, attempts=attempts_after_bisection(len(upper), self.max_attempts))
+            shard.state, shard.attempts = (
+                ShardState.READY,
+                attempts_after_bisection(len(lower), self.max_attempts),
+            )
+            child = ModelShard(
+                upper, epoch=shard.epoch, attempts=attempts_after_bisection(len(upper), self.max_attempts)
+            )
             self.shards.append(child)
         self.complete_if_over()
 
@@ -106,7 +121,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _holds(self, lease: Lease) -> bool:
         shard = self._shard(lease.ticket)
-        return self.jobs[lease.job.id].state in WORKING and shard.state is ShardState.LEASED and shard.epoch == lease.epoch
+        return (
+            self.jobs[lease.job.id].state in WORKING
+            and shard.state is ShardState.LEASED
+            and shard.epoch == lease.epoch
+        )
 
     def _pick_job(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(list(self.jobs)))
@@ -120,7 +139,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def submit(self, sizes: list[int], max_attempts: int) -> None:
         job = submit(self.ledger, sizes, max_attempts=max_attempts)
         starts = [sum(sizes[:no]) for no in range(len(sizes))]
-        shards = [ModelShard(list(range(start, start + size))) for start, size in zip(starts, sizes, strict=True)]
+        shards = [
+            ModelShard(list(range(start, start + size))) for start, size in zip(starts, sizes, strict=True)
+        ]
         self.jobs[job.id] = ModelJob(max_attempts, [ModelItem() for _ in range(sum(sizes))], shards)
 
     @rule(limit=st.integers(1, 4))
@@ -148,12 +169,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _claim(self, ticket: Ticket) -> None:
         job, shard = self.jobs[ticket.job_id], self._shard(ticket)
-        valid = job.state in {JobState.READY, JobState.RUNNING} and shard.state is ShardState.QUEUED and shard.epoch == ticket.epoch
+        valid = (
+            job.state in {JobState.READY, JobState.RUNNING}
+            and shard.state is ShardState.QUEUED
+            and shard.epoch == ticket.epoch
+        )
         lease = self.ledger.claim(ticket, "w1", LEASE_SECONDS)
         assert (lease is not None) == valid
         if lease is None:
             return
-        shard.state, shard.epoch, shard.progress, shard.told = ShardState.LEASED, ticket.epoch + 1, False, False
+        shard.state, shard.epoch, shard.progress, shard.told = (
+            ShardState.LEASED,
+            ticket.epoch + 1,
+            False,
+            False,
+        )
         job.state, job.started = JobState.RUNNING, True
         assert lease.epoch == shard.epoch
         assert {index: attempts for index, (_, attempts) in lease.open_items.items()} == {
@@ -164,10 +194,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(map(self._holds, self.leases)))
     @rule(data=st.data())
     def take_over(self, data: st.DataObject) -> None:
-        """A lease runs out, or is given back, and another worker gets the shard; what the first one still does is refused."""
+        """A lease runs out, or is given back, and another worker gets the shard; what the first one still
+        does is refused."""
         old = data.draw(st.sampled_from([lease for lease in self.leases if self._holds(lease)]))
         job, shard = self.jobs[old.job.id], self._shard(old.ticket)
-        execute(self.ledger, "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no", job=old.job.id, no=old.shard_no)
+        execute(
+            self.ledger,
+            "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no",
+            job=old.job.id,
+            no=old.shard_no,
+        )
         self.ledger.reconcile()
         job.crash(shard)
         self.dispatch(20)
@@ -186,7 +222,8 @@ class LedgerMachine(RuleBasedStateMachine):
         job, shard = self.jobs[lease.job.id], self._shard(lease.ticket)
         indexes = data.draw(st.lists(st.integers(0, len(job.items) - 1), max_size=4))
         outcomes: list[Outcome] = [
-            done(index) if data.draw(st.booleans()) else failed(index, data.draw(st.sampled_from(FAILURES))) for index in indexes
+            done(index) if data.draw(st.booleans()) else failed(index, data.draw(st.sampled_from(FAILURES)))
+            for index in indexes
         ]
         result = self.ledger.commit(lease.ticket, outcomes)
         if not self._holds(lease):
@@ -242,7 +279,10 @@ class LedgerMachine(RuleBasedStateMachine):
             job.complete_if_over()
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), code=st.sampled_from([ErrorCode.STORE_UNREACHABLE, ErrorCode.SYNTH_ENGINE, ErrorCode.STORE_MISSING]))
+    @rule(
+        data=st.data(),
+        code=st.sampled_from([ErrorCode.STORE_UNREACHABLE, ErrorCode.SYNTH_ENGINE, ErrorCode.STORE_MISSING]),
+    )
     def fail(self, data: st.DataObject, code: ErrorCode) -> None:
         lease = self._pick_lease(data)
         job, shard, held = self.jobs[lease.job.id], self._shard(lease.ticket), self._holds(lease)
@@ -264,7 +304,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def heartbeat(self, data: st.DataObject) -> None:
-        leases = data.draw(st.lists(st.sampled_from(self.leases), unique_by=lambda lease: lease.ticket, max_size=4))
+        leases = data.draw(
+            st.lists(st.sampled_from(self.leases), unique_by=lambda lease: lease.ticket, max_size=4)
+        )
         lost = self.ledger.heartbeat("w1", [lease.ticket for lease in leases], LEASE_SECONDS)
         assert lost == {lease.ticket for lease in leases if not self._holds(lease)}
 
@@ -276,7 +318,9 @@ class LedgerMachine(RuleBasedStateMachine):
         held = self._holds(lease)
         if held:
             values = {"job": lease.job.id, "no": lease.shard_no}
-            execute(self.ledger, "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no", **values)
+            execute(
+                self.ledger, "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no", **values
+            )
         assert self.ledger.reconcile().expired_leases == held
         if held:
             self.jobs[lease.job.id].crash(self._shard(lease.ticket))
@@ -284,7 +328,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def lose_all_messages(self) -> None:
         execute(self.ledger, "UPDATE shards SET enqueued_at = 1 WHERE state = 'queued'")
-        queued = [shard for job in self.jobs.values() for shard in job.shards if shard.state is ShardState.QUEUED]
+        queued = [
+            shard for job in self.jobs.values() for shard in job.shards if shard.state is ShardState.QUEUED
+        ]
         assert self.ledger.reconcile().lost_messages == len(queued)
         for shard in queued:
             shard.state = ShardState.READY
@@ -304,7 +350,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         job_id = self._pick_job(data)
         job = self.jobs[job_id]
-        if self._allowed(job.state in WORKING, lambda: self.ledger.resume(job_id)) and job.state is JobState.PAUSED:
+        if (
+            self._allowed(job.state in WORKING, lambda: self.ledger.resume(job_id))
+            and job.state is JobState.PAUSED
+        ):
             job.state = JobState.RUNNING if job.started else JobState.READY
 
     @precondition(lambda self: self.jobs)
@@ -324,12 +373,17 @@ class LedgerMachine(RuleBasedStateMachine):
             item.state = ItemState.SKIPPED if item.state is ItemState.PENDING else item.state
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data(), codes=st.none() | st.lists(st.sampled_from([*FAILURES, ErrorCode.POISON_WORKER_CRASH]), max_size=2))
+    @rule(
+        data=st.data(),
+        codes=st.none() | st.lists(st.sampled_from([*FAILURES, ErrorCode.POISON_WORKER_CRASH]), max_size=2),
+    )
     def retry(self, data: st.DataObject, codes: list[ErrorCode] | None) -> None:
         job_id = self._pick_job(data)
         job = self.jobs[job_id]
         opened: list[int] = []
-        if not self._allowed(job.state is not JobState.CANCELLED, lambda: opened.append(self.ledger.retry(job_id, codes))):
+        if not self._allowed(
+            job.state is not JobState.CANCELLED, lambda: opened.append(self.ledger.retry(job_id, codes))
+        ):
             return
         broken = [
             index
@@ -364,11 +418,18 @@ class LedgerMachine(RuleBasedStateMachine):
             assert status.shards == Counter(shard.state for shard in job.shards)
             states = Counter(item.state for item in job.items)
             counts = status.items
-            assert (counts.total, counts.done, counts.skipped) == (len(job.items), states[ItemState.DONE], states[ItemState.SKIPPED])
+            assert (counts.total, counts.done, counts.skipped) == (
+                len(job.items),
+                states[ItemState.DONE],
+                states[ItemState.SKIPPED],
+            )
             assert counts.failed == states[ItemState.FAILED] + states[ItemState.DEAD]
             assert status.job.total_shards == len(job.shards)
             kept = [(item.state, item.attempts, item.error_code) for item in self.ledger.items(job_id)]
-            assert kept == [(item.state, item.attempts, None if item.state is ItemState.DONE else item.code) for item in job.items]
+            assert kept == [
+                (item.state, item.attempts, None if item.state is ItemState.DONE else item.code)
+                for item in job.items
+            ]
             numbers = "SELECT no, state, epoch, attempts FROM shards WHERE job_id = :job ORDER BY no"
             assert rows(self.ledger, numbers, job=job_id) == [
                 (no, shard.state.value, shard.epoch, shard.attempts) for no, shard in enumerate(job.shards)

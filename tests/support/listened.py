@@ -15,9 +15,16 @@ from pipelines.errors import NightjarError
 
 
 class ListenedCore(EngineCore):
-    """The listener's methods have the request as their first argument. What it raises, the next `step` raises."""
+    """The listener's methods have the request as their first argument. What it raises, the next `step`
+    raises."""
 
-    def __init__(self, executor: FrameExecutor, options: EngineOptions, listener: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        executor: FrameExecutor,
+        options: EngineOptions,
+        listener: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(executor, options, clock)
         self.listener = listener
         self.faults: list[Exception] = []

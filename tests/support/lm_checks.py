@@ -1,4 +1,5 @@
-"""Checks of the frame's kernels on a GPU against their twins in float64 or float32; every one raises when it fails."""
+"""Checks of the frame's kernels on a GPU against their twins in float64 or float32; every one raises when
+it fails."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def clone_state(state: StateTensors) -> StateTensors:
     return StateTensors(**copies, first=state.first, residual=state.residual, dead=state.dead)
 
 
-def layer_product(x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int, dtype: torch.dtype) -> Tensor:
+def layer_product(
+    x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int, dtype: torch.dtype
+) -> Tensor:
     """The twin of `skinny` with every step in `dtype`."""
     x, weight = x.to(dtype), weight.to(dtype)
     if norm is not None:
@@ -68,22 +71,35 @@ def check_skinny(maker: Maker) -> list[dict[str, float | str]]:
     report = []
     for inner, n, normed, epilogue in SKINNY:
         for rows in (1, 7, 16, 23, 32, 61):
-            x, weight = maker.normal(rows, inner), maker.matrix(2 * n if epilogue == lm_cuda.SWIGLU else n, inner)
+            x, weight = (
+                maker.normal(rows, inner),
+                maker.matrix(2 * n if epilogue == lm_cuda.SWIGLU else n, inner),
+            )
             norm = maker.normal(inner, std=0.1, mean=1.0) if normed else None
             extra = {lm_cuda.RESIDUAL: maker.normal(rows, n), lm_cuda.BIAS: maker.normal(n)}.get(epilogue)
             y = torch.full((rows, n), float("nan"), device=x.device, dtype=x.dtype)
             kept = torch.full_like(x, float("nan")) if normed else None
-            lm_cuda.skinny(x, weight, y, norm=norm, eps=1e-6, epilogue=epilogue, extra=extra, normed=kept, pdl=False)
+            lm_cuda.skinny(
+                x, weight, y, norm=norm, eps=1e-6, epilogue=epilogue, extra=extra, normed=kept, pdl=False
+            )
             truth = layer_product(x, weight, norm, extra, epilogue, torch.float64)
             plain = error(layer_product(x, weight, norm, extra, epilogue, x.dtype), truth)
-            report.append(demand(f"skinny {inner}x{n} epilogue {epilogue} rows {rows}", error(y, truth), 2 * plain))
+            report.append(
+                demand(f"skinny {inner}x{n} epilogue {epilogue} rows {rows}", error(y, truth), 2 * plain)
+            )
             if kept is not None and norm is not None:
-                report.append(demand("kept norm", error(kept, rms_norm(x, norm, 1e-6)), 1e-3))  # a few roundings may fall to the other side
-            for start in (0, rows - 1) if rows <= 8 else (0, rows - 9):  # a row's bits do not depend on its neighbours
+                report.append(
+                    demand("kept norm", error(kept, rms_norm(x, norm, 1e-6)), 1e-3)
+                )  # a few roundings may fall to the other side
+            for start in (
+                (0, rows - 1) if rows <= 8 else (0, rows - 9)
+            ):  # a row's bits do not depend on its neighbours
                 part = slice(start, start + (1 if rows <= 8 else 9))
                 again = torch.full_like(y[part], float("nan"))
                 added = extra[part] if epilogue == lm_cuda.RESIDUAL and extra is not None else extra
-                lm_cuda.skinny(x[part], weight, again, norm=norm, eps=1e-6, epilogue=epilogue, extra=added, pdl=False)
+                lm_cuda.skinny(
+                    x[part], weight, again, norm=norm, eps=1e-6, epilogue=epilogue, extra=added, pdl=False
+                )
                 report.append(demand("the same bits in fewer rows", float((again != y[part]).sum()), 0))
         # One-hot rows prove the packing: output n is input column place[n] exactly.
         place = maker.integers(0, inner, 2 * n if epilogue == lm_cuda.SWIGLU else n)
@@ -91,10 +107,23 @@ def check_skinny(maker: Maker) -> list[dict[str, float | str]]:
         x, extra = maker.normal(16, inner), torch.zeros(16, n, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(16, n, device="cuda", dtype=torch.bfloat16)
         lm_cuda.skinny(
-            x, planted, y, norm=norm, eps=1e-6, epilogue=epilogue, extra=extra if epilogue == lm_cuda.RESIDUAL else extra[0], pdl=False
+            x,
+            planted,
+            y,
+            norm=norm,
+            eps=1e-6,
+            epilogue=epilogue,
+            extra=extra if epilogue == lm_cuda.RESIDUAL else extra[0],
+            pdl=False,
         )
         wanted = layer_product(x, planted, norm, None, epilogue, torch.bfloat16)
-        report.append(demand(f"planted {inner}x{n} epilogue {epilogue}", error(y, wanted), 5e-3 if epilogue == lm_cuda.SWIGLU else 1e-3))
+        report.append(
+            demand(
+                f"planted {inner}x{n} epilogue {epilogue}",
+                error(y, wanted),
+                5e-3 if epilogue == lm_cuda.SWIGLU else 1e-3,
+            )
+        )
     return report
 
 
@@ -121,7 +150,9 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
                 )  # fmt: skip
             positions, table = state.positions[slots], state.page_table[slots]
             pages = table.gather(1, (positions // 64)[:, None])[:, 0]
-            q = qk_norm_rope_append(qkv, q_norm, k_norm, 1e-6, talker.rope_table, positions, k2[0], v2[0], pages, positions % 64)
+            q = qk_norm_rope_append(
+                qkv, q_norm, k_norm, 1e-6, talker.rope_table, positions, k2[0], v2[0], pages, positions % 64
+            )
             args = (table, positions + 1, int(positions.max()) + 1, 128**-0.5)
             truth = paged_decode_attention(q.double(), k2[0].double(), v2[0].double(), *args)
             plain = error(paged_decode_attention(q, k2[0], v2[0], *args), truth)
@@ -134,24 +165,41 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
 def check_predictor_attention(maker: Maker) -> list[dict[str, float | str]]:
     """All positions by both kernels; of 601 rows a warp of the one in CUDA C++ has two or three."""
     report = []
-    norms, table = [maker.normal(128, std=0.1, mean=1.0) for _ in range(2)], rope_table(16, 128, 1e6, torch.bfloat16, str(maker.device))
-    for name, kernel, n in (("Triton", predictor_attention, 9), *(("CUDA C++", lm_cuda.predictor_attention, n) for n in (9, 601))):
+    norms, table = (
+        [maker.normal(128, std=0.1, mean=1.0) for _ in range(2)],
+        rope_table(16, 128, 1e6, torch.bfloat16, str(maker.device)),
+    )
+    for name, kernel, n in (
+        ("Triton", predictor_attention, 9),
+        *(("CUDA C++", lm_cuda.predictor_attention, n) for n in (9, 601)),
+    ):
         past = maker.normal(2, n, 8, 16, 128)
         keys, values = (torch.zeros(n, 8, 16, 128, device=past.device, dtype=torch.float64) for _ in range(2))
         for position in range(16):
             qkv = maker.normal(2 * n if position == 0 else n, 4096, std=2.0)
             out = torch.full((len(qkv), 2048), float("nan"), device=qkv.device, dtype=torch.bfloat16)
-            launch = kernel if position else predictor_attention  # position 0 is two tokens a row, which one of the kernels knows
+            launch = (
+                kernel if position else predictor_attention
+            )  # position 0 is two tokens a row, which one of the kernels knows
             launch(qkv, *norms, 1e-6, table, past[0], past[1], position, 128**-0.5, out)
-            parts = [(0, qkv[:n], out[:n]), (1, qkv[n:], out[n:])] if position == 0 else [(position, qkv, out)]
+            parts = (
+                [(0, qkv[:n], out[:n]), (1, qkv[n:], out[n:])] if position == 0 else [(position, qkv, out)]
+            )
             for at, part, made in parts:
                 angles = table[at : at + 1].expand(n, -1)
                 q, k, v = part.view(n, 32, 128).split((16, 8, 8), 1)
-                keys[:, :, at], values[:, :, at] = rope(rms_norm(k, norms[1], 1e-6), angles).double(), v.double()
+                keys[:, :, at], values[:, :, at] = (
+                    rope(rms_norm(k, norms[1], 1e-6), angles).double(),
+                    v.double(),
+                )
                 q = rope(rms_norm(q, norms[0], 1e-6), angles).double()[:, :, None]
                 seen = keys[:, :, : at + 1], values[:, :, : at + 1]
-                truth = functional.scaled_dot_product_attention(q, *seen, scale=128**-0.5, enable_gqa=True).flatten(1)
-                report.append(demand(f"{name} predictor attention of {n} rows at {at}", error(made, truth), 4e-3))
+                truth = functional.scaled_dot_product_attention(
+                    q, *seen, scale=128**-0.5, enable_gqa=True
+                ).flatten(1)
+                report.append(
+                    demand(f"{name} predictor attention of {n} rows at {at}", error(made, truth), 4e-3)
+                )
     return report
 
 
@@ -163,17 +211,25 @@ def widened(weights: FrameTensors) -> FrameTensors:
         return Layer(**{name: None if tensor is None else tensor.float() for name, tensor in tensors.items()})
 
     def stack(s: StackTensors) -> StackTensors:
-        return dataclasses.replace(s, layers=[layer(one) for one in s.layers], norm=s.norm.float(), rope_table=s.rope_table.float())
+        return dataclasses.replace(
+            s, layers=[layer(one) for one in s.layers], norm=s.norm.float(), rope_table=s.rope_table.float()
+        )
 
     depth, feedback = weights.depth, weights.feedback
     if depth is not None:
         project = None if depth.project is None else (depth.project[0].float(), depth.project[1].float())
         depth = dataclasses.replace(
-            depth, stack=stack(depth.stack), heads=depth.heads.float(), inputs=depth.inputs.float(), project=project
+            depth,
+            stack=stack(depth.stack),
+            heads=depth.heads.float(),
+            inputs=depth.inputs.float(),
+            project=project,
         )
     text = None if feedback.text is None else feedback.text.float()
     feedback = dataclasses.replace(feedback, table=feedback.table.float(), text=text)
-    return dataclasses.replace(weights, backbone=stack(weights.backbone), head=weights.head.float(), feedback=feedback, depth=depth)
+    return dataclasses.replace(
+        weights, backbone=stack(weights.backbone), head=weights.head.float(), feedback=feedback, depth=depth
+    )
 
 
 def vary_draws(maker: Maker, *settings: DrawTensors) -> None:
@@ -183,7 +239,9 @@ def vary_draws(maker: Maker, *settings: DrawTensors) -> None:
         one.top_k.copy_(maker.integers(0, 70, rows))
         one.top_p.copy_(torch.rand(rows, device=maker.device, generator=maker.generator) * 1.4)
         one.temperature.copy_(torch.rand(rows, device=maker.device, generator=maker.generator) + 0.3)
-        one.greedy.copy_((torch.rand(rows, device=maker.device, generator=maker.generator) < 0.1).to(torch.uint8))
+        one.greedy.copy_(
+            (torch.rand(rows, device=maker.device, generator=maker.generator) < 0.1).to(torch.uint8)
+        )
 
 
 #: What any settings need.
@@ -196,8 +254,8 @@ def check_frame(
 ) -> list[dict[str, float | str]]:  # fmt: skip
     """Some frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's.
 
-    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings. `looked_at`: only these rows of the
-    frame are compared, and their slots.
+    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings.
+    `looked_at`: only these rows of the frame are compared, and their slots.
     """
     device, weights = maker.device, maker.frame(shape)
     contexts = maker.integers(0, longest_context, batch)
@@ -207,7 +265,10 @@ def check_frame(
     if exact:
         vary_draws(maker, state.first, state.residual)
     k, v = maker.caches(shape, pages, 16)
-    twin, wide = clone_state(state), dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone())
+    twin, wide = (
+        clone_state(state),
+        dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone()),
+    )
     k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()
     rows = torch.cat((torch.randperm(batch, device=device), torch.tensor([batch, batch], device=device)))
     live, n = rows != batch, batch + 2
@@ -227,17 +288,33 @@ def check_frame(
         longest = int(twin.positions.max()) + 1
         made = run_frame(weights, twin, k2, v2, rows, longest, ALL_DRAWS, ALL_DRAWS, None if exact else codes)
         drawn, twin_flags, twin_logits = made.codes, made.flags, last_logits(made)
-        truth = last_logits(run_frame(wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, drawn if exact else codes))
+        truth = last_logits(
+            run_frame(
+                wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, drawn if exact else codes
+            )
+        )
         logits = runner._logits[: truth.numel()].view(truth.shape)
         plain = error(twin_logits[live], truth[live])
         if exact:
             report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
             report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags)[live].sum()), 0))
-        report.append(demand(f"frame {name} logits", error(logits[live], truth[live]), 1e-4 if exact else 2 * plain))
-        report.append(demand(f"frame {name} next inputs", error(state.inputs[:batch][slots], twin.inputs[:batch][slots]), 2e-3))
-        report.append(demand(f"frame {name} positions", float((state.positions != twin.positions)[slots].sum()), 0))
+        report.append(
+            demand(f"frame {name} logits", error(logits[live], truth[live]), 1e-4 if exact else 2 * plain)
+        )
+        report.append(
+            demand(
+                f"frame {name} next inputs",
+                error(state.inputs[:batch][slots], twin.inputs[:batch][slots]),
+                2e-3,
+            )
+        )
+        report.append(
+            demand(f"frame {name} positions", float((state.positions != twin.positions)[slots].sum()), 0)
+        )
         report.append(demand(f"frame {name} frames", float((state.frames != twin.frames)[slots].sum()), 0))
-        report.append(demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch])[slots].sum()), 0))
+        report.append(
+            demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch])[slots].sum()), 0)
+        )
         report.append(demand(f"frame {name} recent", float((state.recent != twin.recent)[slots].sum()), 0))
         if not exact:
             share = float((codes[live] == drawn[live]).float().mean())
@@ -255,11 +332,14 @@ def last_logits(made: FrameOutput) -> Tensor:
 
 
 def check_draw(maker: Maker) -> list[dict[str, float | str]]:
-    """The draw of the last codebook from the logits that the kernel saw, against the twin's; rows differ in every setting."""
+    """The draw of the last codebook from the logits that the kernel saw, against the twin's; rows differ
+    in every setting."""
     report = []
     for vocab_stage in ("first", "last"):
         for cuda_draw in (False, True):
-            shape = dataclasses.replace(SMALL, layers=1, predictor_layers=1, codebooks=4 if vocab_stage == "last" else 2)
+            shape = dataclasses.replace(
+                SMALL, layers=1, predictor_layers=1, codebooks=4 if vocab_stage == "last" else 2
+            )
             weights, batch = maker.frame(shape), 256
             contexts = maker.integers(0, 20, batch)
             state = maker.state(shape, batch, batch * 8, 16, contexts)
@@ -279,7 +359,13 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                 logits, noise[:, last], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.codes,
                 True, False,
             )  # fmt: skip
-            report.append(demand(f"draws that differ, cuda {cuda_draw}", float((codes[:, last] != wanted).float().mean()), 0.004))
+            report.append(
+                demand(
+                    f"draws that differ, cuda {cuda_draw}",
+                    float((codes[:, last] != wanted).float().mean()),
+                    0.004,
+                )
+            )
             hidden = runner._hidden[:batch]
             first = functional.linear(hidden, weights.head).float()
             processed = process_first(
@@ -291,8 +377,16 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                 processed, noise[:, 0], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.vocab,
                 True, False,
             )  # fmt: skip
-            report.append(demand(f"first draws that differ, cuda {cuda_draw}", float((codes[:, 0] != wanted).float().mean()), 0.004))
+            report.append(
+                demand(
+                    f"first draws that differ, cuda {cuda_draw}",
+                    float((codes[:, 0] != wanted).float().mean()),
+                    0.004,
+                )
+            )
             summed = weights.feedback.table[codes + weights.feedback.starts].float().sum(1).to(torch.bfloat16)
             text = before.trailing[rows, before.frames[rows].clamp(max=before.trailing.shape[1] - 1)]
-            report.append(demand("next inputs", error(state.inputs[rows], summed + weights.feedback.text[text]), 1e-3))
+            report.append(
+                demand("next inputs", error(state.inputs[rows], summed + weights.feedback.text[text]), 1e-3)
+            )
     return report

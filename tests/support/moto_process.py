@@ -1,4 +1,5 @@
-"""moto's server, whose conditional writes here are what S3's are: of several at one key at once, one is the first."""
+"""moto's server, whose conditional writes here are what S3's are: of several at one key at once, one is
+the first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The fake engine as a plug-in of the engine `native`, which a worker opens in an engine process.
 
-`installed(folder)` gives the variables with which a process and its children find it under the name `fake-native`, and the one that streams
-(`tests.support.streaming_fake`) under the name `fake-streaming`.
+`installed(folder)` gives the variables with which a process and its children find it under the name
+`fake-native`, and the one that streams (`tests.support.streaming_fake`) under the name `fake-streaming`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def describe() -> ModelCard:
 
 
 def load(**options: Any) -> FakePipeline:
-    """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the process.
+    """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the
+    process.
 
     Another program has filled the GPU that NIGHTJAR_FULL_GPU names.
     """

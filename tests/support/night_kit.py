@@ -20,7 +20,9 @@ EXPORTS = ("espnet", "openai-batch-errors", "webdataset", "report")
 
 def changed_schedule(schedule: Schedule | None, **fields: Any) -> Schedule:
     """A schedule with other fields and options."""
-    before: dict[str, Any] = {} if schedule is None else schedule.model_dump(exclude={"options"}) | schedule.options
+    before: dict[str, Any] = (
+        {} if schedule is None else schedule.model_dump(exclude={"options"}) | schedule.options
+    )
     return Schedule.model_validate(before | fields)
 
 
@@ -32,7 +34,11 @@ class House:
         given = {"exports": EXPORTS, "export_to": str(folder / "sets" / "{date}" / "{format}"), **schedule}
         self.settings = Settings(
             home=folder / "home",
-            schedules={"news": changed_schedule(None, input=str(folder / "in-{date}.jsonl"), model="fake", qa="off", **given)},
+            schedules={
+                "news": changed_schedule(
+                    None, input=str(folder / "in-{date}.jsonl"), model="fake", qa="off", **given
+                )
+            },
         )
         self.ledger = Ledger.open(self.settings.ledger_url)
         self.ledger.migrate()
@@ -59,11 +65,19 @@ class House:
         return self.folder / "sets" / NIGHT.isoformat()
 
     def contents(self) -> dict[str, bytes]:
-        return {str(path.relative_to(self.sets)): path.read_bytes() for path in self.sets.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(self.sets)): path.read_bytes()
+            for path in self.sets.rglob("*")
+            if path.is_file()
+        }
 
     def exported(self) -> list[str]:
-        return [json.loads(line)["example_id"] for line in (self.sets / "espnet.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["example_id"] for line in (self.sets / "espnet.jsonl").read_text().splitlines()
+        ]
 
 
 def line(example_id: str, **more: Any) -> str:
-    return json.dumps({"example_id": example_id, "messages": [["user", "text", f"good night {example_id}"]], **more})
+    return json.dumps(
+        {"example_id": example_id, "messages": [["user", "text", f"good night {example_id}"]], **more}
+    )

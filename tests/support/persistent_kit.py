@@ -1,4 +1,5 @@
-"""The persistent kernel on a CPU: launches of `kernels.lm_persistent` in the emulator, and the same frame of the twin."""
+"""The persistent kernel on a CPU: launches of `kernels.lm_persistent` in the emulator, and the same frame
+of the twin."""
 
 from __future__ import annotations
 
@@ -80,7 +81,11 @@ def library(name: str) -> ctypes.CDLL:
     """The kernels of the cut with this name, built for the emulator."""
     cut = next(one for one in (*EMULATED_CUTS.values(), *EMULATED_TALKER_CUTS.values()) if one.name == name)
     kernels = [kernel_name(cut, rows, tested) for rows in (1, 2) for tested in (False, True)]
-    others = [line for line in SOURCE.read_text().splitlines() if _CUT.match(line) and not re.match(rf"\w+\({name}(_1\w*)?,", line)]
+    others = [
+        line
+        for line in SOURCE.read_text().splitlines()
+        if _CUT.match(line) and not re.match(rf"\w+\({name}(_1\w*)?,", line)
+    ]
     edits = {"#ifdef EMULATED": "#if 1"} | dict.fromkeys(others, "")
     return cuda_emulated.build(SOURCE, [kernel for kernel in kernels if "least_2" not in kernel], edits)
 
@@ -96,9 +101,13 @@ class Emulated:
     def resident_blocks(self, threads: int) -> int:
         return 132
 
-    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool) -> None:
+    def launch(
+        self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool
+    ) -> None:
         built = library(re.sub(r"_[12](_tested)?$", "", self._name))
-        kernel = cuda_emulated.Kernel(built, self._name, self._shared_bytes, Emulated.seed, together=cooperative)
+        kernel = cuda_emulated.Kernel(
+            built, self._name, self._shared_bytes, Emulated.seed, together=cooperative
+        )
         kernel.launch(grid, threads, arguments)
 
 
@@ -109,7 +118,9 @@ LOOKS_AT_ONCE = {"TRIES_A_LOOK = 256": "TRIES_A_LOOK = 1"}
 def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: dict[str, str]) -> None:
     """One kernel alone, as `SOURCE` would have it, takes the place of all others, with these edits."""
     source, name = folder / "edited.cu", kernel.partition("(")[2].partition(",")[0]
-    source.write_text(f'#include "persistent{"_talker" if kernel.startswith("TALKER") else ""}.cuh"\n{kernel}\n')
+    source.write_text(
+        f'#include "persistent{"_talker" if kernel.startswith("TALKER") else ""}.cuh"\n{kernel}\n'
+    )
     built = cuda_emulated.build(source, [name], edits)
     monkeypatch.setattr(f"{__name__}.library", lambda _: built)
 
@@ -119,7 +130,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_emulated.emulate(monkeypatch)
     monkeypatch.setattr(lm_persistent, "PREDICTORS", EMULATED_CUTS)
     monkeypatch.setattr(lm_persistent, "TALKERS", EMULATED_TALKER_CUTS)
-    monkeypatch.setattr(Source, "on", lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()})
+    monkeypatch.setattr(
+        Source, "on", lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()}
+    )
 
 
 @cache
@@ -129,7 +142,9 @@ def _small(device: int) -> Module:
         for file in (SOURCE, *binaries.SOURCES.glob("*.cuh")):
             shutil.copy(file, name)
         patched.setattr(binaries, "SOURCES", Path(name))
-        return Module(next(binaries.candidates(SOURCE.stem, torch.cuda.get_device_capability(device))), device)
+        return Module(
+            next(binaries.candidates(SOURCE.stem, torch.cuda.get_device_capability(device))), device
+        )
 
 
 def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +154,11 @@ def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(source: Source, device: int) -> dict[str, Kernel]:
         small = all(any(kernel.startswith(f"{known}_") for known in names) for kernel in source.kernels)
         module = _small(device) if small else None
-        return published(source, device) if module is None else {name: module.kernel(name, size) for name, size in source.kernels.items()}
+        return (
+            published(source, device)
+            if module is None
+            else {name: module.kernel(name, size) for name, size in source.kernels.items()}
+        )
 
     monkeypatch.setattr(lm_persistent, "PREDICTORS", lm_persistent.PREDICTORS | CUTS)
     monkeypatch.setattr(lm_persistent, "TALKERS", lm_persistent.TALKERS | TALKER_CUTS)
@@ -168,7 +187,9 @@ class Made:
     frames: Tensor
 
 
-def case(shape: Shape, rows: int, seed: int = 0, greedy: bool = False, top_p: bool = True, device: str = "cpu") -> Case:
+def case(
+    shape: Shape, rows: int, seed: int = 0, greedy: bool = False, top_p: bool = True, device: str = "cpu"
+) -> Case:
     maker = Maker(device, torch.bfloat16, seed)
     weights = maker.frame(shape, positions=64, text_ids=512)
     slots = 3
@@ -177,11 +198,15 @@ def case(shape: Shape, rows: int, seed: int = 0, greedy: bool = False, top_p: bo
     assert depth is not None
     hidden = maker.normal(rows, depth.stack.hidden)
     first = maker.integers(0, shape.vocab - shape.control, rows)
-    return Case(weights, state, torch.randperm(slots, device=device, generator=maker.generator)[:rows], hidden, first)
+    return Case(
+        weights, state, torch.randperm(slots, device=device, generator=maker.generator)[:rows], hidden, first
+    )
 
 
 def copied(state: StateTensors) -> StateTensors:
-    return replace(state, inputs=state.inputs.clone(), positions=state.positions.clone(), frames=state.frames.clone())
+    return replace(
+        state, inputs=state.inputs.clone(), positions=state.positions.clone(), frames=state.frames.clone()
+    )
 
 
 def launched(run: PredictorRun, one: Case) -> Made:
@@ -204,28 +229,37 @@ def twin(one: Case, forced: Tensor | None = None) -> tuple[Made, Tensor]:
     noise = frame_noise(state.seeds[rows], state.frames[rows], one.weights.codebooks)
     settings = state.residual.rows(rows)
     bare = replace(depth, project=None)  # the states are given as the projection left them
-    codes, finite, logits = depth_frame(bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, forced=forced)
+    codes, finite, logits = depth_frame(
+        bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, forced=forced
+    )
     fed = codes if forced is None else forced
     text = state.trailing[rows, state.frames[rows].clamp(max=state.trailing.shape[1] - 1)]
     state.inputs[rows] = next_inputs(one.weights.feedback, fed, text)
     alive = (rows != state.dead).long()
     state.positions[rows] += alive
     state.frames[rows] += alive
-    flags = (one.first == one.weights.draw.ends[0]).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
+    flags = (one.first == one.weights.draw.ends[0]).to(torch.uint8) * ENDED + (~finite).to(
+        torch.uint8
+    ) * NOT_FINITE
     return Made(codes, flags, state.inputs, state.positions, state.frames), logits
 
 
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin's products and attention are exact before they are rounded, so that the order of a sum is not in the way."""
+    """The twin's products and attention are exact before they are rounded, so that the order of a sum is
+    not in the way."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias is None
         return functional.linear(x.double(), weight.double()).to(x.dtype)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **options: bool | float) -> Tensor:
-        return functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options).to(q.dtype)  # type: ignore[arg-type]
+        return functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options).to(
+            q.dtype
+        )  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "functional", SimpleNamespace(linear=linear, scaled_dot_product_attention=attention))
+    monkeypatch.setattr(
+        reference, "functional", SimpleNamespace(linear=linear, scaled_dot_product_attention=attention)
+    )
 
 
 def last_logits(run: PredictorRun, one: Case) -> Tensor:
@@ -242,7 +276,8 @@ def run_of(one: Case, **options: object) -> PredictorRun:
 
 
 def spilled(source: str) -> list[int]:
-    """Bytes of registers that each kernel of a source in `kernels/cuda` stores for want of room. Skips the test where there is no nvcc."""
+    """Bytes of registers that each kernel of a source in `kernels/cuda` stores for want of room. Skips the
+    test where there is no nvcc."""
     if (nvcc := toolchain.nvcc()) is None:
         pytest.skip("needs nvcc")
     command = [
@@ -264,7 +299,8 @@ def spilled(source: str) -> list[int]:
 
 
 def check_published(source: str, sizes: list[int], cut: Cut) -> None:
-    """The kernels of a source have these sizes and the cut that their launch asks for, with the stumbling ones beside them."""
+    """The kernels of a source have these sizes and the cut that their launch asks for, with the stumbling
+    ones beside them."""
     macro = "TALKER" if "talker" in source else "PREDICTOR"
     header = (binaries.SOURCES / f"{source}.cuh").read_text()
     wanted = [*sizes, cut.blocks, cut.warps, cut.tiles]
@@ -274,5 +310,8 @@ def check_published(source: str, sizes: list[int], cut: Cut) -> None:
         ((binaries.SOURCES / "persistent_tested.cu").read_text(), True),
     ):
         for rows in lm_persistent.ROWS:
-            assert f"{macro}({kernel_name(cut, rows, tested)}, {cut.shared_bytes}, {str(tested).lower()}, PUBLISHED_{macro}, {rows}" in text
+            assert (
+                f"{macro}({kernel_name(cut, rows, tested)}, {cut.shared_bytes}, {str(tested).lower()}, PUBLISHED_{macro}, {rows}"
+                in text
+            )
     assert cut.shared_bytes <= 227 * 1024

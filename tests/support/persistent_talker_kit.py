@@ -1,4 +1,5 @@
-"""The persistent kernel of the talker's layers on a CPU: launches in the emulator, and the same step of the twin."""
+"""The persistent kernel of the talker's layers on a CPU: launches in the emulator, and the same step of
+the twin."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def case(shape: Shape, rows: int, seed: int = 0, longest: int = 60, device: str 
     pages = slots * (-(-(longest + 64) // PAGE)) + 1
     state = maker.state(shape, slots, pages, PAGE, contexts)
     keys, values = maker.caches(shape, pages, PAGE)
-    return Case(weights, state, torch.randperm(slots, device=device, generator=maker.generator)[:rows], keys, values)
+    return Case(
+        weights, state, torch.randperm(slots, device=device, generator=maker.generator)[:rows], keys, values
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin's products and attention are exact before they are rounded."""
     persistent_kit.exact(monkeypatch)
 
-    def attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _most: int, scale: float) -> Tensor:
+    def attention(
+        q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _most: int, scale: float
+    ) -> Tensor:
         out = torch.zeros_like(q)
         for row, length in enumerate(lengths.tolist()):
             if length:

@@ -10,13 +10,18 @@ from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 
 
-def padded_twin(model: FrameModel, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
-    """`FrameModel.prefill` of chunks in one shape that depends on no prompt, all from position `start` on, a multiple of the page size.
+def padded_twin(
+    model: FrameModel, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV
+) -> None:
+    """`FrameModel.prefill` of chunks in one shape that depends on no prompt, all from position `start` on,
+    a multiple of the page size.
 
-    embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages of each run, the scratch
-    page where it has none; counts: [runs], new positions of each.
+    embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages
+    of each run, the scratch page where it has none; counts: [runs], new positions of each.
     """
-    places = TokenPositions(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
+    places = TokenPositions(
+        *padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE)
+    )
     scale = model.tensors.backbone.scale
 
     def attend(layer: int, q: Tensor) -> Tensor:
@@ -26,8 +31,8 @@ def padded_twin(model: FrameModel, embeddings: Tensor, pages: Tensor, counts: Te
 
 
 def packed_twin(model: FrameModel, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
-    """`FrameModel.prefill` of chunks one after the other in a row of a length that depends on no prompt: embeddings [total, hidden], finite
-    everywhere."""
+    """`FrameModel.prefill` of chunks one after the other in a row of a length that depends on no prompt:
+    embeddings [total, hidden], finite everywhere."""
     places = TokenPositions(*prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE))
 
     def attend(layer: int, q: Tensor) -> Tensor:

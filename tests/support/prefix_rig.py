@@ -1,4 +1,5 @@
-"""An engine on a device without a model, whose pages tell what was written to them: who owns a page, and what its reader finds."""
+"""An engine on a device without a model, whose pages tell what was written to them: who owns a page, and
+what its reader finds."""
 
 from __future__ import annotations
 
@@ -36,12 +37,21 @@ class Prompt:
 
 
 def request(
-    number: int, voice: int, shared: int, own: int, frames: int = 3, stream: bool = False, within: Sequence[int] = ()
+    number: int,
+    voice: int,
+    shared: int,
+    own: int,
+    frames: int = 3,
+    stream: bool = False,
+    within: Sequence[int] = (),
 ) -> GenerationRequest:
-    """One that ends after so many frames, and whose prompt begins with the `shared` positions of a voice, and shorter ones `within` it."""
+    """One that ends after so many frames, and whose prompt begins with the `shared` positions of a voice,
+    and shorter ones `within` it."""
     numbers = [100 * voice + at for at in range(shared)] + [10_000 + 100 * number + at for at in range(own)]
     prefixes = [PromptPrefix(bytes([voice, length]), length) for length in (*within, shared) if length]
-    return GenerationRequest(f"r{number}", Prompt(tuple(numbers)), SamplingParams(), frames, 10, stream, prefixes=prefixes)
+    return GenerationRequest(
+        f"r{number}", Prompt(tuple(numbers)), SamplingParams(), frames, 10, stream, prefixes=prefixes
+    )
 
 
 def numbers_of(utterance: Utterance) -> tuple[int, ...]:
@@ -50,7 +60,8 @@ def numbers_of(utterance: Utterance) -> tuple[int, ...]:
 
 
 class Device(FrameExecutor):
-    """An executor without a model. The keys are the numbers of prompts, and of frames their positions below zero: a page tells what it has.
+    """An executor without a model. The keys are the numbers of prompts, and of frames their positions
+    below zero: a page tells what it has.
 
     A request whose context holds NaN gets NaN.
     """
@@ -128,10 +139,24 @@ class Device(FrameExecutor):
 class Run:
     """An engine on such a device, and what was asked of it."""
 
-    def __init__(self, slots: int = 3, pages: int = 14, lag: int = 0, frames_per_turn: int = 1, prefill_tokens: int = 12) -> None:
+    def __init__(
+        self,
+        slots: int = 3,
+        pages: int = 14,
+        lag: int = 0,
+        frames_per_turn: int = 1,
+        prefill_tokens: int = 12,
+    ) -> None:
         self.device, self.heard = Device(slots, pages, lag), Recorder()
         options = EngineOptions(
-            slots, pages, PAGE, 64, prefill_chunk=6, prefill_tokens=prefill_tokens, reserve_frames=2, frames_per_turn=frames_per_turn
+            slots,
+            pages,
+            PAGE,
+            64,
+            prefill_chunk=6,
+            prefill_tokens=prefill_tokens,
+            reserve_frames=2,
+            frames_per_turn=frames_per_turn,
         )
         self.core = ListenedCore(self.device, options, self.heard)
         self.device.running = self.core.scheduler.running
@@ -162,17 +187,24 @@ class Run:
         assert self.core.scheduler.prefixes.free == self.device.kv.pages
 
     def check(self) -> None:
-        """Each page has one owner, or is of a prefix with its users; each utterance reads what is its own, from first to last."""
+        """Each page has one owner, or is of a prefix with its users; each utterance reads what is its own,
+        from first to last."""
         running, cache, kv = self.core.scheduler.running, self.core.scheduler.prefixes, self.device.kv
         users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
         assert not any(prefix.users or prefix.doubtful for prefix in cache._unused)
-        in_use = [page for prefix in users for page in prefix.pages] + [page for one in running for page in one.own_pages]
-        assert all(one.pages[: one.shared_pages] == one.shared.all_pages for one in running if one.shared is not None)
+        in_use = [page for prefix in users for page in prefix.pages] + [
+            page for one in running for page in one.own_pages
+        ]
+        assert all(
+            one.pages[: one.shared_pages] == one.shared.all_pages for one in running if one.shared is not None
+        )
         unused = [page for prefix in cache._unused for page in prefix.pages]
         assert sorted([*kv._free, *cache._unclean, *unused, *in_use]) == list(range(1, kv.pages + 1))
         assert cache.free == kv.pages - len(in_use)
-        assert {prefix for prefix in users if not prefix.doubtful} | set(cache._unused) == set(cache._known.values())
+        assert {prefix for prefix in users if not prefix.doubtful} | set(cache._unused) == set(
+            cache._known.values()
+        )
         assert np.isfinite(self.device.keys[kv._free]).all(), "NaN was left in free pages"
         for one in running:
             last, found = len(one.request.prompt) - 1, self.device.context(one)

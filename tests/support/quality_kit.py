@@ -1,4 +1,5 @@
-"""What tests of the quality checks share: ASR weights, voices that make known faults, a meter without a model.
+"""What tests of the quality checks share: ASR weights, voices that make known faults, a meter without a
+model.
 
 `python -m tests.support.quality_kit FOLDER` writes the ASR weights there.
 """
@@ -32,7 +33,8 @@ _WRONG = "An entirely different sentence was spoken at this place, about somethi
 
 
 def whisper_base(folder: Path) -> Path | None:
-    """A folder of faster-whisper's whisper-base, joined from its packages; None where they are not installed."""
+    """A folder of faster-whisper's whisper-base, joined from its packages; None where they are not
+    installed."""
     found = [spec for part in _PARTS if (spec := find_spec(part)) is not None and spec.origin is not None]
     if len(found) < len(_PARTS):
         return None
@@ -52,7 +54,9 @@ RATE = 16_000
 
 def speechlike(seconds: float = 3.6, seed: int = 0) -> NDArray[np.float32]:
     """Dull noise in bursts of a syllable's length, float32 [samples]."""
-    noise = np.convolve(np.random.default_rng(seed).normal(0, 0.24, int(seconds * RATE)), np.ones(8) / 8, "same")
+    noise = np.convolve(
+        np.random.default_rng(seed).normal(0, 0.24, int(seconds * RATE)), np.ones(8) / 8, "same"
+    )
     envelope = np.clip(np.sin(np.arange(len(noise)) / RATE * 2 * np.pi * 3) + 0.5, 0, 1)
     return np.clip(noise * envelope, -1, 1).astype(np.float32)
 
@@ -85,7 +89,9 @@ class FaultyVoice(CalledPipeline):
             return submit(self._voice, request)
         asked = next(message for message in request.messages if message.role == "user")
         if fault == "wrong-text":
-            request = SynthesisRequest(request.request_id, (Message("user", "text", _WRONG),), Generation(), request.seed)
+            request = SynthesisRequest(
+                request.request_id, (Message("user", "text", _WRONG),), Generation(), request.seed
+            )
         spoken = submit(self._voice, request)
         spoiling: Future[Speech] = Future()
 

@@ -29,8 +29,11 @@ KINDS = ("base", "custom", "design")
 
 
 @cache
-def golden_model(kind: str, dtype: torch.dtype = torch.float32, codebooks: int | None = None) -> Qwen3TTSModel:
-    """The golden checkpoint of this kind, on CPU; with only its first codebooks where a test needs many frames."""
+def golden_model(
+    kind: str, dtype: torch.dtype = torch.float32, codebooks: int | None = None
+) -> Qwen3TTSModel:
+    """The golden checkpoint of this kind, on CPU; with only its first codebooks where a test needs many
+    frames."""
     torch.set_num_threads(1)
     folder = whole(GOLDEN / f"checkpoint-{kind}")
     config = Qwen3TTSConfig.from_folder(folder)
@@ -48,7 +51,10 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
     """A request in any mode that the model has, greedy or drawn in any way."""
     config = model.config
     draw = np.random.default_rng(rng.randrange(2**32))
-    parts: dict[str, Any] = {"language": rng.choice(config.spoken_languages), "text_first": rng.random() < 0.5}
+    parts: dict[str, Any] = {
+        "language": rng.choice(config.spoken_languages),
+        "text_first": rng.random() < 0.5,
+    }
     if config.kind == "base":
         parts["voice"] = draw.standard_normal(config.talker.hidden).astype(np.float32)
         if rng.random() < 0.5:
@@ -59,13 +65,17 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
     if rng.random() < 0.5:
         parts["instruct_ids"] = draw.integers(0, 256, rng.randint(3, 20)).tolist()
     body = draw.integers(0, 256, rng.randint(1, 40)).tolist()
-    prompt = build_prompt(config, PromptParts([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts))
+    prompt = build_prompt(
+        config, PromptParts([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts)
+    )
     return GenerationRequest(name, prompt, random_sampling(rng), rng.randrange(2**63), rng.randint(2, 12))
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
     if rng.random() < 0.3:
-        return SamplingParams(temperature=0.0, residual_temperature=0.0, repetition_penalty=rng.choice((1.0, 1.05, 1.5)))
+        return SamplingParams(
+            temperature=0.0, residual_temperature=0.0, repetition_penalty=rng.choice((1.0, 1.05, 1.5))
+        )
     return SamplingParams(
         temperature=rng.choice((0.7, 0.9, 1.3)),
         top_k=rng.choice((0, 5, 50)),
@@ -99,7 +109,15 @@ class Recorder:
 def make_core(model: Any, listener: Any, **options: Any) -> ListenedCore:
     """An engine on this model; small chunks, so that prompts take several."""
     sizes = EngineOptions(
-        **{"slots": 8, "pages": 128, "page_size": 8, "max_context": MAX_CONTEXT, "prefill_chunk": 16, "reserve_frames": 4, **options}
+        **{
+            "slots": 8,
+            "pages": 128,
+            "page_size": 8,
+            "max_context": MAX_CONTEXT,
+            "prefill_chunk": 16,
+            "reserve_frames": 4,
+            **options,
+        }
     )
     executor = EagerExecutor(model, sizes)
     return ListenedCore(executor, sizes, listener)

@@ -33,9 +33,20 @@ class Desk:
         self.rig.settings = with_times(self.rig.settings, shard_items=items_a_shard)
         self.rig.store = open_store(str(folder))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def job(self, texts: Sequence[str], *, run: bool = True, bad_lines: int = 0, quality: Quality | None = None, **line: Any) -> Job:
+    def job(
+        self,
+        texts: Sequence[str],
+        *,
+        run: bool = True,
+        bad_lines: int = 0,
+        quality: Quality | None = None,
+        **line: Any,
+    ) -> Job:
         path = self.rig.folder / "in.jsonl"
-        lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]], **line} for n, text in enumerate(texts)]
+        lines = [
+            {"example_id": f"item-{n}", "messages": [["user", "text", text]], **line}
+            for n, text in enumerate(texts)
+        ]
         path.write_text("".join(json.dumps(one) + "\n" for one in lines) + "no json\n" * bad_lines)
         spec = JobSpec(model="fake", quality=quality)
         job = submit(self.rig.settings, self.rig.ledger, self.rig.store, str(path), spec).job
@@ -75,7 +86,9 @@ class Element:
         """Every element below of a name, with these attributes."""
         found: list[Element] = []
         for child in self.children:
-            if name in ("", child.name) and all(child.attributes.get(key.strip("_")) == value for key, value in wanted.items()):
+            if name in ("", child.name) and all(
+                child.attributes.get(key.strip("_")) == value for key, value in wanted.items()
+            ):
                 found.append(child)
             found += child.all(name, **wanted)
         return found

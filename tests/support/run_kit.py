@@ -1,4 +1,5 @@
-"""`nightjar run` in a folder of its own: its processes, its items, and a voice that takes time. Conftests import the fixtures."""
+"""`nightjar run` in a folder of its own: its processes, its items, and a voice that takes time. Conftests
+import the fixtures."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ from tests.support.slow_voice import install
 
 #: A run of the slow voice whose worker is given up after seconds.
 SLOW = ("run", "in.jsonl", "--model", "slow")
-WORDS = ["the early train", "crosses", "a quiet river", "while", "the baker", "opens", "his small shop", "and", "rain falls", "again"]
+WORDS = [
+    "the early train",
+    "crosses",
+    "a quiet river",
+    "while",
+    "the baker",
+    "opens",
+    "his small shop",
+    "and",
+    "rain falls",
+    "again",
+]
 
 
 def write_input(path: Path, lines: int, words: int = 8) -> Path:
@@ -30,12 +42,15 @@ def write_input(path: Path, lines: int, words: int = 8) -> Path:
     with path.open("w") as file:
         for number in range(lines):
             text = " ".join(chooser.choices(WORDS, k=words)).capitalize() + "."
-            file.write(json.dumps({"example_id": f"line-{number}", "messages": [["user", "text", text]]}) + "\n")
+            file.write(
+                json.dumps({"example_id": f"line-{number}", "messages": [["user", "text", text]]}) + "\n"
+            )
     return path
 
 
 class Shell:
-    """Runs `nightjar` in a folder of its own, and finds every process that came of it by a mark in its environment."""
+    """Runs `nightjar` in a folder of its own, and finds every process that came of it by a mark in its
+    environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,8 +127,13 @@ def shell(tmp_path: Path):
 
 @pytest.fixture
 def slow(shell: Shell) -> Shell:
-    """A shell of runs with `SLOW`, which take the time that their voice takes. No test of them could wait for the end of a lease."""
-    times = {"NIGHTJAR_TIMES__LEASE_SECONDS": "3600", "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "1", "SPEECH_WORKER__DRAIN_SECONDS": "1"}
+    """A shell of runs with `SLOW`, which take the time that their voice takes. No test of them could wait
+    for the end of a lease."""
+    times = {
+        "NIGHTJAR_TIMES__LEASE_SECONDS": "3600",
+        "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "1",
+        "SPEECH_WORKER__DRAIN_SECONDS": "1",
+    }
     shell.environment |= install(shell.folder / "site") | times
     return shell
 
@@ -126,7 +146,9 @@ def listening_broker(home: Path) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="nj-") as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/broker")
         listener.listen()
-        (state / "broker.json").write_text(json.dumps({"url": f"redis+socket://{folder}/broker?virtual_host=0"}))
+        (state / "broker.json").write_text(
+            json.dumps({"url": f"redis+socket://{folder}/broker?virtual_host=0"})
+        )
         yield
 
 

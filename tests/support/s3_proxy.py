@@ -1,4 +1,5 @@
-"""A proxy in front of an S3 server, which answers with 404 while it is told to, and flips a bit of one answer."""
+"""A proxy in front of an S3 server, which answers with 404 while it is told to, and flips a bit of one
+answer."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-#: What a server says of a key whose disk is not mounted, and of a bucket when it was started on an empty disk.
-FORGOTTEN = {"NoSuchKey": "The specified key does not exist.", "NoSuchBucket": "The specified bucket does not exist."}
+#: What a server says of a key whose disk is not mounted, and of a bucket when it was started on an empty
+#: disk.
+FORGOTTEN = {
+    "NoSuchKey": "The specified key does not exist.",
+    "NoSuchBucket": "The specified bucket does not exist.",
+}
 _NO_BODY = {204, 304}
 _OF_A_CONNECTION = {"connection", "content-length", "keep-alive", "transfer-encoding"}
 
 
 class S3Proxy:
-    """`refuses` gets method and path of each request, and gives the code that it is answered with, one of `FORGOTTEN`, or None.
+    """`refuses` gets method and path of each request, and gives the code that it is answered with, one of
+    `FORGOTTEN`, or None.
 
     Where the server is away, a client's connection ends without an answer.
     """
@@ -43,7 +49,8 @@ class S3Proxy:
         self.refuses = lambda method, path: code if time.monotonic() < until else None
 
     def flip_next(self, path: str | None) -> None:
-        """Flips a bit in the body of the next answer to a GET whose path matches this expression; the server's copy stays right.
+        """Flips a bit in the body of the next answer to a GET whose path matches this expression; the
+        server's copy stays right.
 
         None: flips no more.
         """
@@ -118,14 +125,17 @@ def _handler(proxy: S3Proxy, server: str) -> type[BaseHTTPRequestHandler]:
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815 - names of the standard library
 
         def passed_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-            """Status, headers and body of the server's answer. The signature of the request holds for its headers as they are."""
+            """Status, headers and body of the server's answer. The signature of the request holds for its
+            headers as they are."""
             self._upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 if name.lower() != "expect":
                     self._upstream.putheader(name, value)
             self._upstream.endheaders(body)
             response = self._upstream.getresponse()
-            headers = [(name, value) for name, value in response.getheaders() if name.lower() not in _OF_A_CONNECTION]
+            headers = [
+                (name, value) for name, value in response.getheaders() if name.lower() not in _OF_A_CONNECTION
+            ]
             if self.command == "HEAD" and (length := response.getheader("Content-Length")) is not None:
                 headers.append(("Content-Length", length))
             return response.status, headers, response.read()

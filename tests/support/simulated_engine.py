@@ -1,4 +1,5 @@
-"""The engine on a device that exists in simulated time only: what streams' listeners hear, and when, without a model or a clock."""
+"""The engine on a device that exists in simulated time only: what streams' listeners hear, and when,
+without a model or a clock."""
 
 from __future__ import annotations
 
@@ -98,7 +99,12 @@ class SimulatedDevice(FrameExecutor):
         self.now += HOST_MS / 1000
         self.rows += count * self._rows
         self.taken += count * len(slots)
-        done = self._work(count * float(np.interp(bucket_of(len(slots), self.batch_sizes), list(FRAME_MS), list(FRAME_MS.values()))))
+        done = self._work(
+            count
+            * float(
+                np.interp(bucket_of(len(slots), self.batch_sizes), list(FRAME_MS), list(FRAME_MS.values()))
+            )
+        )
         flags = np.zeros((count, len(slots)), np.uint8)
         left = self.state.left
         for row, slot in enumerate(slots):
@@ -166,7 +172,8 @@ class Simulation:
             heapq.heappush(self._events, (time, self._sent, frames()))
 
     def run(self, until: float = float("inf"), batch: Callable[[], int] | None = None) -> None:
-        """Goes on until this time, or until nothing is left; `batch` gives the frames of whole utterances, of which some always wait."""
+        """Goes on until this time, or until nothing is left; `batch` gives the frames of whole utterances,
+        of which some always wait."""
         while self.device.now < until and (self._events or self.core.busy or batch):
             if not (self.core.busy or batch):
                 self.device.now = max(self.device.now, self._events[0][0])
@@ -204,12 +211,18 @@ class Simulation:
 
     def first_chunk_ms(self, percent: float) -> float:
         """This percentile of the time from a request to its first audio."""
-        return 1000 * float(np.percentile([one.first - one.came for one in self.listeners.values() if one.first >= 0], percent))
+        return 1000 * float(
+            np.percentile(
+                [one.first - one.came for one in self.listeners.values() if one.first >= 0], percent
+            )
+        )
 
     def underruns(self) -> int:
         return sum(bool(one.underruns) for one in self.listeners.values())
 
     def most_listeners(self) -> int:
         """The largest number of streams that were heard at one time."""
-        ends = [(one.first, 1) for one in self.listeners.values()] + [(one.until, -1) for one in self.listeners.values()]
+        ends = [(one.first, 1) for one in self.listeners.values()] + [
+            (one.until, -1) for one in self.listeners.values()
+        ]
         return int(np.cumsum([step for _, step in sorted(ends)]).max())

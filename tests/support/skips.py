@@ -34,12 +34,15 @@ def allowed_skips(path: Path = LIST) -> list[AllowedSkip]:
 
 def unlisted(skipped: list[tuple[str, str]], allowed: list[AllowedSkip]) -> list[tuple[str, str]]:
     """Of (test, reason), those that no entry allows."""
-    return [(test, reason) for test, reason in skipped if not any(entry.allows(test, reason) for entry in allowed)]
+    return [
+        (test, reason) for test, reason in skipped if not any(entry.allows(test, reason) for entry in allowed)
+    ]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Where all must run (`CI` is set), an unlisted skip is a failure. With xdist this is asked of the process that counts.
+    """Where all must run (`CI` is set), an unlisted skip is a failure. With xdist this is asked of the
+    process that counts.
 
     It wraps the reporter's own hook, so that its lines stand below the summary, at the end of a long log.
     """

@@ -1,4 +1,5 @@
-"""A voice that takes a known time on any machine: twenty items a second. `nightjar` finds it as it finds any package's pipeline."""
+"""A voice that takes a known time on any machine: twenty items a second. `nightjar` finds it as it finds
+any package's pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ ITEMS_PER_SECOND = 20
 
 
 def describe() -> ModelCard:
-    return ModelCard("slow", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", seconds_per_character=0.01, rtf=0.01)
+    return ModelCard(
+        "slow",
+        "fake",
+        "cpu",
+        SAMPLE_RATE,
+        FakePipeline().capabilities,
+        "1",
+        seconds_per_character=0.01,
+        rtf=0.01,
+    )
 
 
 def load(**_: object) -> Pipeline:
@@ -20,7 +30,8 @@ def load(**_: object) -> Pipeline:
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Writes what pip would write of a package with this pipeline; the variables under which a process has it installed."""
+    """Writes what pip would write of a package with this pipeline; the variables under which a process has
+    it installed."""
     info = folder / "slow_voice-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-voice\nVersion: 1\n")

@@ -13,7 +13,8 @@ from transformers import Qwen2ForCausalLM
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One sequence: ids with the end token when it came, and the states (behind the final norm) that made each of them."""
+    """One sequence: ids with the end token when it came, and the states (behind the final norm) that made
+    each of them."""
 
     ids: list[int]
     #: float32 [steps, hidden].
@@ -45,7 +46,9 @@ class OracleLm:
         return Trace(ids, torch.stack(hidden), torch.stack(logits).float())
 
     @torch.inference_mode()
-    def penalized(self, prompt: Sequence[int], max_tokens: int, penalty: float, ends: Sequence[int]) -> list[int]:
+    def penalized(
+        self, prompt: Sequence[int], max_tokens: int, penalty: float, ends: Sequence[int]
+    ) -> list[int]:
         """The likeliest ids with a repetition penalty, which counts those of the prompt, up to an end."""
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(
@@ -62,14 +65,24 @@ class OracleLm:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, sample: bool = True, ignore_end: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        sample: bool = True,
+        ignore_end: bool = False,
     ) -> list[list[int]]:
-        """`generate` over a left-padded batch, as the published code would batch: the ids of each row up to its end."""
+        """`generate` over a left-padded batch, as the published code would batch: the ids of each row up
+        to its end."""
         longest = max(map(len, prompts))
         ids = torch.tensor([[self.eos] * (longest - len(row)) + list(row) for row in prompts])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
         device = self.model.device
-        settings = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95} if sample else {"do_sample": False}
+        settings = (
+            {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+            if sample
+            else {"do_sample": False}
+        )
         out = self.model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),

@@ -14,12 +14,15 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "speechlm"
 
 
 def renamed(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """A config.json as the converter of that name writes it: `name`, with `_text` and `_audio_encoder` behind it; no type of weights."""
+    """A config.json as the converter of that name writes it: `name`, with `_text` and `_audio_encoder`
+    behind it; no type of weights."""
     kinds = {"text_config": "text", "audio_config": "audio_encoder"}
     parts = {key: content[key] | {"model_type": f"{name}_{kind}"} for key, kind in kinds.items()}
     architecture = "SpeechLM" if name == "speechlm" else name.capitalize()
     typeless = {key: value for key, value in content.items() if key != "torch_dtype"}
-    return typeless | parts | {"model_type": name, "architectures": [f"{architecture}ForConditionalGeneration"]}
+    return (
+        typeless | parts | {"model_type": name, "architectures": [f"{architecture}ForConditionalGeneration"]}
+    )
 
 
 @cache

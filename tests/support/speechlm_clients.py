@@ -17,7 +17,10 @@ from tests.support.serving_kit import Running, b64, heard
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "speechlm"
 CASES = {case["id"]: case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
-DIALOGUES = {line["example_id"]: line["messages"] for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())}
+DIALOGUES = {
+    line["example_id"]: line["messages"]
+    for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())
+}
 #: Text, understanding, text and audio, guided, and guided to the end without a frame.
 NAMES = ("t_max", "u_a", "a1", "a1_cfg30", "a1_cfg15")
 SECONDS = 600
@@ -38,7 +41,13 @@ def request(name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"messages": turns, "max_tokens": case["max_tokens"], "temperature": 0.0}
     if case["mode"] == "text_only":
         return {**fields, "stop_token_ids": [3]}
-    xargs = {"mode": "text_audio", "phase": "text", "text_temperature": 0.0, "audio_temperature": 0.0, "audio_topk": 20}
+    xargs = {
+        "mode": "text_audio",
+        "phase": "text",
+        "text_temperature": 0.0,
+        "audio_temperature": 0.0,
+        "audio_topk": 20,
+    }
     return {**fields, "vllm_xargs": xargs | ({"cfg": case["cfg"]} if case["cfg"] else {})}
 
 
@@ -57,23 +66,39 @@ def check_every_mode(server: Running) -> None:
     server.http.timeout = httpx2.Timeout(SECONDS)
 
     def bare(name: str) -> None:
-        view = server.http.post("/v1/chat/completions", json={"model": server.pipeline.name, **request(name)}).json()
+        view = server.http.post(
+            "/v1/chat/completions", json={"model": server.pipeline.name, **request(name)}
+        ).json()
         message = view["choices"][0]["message"]
-        check(name, message["content"], view["choices"][0]["finish_reason"], (message["audio"] or {}).get("data"))
+        check(
+            name,
+            message["content"],
+            view["choices"][0]["finish_reason"],
+            (message["audio"] or {}).get("data"),
+        )
         if message["audio"] or "vllm_xargs" not in request(name):
             assert view["usage"]["completion_tokens"] == CASES[name]["expected"]["completion_tokens"]
             assert view["usage"]["prompt_tokens"] == CASES[name]["expected"]["prompt_tokens"]
 
     def by_openai(name: str, client: openai.OpenAI) -> None:
         fields = request(name)
-        answer = client.chat.completions.create(model=server.pipeline.name, messages=fields.pop("messages"), extra_body=fields)
+        answer = client.chat.completions.create(
+            model=server.pipeline.name, messages=fields.pop("messages"), extra_body=fields
+        )
         choice = answer.choices[0]
-        check(name, choice.message.content or "", choice.finish_reason, choice.message.audio.data if choice.message.audio else None)
+        check(
+            name,
+            choice.message.content or "",
+            choice.finish_reason,
+            choice.message.audio.data if choice.message.audio else None,
+        )
 
     def streamed(name: str, client: openai.OpenAI) -> int:
         """How many pieces the text came in."""
         fields = request(name)
-        stream = client.chat.completions.create(model=server.pipeline.name, messages=fields.pop("messages"), stream=True, extra_body=fields)
+        stream = client.chat.completions.create(
+            model=server.pipeline.name, messages=fields.pop("messages"), stream=True, extra_body=fields
+        )
         choices = [chunk.choices[0] for chunk in stream]
         text = [choice.delta.content for choice in choices if choice.delta.content]
         audio = [choice.delta.audio.data for choice in choices if choice.delta.audio]
@@ -86,7 +111,10 @@ def check_every_mode(server: Running) -> None:
             # What is written while nobody could look comes in one piece.
             assert time.monotonic() < deadline, name
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=SECONDS, max_retries=0) as client, ThreadPoolExecutor(16) as pool:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=SECONDS, max_retries=0) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
         asked = [pool.submit(bare, name) for name in NAMES]
         asked += [pool.submit(by_openai, name, client) for name in NAMES]
         asked += [pool.submit(in_pieces, name, client) for name in NAMES]

@@ -30,14 +30,17 @@ def tone(text: str, seed: int, rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
 
 
 class StreamVoice(CalledPipeline):
-    """Streams `tone`. In a text `hold` waits after the first chunk until `let_go` or abort; `refuse` and `break` fail around it."""
+    """Streams `tone`. In a text `hold` waits after the first chunk until `let_go` or abort; `refuse` and
+    `break` fail around it."""
 
     name = "tone"
     sample_rate = SAMPLE_RATE
     info = EngineInfo()
 
     def __init__(self, **capabilities: object) -> None:
-        self.capabilities = Capabilities(**{"voices": ("ada", "bob"), "languages": ("english",), "streaming": True, **capabilities})  # type: ignore[arg-type]
+        self.capabilities = Capabilities(
+            **{"voices": ("ada", "bob"), "languages": ("english",), "streaming": True, **capabilities}
+        )  # type: ignore[arg-type]
         self.requests: list[SynthesisRequest] = []
         self.aborted: set[str] = set()
         self.running = 0

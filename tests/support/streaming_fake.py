@@ -1,4 +1,5 @@
-"""A fake engine that streams without a thread for each stream, and its plug-in `fake-streaming` of the engine `native`."""
+"""A fake engine that streams without a thread for each stream, and its plug-in `fake-streaming` of the
+engine `native`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import numpy as np
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, Done, EngineStats, Failed, Handle, Listener, OnEvent, PreparedRequest, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineStats,
+    Failed,
+    Handle,
+    Listener,
+    OnEvent,
+    PreparedRequest,
+    Speech,
+    SynthesisRequest,
+)
 from tests.support.fakes import LOOK_SECONDS, SAMPLE_RATE, FakePipeline, Markers, spoken_text
 
 NAME = "fake-streaming"
@@ -23,11 +35,14 @@ NAME = "fake-streaming"
 class StreamingPipeline(FakePipeline):
     """Each stream is `chunks` chunks of `samples` samples and an end, `seconds` apart, all from one thread.
 
-    Markers in a text: `[[chunks:N]]` and `[[seconds:S]]` change these; `[[refuse:CODE]]` and `[[crash]]` as with `FakePipeline`;
-    `[[fail:CODE]]` fails after the first chunk; `[[encode:PATH]]` starts when there is a file PATH, and `start` blocks until then.
+    Markers in a text: `[[chunks:N]]` and `[[seconds:S]]` change these; `[[refuse:CODE]]` and `[[crash]]`
+    as with `FakePipeline`; `[[fail:CODE]]` fails after the first chunk; `[[encode:PATH]]` starts when
+    there is a file PATH, and `start` blocks until then.
     """
 
-    def __init__(self, name: str = NAME, *, chunks: int = 4, seconds: float = 0.0, samples: int = 320, **options: Any) -> None:
+    def __init__(
+        self, name: str = NAME, *, chunks: int = 4, seconds: float = 0.0, samples: int = 320, **options: Any
+    ) -> None:
         super().__init__(name, **options)
         self.capabilities = replace(self.capabilities, streaming=True)
         self._chunks, self._seconds_apart, self._samples = chunks, seconds, samples
@@ -37,7 +52,9 @@ class StreamingPipeline(FakePipeline):
         self.live: set[Listener] = set()
         threading.Thread(target=self._speak, name="fake-codec", daemon=True).start()
 
-    def start(self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+    def start(
+        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
+    ) -> Handle:
         if not stream:
             return super().start(request, on_event)
         assert isinstance(request, SynthesisRequest)
@@ -72,7 +89,11 @@ class StreamingPipeline(FakePipeline):
             if "crash" in markers.words:
                 self._crash()
             if count and "fail" in markers.words:
-                listener(Failed(SynthesisError(ErrorCode(markers.words["fail"]), "The fake engine was asked to fail.")))
+                listener(
+                    Failed(
+                        SynthesisError(ErrorCode(markers.words["fail"]), "The fake engine was asked to fail.")
+                    )
+                )
                 continue
             final = count == int(markers.words.get("chunks", self._chunks))
             if final:

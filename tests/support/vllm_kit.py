@@ -1,4 +1,5 @@
-"""What tests on a real vLLM share: whether it is there, its processes, and the SparkTTS checkpoint they run."""
+"""What tests on a real vLLM share: whether it is there, its processes, and the SparkTTS checkpoint they
+run."""
 
 from __future__ import annotations
 
@@ -42,12 +43,16 @@ def wide_checkpoint() -> Path:
 
 
 def require_vllm(*, whole_module: bool = True) -> None:
-    """Skips the module (or the test) where vLLM is not installed, and says how to install it; fails where it must be."""
+    """Skips the module (or the test) where vLLM is not installed, and says how to install it; fails where
+    it must be."""
     if find_spec("vllm") is not None:
         return
     if os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but vLLM is not installed", pytrace=False)
-    pytest.skip("vLLM IS NOT INSTALLED: tests of the vLLM engine do not run (make install-vllm)", allow_module_level=whole_module)
+    pytest.skip(
+        "vLLM IS NOT INSTALLED: tests of the vLLM engine do not run (make install-vllm)",
+        allow_module_level=whole_module,
+    )
 
 
 class Waiter:
@@ -68,16 +73,28 @@ class Waiter:
         self.future.set_exception(error)
 
 
-def sequence(name: str, prompt: list[int], tokens: int, *, seed: int | None = None, **sampling: Any) -> TokenRequest:
+def sequence(
+    name: str, prompt: list[int], tokens: int, *, seed: int | None = None, **sampling: Any
+) -> TokenRequest:
     """A request of exactly so many tokens; greedy unless it has a seed."""
-    drawn = {"temperature": 0.0} if seed is None else {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": seed}
+    drawn = (
+        {"temperature": 0.0}
+        if seed is None
+        else {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": seed}
+    )
     return TokenRequest(name, prompt, TokenSampling(tokens, ignore_end=True, **{**drawn, **sampling}))
 
 
 def core_pids(parent: int) -> list[int]:
     """The engine cores among the descendants of a process."""
-    children = [int(pid) for pid in _read(f"/proc/{parent}/task/{parent}/children").split()] + _of_threads(parent)
-    named = [pid for pid in set(children) if CORE in _read(f"/proc/{pid}/cmdline") or CORE in _read(f"/proc/{pid}/comm")]
+    children = [int(pid) for pid in _read(f"/proc/{parent}/task/{parent}/children").split()] + _of_threads(
+        parent
+    )
+    named = [
+        pid
+        for pid in set(children)
+        if CORE in _read(f"/proc/{pid}/cmdline") or CORE in _read(f"/proc/{pid}/comm")
+    ]
     found = [pid for pid in named if is_running(pid)]
     for child in set(children) - set(template_pids()):
         found += core_pids(child)
@@ -102,7 +119,8 @@ def kill_core(parent: int) -> int:
 
 @contextmanager
 def paused_core(parent: int) -> Iterator[int]:
-    """The engine core of a process stands still inside: what it is given is not over here. Its id; it may be killed too."""
+    """The engine core of a process stands still inside: what it is given is not over here. Its id; it may
+    be killed too."""
     (pid,) = core_pids(parent)
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -1,9 +1,11 @@
-"""Golden checkpoints as vLLM's attention kernels on a CPU can run them: the same models with wider attention heads.
+"""Golden checkpoints as vLLM's attention kernels on a CPU can run them: the same models with wider
+attention heads.
 
-Published models have heads of 64 or 128 values, golden ones fewer than any kernel of the CPU knows. Zeros behind queries, keys, values and
-in the output projection change nothing. Rotary embedding turns pairs, whose angles stay when theta is raised: theta'^(-2i / wide) =
-theta^(-2i / narrow). Attention divides by the root of the width, and norms of heads by that of a mean over it, so queries are larger by the
-root of wide / narrow, and where heads are normed keys are too, which the weight of their norm takes back.
+Published models have heads of 64 or 128 values, golden ones fewer than any kernel of the CPU knows. Zeros
+behind queries, keys, values and in the output projection change nothing. Rotary embedding turns pairs,
+whose angles stay when theta is raised: theta'^(-2i / wide) = theta^(-2i / narrow). Attention divides by
+the root of the width, and norms of heads by that of a mean over it, so queries are larger by the root of
+wide / narrow, and where heads are normed keys are too, which the weight of their norm takes back.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WIDE = 32
 
 @cache
 def widened(checkpoint: Path) -> Path:
-    """A copy of a golden checkpoint of SparkTTS, Fish Speech or SpeechLM with heads of `WIDE`; it lives as long as the process."""
+    """A copy of a golden checkpoint of SparkTTS, Fish Speech or SpeechLM with heads of `WIDE`; it lives as
+    long as the process."""
     folder = Path(tempfile.mkdtemp(prefix="nightjar-wide-golden-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     copy = shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=shutil.copyfile)
@@ -47,7 +50,11 @@ def widened(checkpoint: Path) -> Path:
     for path in lm.glob("*.safetensors"):
         tensors = load_file(path)
         normed = "text_model" if "audio_decoder_config" in config else "self_attn" if lm == copy else None
-        save_file({name: _wide(name, tensor, narrow, normed) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: _wide(name, tensor, narrow, normed) for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     return copy
 
 

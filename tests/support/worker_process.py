@@ -29,7 +29,8 @@ from tests.support.forked import Forked, is_like_this_process
 REPOSITORY = Path(__file__).parents[2]
 Started = subprocess.Popen[bytes] | Forked
 
-#: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine that stands still.
+#: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine
+#: that stands still.
 QUICK = {
     "NIGHTJAR_TIMES__LEASE_SECONDS": "600",
     "NIGHTJAR_TIMES__HEARTBEAT_SECONDS": "0.5",
@@ -48,9 +49,16 @@ class Site:
     What `held` makes of a text does not end before `let_go`.
     """
 
-    def __init__(self, folder: Path, broker_url: str, database_url: str | None = None, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, broker_url: str, database_url: str | None = None, **environment: str
+    ) -> None:
         self.folder = folder
-        self.environment = {**QUICK, "SPEECH_HOME": str(folder / "home"), "SPEECH_BROKER_URL": broker_url, **environment}
+        self.environment = {
+            **QUICK,
+            "SPEECH_HOME": str(folder / "home"),
+            "SPEECH_BROKER_URL": broker_url,
+            **environment,
+        }
         if database_url is not None:
             self.environment["SPEECH_DATABASE_URL"] = database_url
         self.settings = self._load()
@@ -63,18 +71,36 @@ class Site:
     def __enter__(self) -> Site:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         self.ledger.close()
 
-    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None, pack: bool = False) -> Job:
+    def submit(
+        self,
+        texts: Sequence[str],
+        *,
+        model: str = "fake",
+        options: SubmitOptions | None = None,
+        pack: bool = False,
+    ) -> Job:
         path = self.folder / f"{time.monotonic_ns()}.jsonl"
-        lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+        lines = [
+            {"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)
+        ]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model, pack=pack or UNSET), options=options).job
+        return submit(
+            self.settings,
+            self.ledger,
+            self.store,
+            str(path),
+            JobSpec(model=model, pack=pack or UNSET),
+            options=options,
+        ).job
 
     def held(self, text: str) -> str:
         return f"{text} [[until:{self.folder / 'gate'}]]"
@@ -87,7 +113,12 @@ class Site:
 
     def worker(self, *arguments: str, engine: dict[str, float] | None = None, **environment: str) -> Started:
         """Starts `worker run` and returns at once."""
-        variables = os.environ | self.environment | {"NIGHTJAR_FAKE": json.dumps(engine or {}), "OMP_NUM_THREADS": "1"} | environment
+        variables = (
+            os.environ
+            | self.environment
+            | {"NIGHTJAR_FAKE": json.dumps(engine or {}), "OMP_NUM_THREADS": "1"}
+            | environment
+        )
         process = start_python("tests.support.fake_worker", ["run", *arguments], variables, self.log)
         self.processes.append(process)
         return process
@@ -128,13 +159,30 @@ class Site:
                     os.environ[name] = before[name]
 
 
-def start_python(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, *, new_session: bool = False) -> Started:
+def start_python(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    new_session: bool = False,
+) -> Started:
     """Starts `python -m` in the repository; what it prints is added to the log."""
     if is_like_this_process(environment):
-        return Forked(module, arguments, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=new_session)
+        return Forked(
+            module,
+            arguments,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=new_session,
+        )
     with log.open("ab") as file:
         command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=new_session)
+        return subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=new_session
+        )
 
 
 @contextmanager

@@ -29,7 +29,9 @@ WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
 class Rig:
     """One worker's parts without Celery. `run_next` dispatches, claims and runs one shard."""
 
-    def __init__(self, folder: Path, pipeline: FakePipeline | None = None, clock: Clock | None = None, **worker: float) -> None:
+    def __init__(
+        self, folder: Path, pipeline: FakePipeline | None = None, clock: Clock | None = None, **worker: float
+    ) -> None:
         self.folder = folder
         times = {name: worker.pop(name) for name in Times.__struct_fields__ if name in worker}
         settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
@@ -59,13 +61,24 @@ class Rig:
             clock=self.clock,
         )
 
-    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None, **spec: object) -> Job:
+    def submit(
+        self,
+        texts: Sequence[str],
+        *,
+        model: str = "fake",
+        options: SubmitOptions | None = None,
+        **spec: object,
+    ) -> Job:
         path = self.folder / f"{len(list(self.folder.glob('*.jsonl')))}.jsonl"
-        lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+        lines = [
+            {"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)
+        ]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return self.submit_file(path, model=model, options=options, **spec)
 
-    def submit_file(self, path: Path, *, model: str = "fake", options: SubmitOptions | None = None, **spec: object) -> Job:
+    def submit_file(
+        self, path: Path, *, model: str = "fake", options: SubmitOptions | None = None, **spec: object
+    ) -> Job:
         job_spec = JobSpec(model=model, **spec)  # pyright: ignore[reportArgumentType]
         return submit(self.settings, self.ledger, self.store, str(path), job_spec, options=options).job
 

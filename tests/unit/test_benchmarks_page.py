@@ -1,4 +1,5 @@
-"""docs/benchmarks.md takes every figure from the file of results that it names, and README takes its own from there."""
+"""docs/benchmarks.md takes every figure from the file of results that it names, and README takes its own
+from there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SECTIONS = [section for section in PAGE.split("\n## ") if "\n|" in section]
 
 
 def measured(found: Any) -> Iterator[float]:
-    """Every number of a file of results, how many are in a list, and none of a row that another version made."""
+    """Every number of a file of results, how many are in a list, and none of a row that another version
+    made."""
     if isinstance(found, dict):
         for key, value in found.items():
             yield from measured([one for one in value if "commit" not in one] if key == "rows" else value)
@@ -31,7 +33,11 @@ def measured(found: Any) -> Iterator[float]:
 
 def values(section: str) -> list[tuple[str, str]]:
     """(load, value) of each row of the section's table."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
     assert all(len(row) == 2 for row in rows), rows
     return [(load, value) for load, value in rows[2:]]
 

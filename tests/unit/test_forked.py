@@ -34,15 +34,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start(folder: Path, *arguments: str) -> Forked:
     files = {name: folder / name for name in ("stdin", "stdout", "stderr")}
-    return Forked("program_of_this_test", arguments, cwd=folder, env={"WORD": "a word"}, start_new_session=True, **files)
+    return Forked(
+        "program_of_this_test", arguments, cwd=folder, env={"WORD": "a word"}, start_new_session=True, **files
+    )
 
 
 @pytest.mark.parametrize("arguments", [("x", "y z"), ("fail",)])
 def test_it_says_what_python_says(folder: Path, arguments: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "program_of_this_test", *arguments]
-    python = subprocess.run(command, cwd=folder, env={"WORD": "a word"}, input="said", capture_output=True, text=True, check=False)
+    python = subprocess.run(
+        command, cwd=folder, env={"WORD": "a word"}, input="said", capture_output=True, text=True, check=False
+    )
     code = start(folder, *arguments).wait(240)
-    assert (code, (folder / "stdout").read_text(), (folder / "stderr").read_text()) == (python.returncode, python.stdout, python.stderr)
+    assert (code, (folder / "stdout").read_text(), (folder / "stderr").read_text()) == (
+        python.returncode,
+        python.stdout,
+        python.stderr,
+    )
 
 
 def test_a_signal_ends_it(folder: Path) -> None:
@@ -59,7 +67,9 @@ def test_it_imports_from_folders_that_only_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "module_of_this_test.py").write_text("print('found')")
     files = {"stdout": tmp_path / "stdout", "stderr": tmp_path / "stderr"}
-    process = Forked("module_of_this_test", (), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "elsewhere")}, **files)
+    process = Forked(
+        "module_of_this_test", (), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "elsewhere")}, **files
+    )
     assert (process.wait(240), files["stdout"].read_text()) == (0, "found\n"), files["stderr"].read_text()
 
 

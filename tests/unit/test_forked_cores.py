@@ -1,4 +1,5 @@
-"""Engine cores that are forked: whose environment and output they have, where they come from, and when they end."""
+"""Engine cores that are forked: whose environment and output they have, where they come from, and when
+they end."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         template._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_core_has_the_environment_and_the_output_of_its_starter(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+def test_a_core_has_the_environment_and_the_output_of_its_starter(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
     for word in ("first", "second"):
         monkeypatch.setenv("WORD", word)
         core = ForkedCores().Process(target=os.system, args=("echo $WORD",))
@@ -58,7 +61,13 @@ def test_a_core_has_the_environment_and_the_output_of_its_starter(monkeypatch: p
 def test_processes_of_a_run_share_a_template_and_a_core_ends_with_its_own() -> None:
     mine = ForkedCores().Process(target=exec, args=(WAITING,))
     mine.start()
-    other = subprocess.Popen([sys.executable, "-c", OTHER], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert other.stdout is not None
         theirs = int(other.stdout.readline())

@@ -1,4 +1,5 @@
-"""One word for one thing: files, classes and functions have names of docs/glossary.md and of the field; pages are in plain English."""
+"""One word for one thing: files, classes and functions have names of docs/glossary.md and of the field;
+pages are in plain English."""
 
 from __future__ import annotations
 
@@ -84,7 +85,21 @@ NOT_OF_FILES = {
 ONE_MEANING = ("Draw", "Pace", "Place", "Receiver", "Sample", "Slot", "Talker")
 #: Words that somebody needs to read the code or a page.
 NEEDED = {
-    *("job", "item", "shard", "ledger", "lease", "epoch", "draw", "check, score", "pipeline", "engine", "executor", "slot", "codec"),
+    *(
+        "job",
+        "item",
+        "shard",
+        "ledger",
+        "lease",
+        "epoch",
+        "draw",
+        "check, score",
+        "pipeline",
+        "engine",
+        "executor",
+        "slot",
+        "codec",
+    ),
     *("RTF", "RTFx"),
 }
 #: Phrases that readers stumble over, with the plain ones.
@@ -139,7 +154,11 @@ def offence(name: Name) -> str | None:
 
 def test_names_are_the_words_of_the_field() -> None:
     assert len(names()) > 1500
-    assert [f"{name.where}: {name.kind} {name.name}; use: {instead}" for name in names() if (instead := offence(name)) is not None] == []
+    assert [
+        f"{name.where}: {name.kind} {name.name}; use: {instead}"
+        for name in names()
+        if (instead := offence(name)) is not None
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -175,7 +194,10 @@ def test_a_good_name_is_left_alone(name: Name) -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    defined = {known: [name.where for name in names() if name.kind == "class" and name.name == known] for known in ONE_MEANING}
+    defined = {
+        known: [name.where for name in names() if name.kind == "class" and name.name == known]
+        for known in ONE_MEANING
+    }
     assert {known: places for known, places in defined.items() if len(places) > 1} == {}
 
 
@@ -190,7 +212,11 @@ def test_the_glossary_has_the_words_that_one_needs() -> None:
 
 def clumsy(text: str) -> list[str]:
     """The phrases of a text that have a plain one."""
-    return [f"{found[0]}; use: {plain}" for phrase, plain in PHRASES.items() for found in re.finditer(phrase, text)]
+    return [
+        f"{found[0]}; use: {plain}"
+        for phrase, plain in PHRASES.items()
+        for found in re.finditer(phrase, text)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -43,7 +43,11 @@ def test_an_absent_array_and_another_one_than_listed_fail(tmp_path: Path) -> Non
     assert arrays.seen == set()
     assert len(arrays["whole"]) == 7
     assert arrays.seen == {"whole"}
-    for listed in ({"gone": ("float32", [1])}, {"whole": ("float32", [100, 7])}, {"thin": ("int64", [7, 100])}):
+    for listed in (
+        {"gone": ("float32", [1])},
+        {"whole": ("float32", [100, 7])},
+        {"thin": ("int64", [7, 100])},
+    ):
         with pytest.raises(AssertionError, match=next(iter(listed))):
             arrays.check_listed(listed)
     with pytest.raises(AssertionError, match="the array gone is absent"):

@@ -15,7 +15,9 @@ def test_what_is_started_can_be_interrupted_although_a_shell_ignores_it() -> Non
         interrupts.heed()
         for number in before:
             code = f"import os; os.kill(os.getpid(), {number.value})"
-            ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode
+            ended = subprocess.run(
+                [sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False
+            ).returncode
             assert ended == -number, number
         heeded = signal.signal(signal.SIGINT, lambda *_: None)
         assert heeded is signal.default_int_handler

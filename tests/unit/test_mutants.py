@@ -26,7 +26,9 @@ def _what_is_wrong(fault: Fault) -> str:
             path, *names = test.split("[")[0].split("::")
             tree: ast.AST = ast.parse((REPOSITORY / path).read_text())
             for name in names:
-                tree = next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == name)
+                tree = next(
+                    node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == name
+                )
     except (BadFaultError, OSError, SyntaxError, StopIteration) as error:
         return repr(error)
     return "" if fault.tests else "no tests"

@@ -22,7 +22,11 @@ def test_each_named_test_exists(page: str) -> None:
 
 def test_each_named_kind_of_fault_exists() -> None:
     sites = "".join((REPOSITORY / "tests" / "faults" / "soak" / name).read_text() for name in SITES)
-    rows = [line.partition("soak: ")[2] for line in (REPOSITORY / "docs" / "resume.md").read_text().splitlines() if "soak: " in line]
+    rows = [
+        line.partition("soak: ")[2]
+        for line in (REPOSITORY / "docs" / "resume.md").read_text().splitlines()
+        if "soak: " in line
+    ]
     named = {kind for row in rows for kind in re.findall(r"`([^`]+)`", row)}
     assert {kind for kind in named if f'"{kind}"' not in sites} == set()
     assert {"store unmounted", "store answers 404", "output folder renamed"} <= named

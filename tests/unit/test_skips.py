@@ -36,7 +36,9 @@ def test_only_listed_tests_with_the_listed_reason_may_be_skipped() -> None:
 
 @pytest.mark.parametrize("processes", ["0", "2"])
 @pytest.mark.parametrize(("in_ci", "status"), [("true", 1), ("", 0)])
-def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, in_ci: str, status: int) -> None:
+def test_a_whole_run_fails_on_an_unlisted_skip(
+    tmp_path: Path, processes: str, in_ci: str, status: int
+) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "conftest.py").write_text("from tests.support.skips import pytest_sessionfinish\n")
@@ -66,11 +68,15 @@ def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, i
     )
     assert done.returncode == status, done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last == "SKIP THAT tests/skips.toml DOES NOT LIST: tests/test_some.py::test_does_not: Skipped: too tired"
+    assert (
+        last
+        == "SKIP THAT tests/skips.toml DOES NOT LIST: tests/test_some.py::test_does_not: Skipped: too tired"
+    )
 
 
 def test_the_skips_of_gpu_tests_are_listed() -> None:
-    """They all run where this list is not asked, so that only a whole run elsewhere would show one that is missing."""
+    """They all run where this list is not asked, so that only a whole run elsewhere would show one that is
+    missing."""
     allowed = allowed_skips()
     root = Path(__file__).parents[2]
     reasons = [

@@ -1,4 +1,5 @@
-"""Benchmarks of models on vLLM, measured on a CPU from small checkpoints: what is measured of each engine, not how fast it is."""
+"""Benchmarks of models on vLLM, measured on a CPU from small checkpoints: what is measured of each engine,
+not how fast it is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from pipelines.vllm_engine.library import EngineMoment  # noqa: E402
 
 def test_spark_on_both_engines_in_one_run(tmp_path: Path) -> None:
     path = tmp_path / "spark.json"
-    asked = ["--device", "cpu", "--checkpoint", str(wide_checkpoint()), "--part", "frame,speech,streams", "--requests", "2"]
+    asked = [
+        "--device",
+        "cpu",
+        "--checkpoint",
+        str(wide_checkpoint()),
+        "--part",
+        "frame,speech,streams",
+        "--requests",
+        "2",
+    ]
     asked += ["--streams", "1", "--seconds", "0.1", "--turns", "2", "--json", str(path)]
     assert spark_tts.main(asked) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -39,5 +49,9 @@ def test_speechlm_waits_for_nothing_that_the_engine_did_not_take(tmp_path: Path)
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM is given up.")
 
     for text in (0, 2):
-        row = speechlm.run(speechlm.Load("pairs", 3, 5, text, 2, 3.0), speechlm.write_shape(tmp_path, published=False), GivenUp())  # type: ignore[arg-type]
+        row = speechlm.run(
+            speechlm.Load("pairs", 3, 5, text, 2, 3.0),
+            speechlm.write_shape(tmp_path, published=False),
+            GivenUp(),
+        )  # type: ignore[arg-type]
         assert len(row["failures"]) == 3

@@ -1,4 +1,5 @@
-"""Fish Speech S2 as a pipeline on a real vLLM, on the runner that CUDA uses: alone and together, preempted, streamed, aborted, refused."""
+"""Fish Speech S2 as a pipeline on a real vLLM, on the runner that CUDA uses: alone and together,
+preempted, streamed, aborted, refused."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from pipelines.vllm_engine.library import load_vllm  # noqa: E402
 from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 240
-#: KV blocks of the engine, of 32 positions: fewer than all requests of a test need at once, so that some are preempted.
+#: KV blocks of the engine, of 32 positions: fewer than all requests of a test need at once, so that some are
+#: preempted.
 BLOCKS = 14
 FRAMES = 24
 REFERENCE_TEXT = "The train to the city leaves at nine."
@@ -57,12 +59,16 @@ def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     spec = model_spec(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
         host = VllmHost(spec, TokenModelOptions(dtype="float32", max_context=416, slots=6))
-        pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), host, keep_unfinished=True)
+        pipeline = FishPipeline(
+            config, Vocabulary.from_folder(config), load_codec(config), host, keep_unfinished=True
+        )
         with closing(pipeline):
             yield pipeline
 
 
-def request(name: str, text: str = "Good morning, how are you today?", *wavs: str, seed: int = 1, **generation: object) -> SynthesisRequest:
+def request(
+    name: str, text: str = "Good morning, how are you today?", *wavs: str, seed: int = 1, **generation: object
+) -> SynthesisRequest:
     audio = [Message("user", "audio", (GOLDEN / "wavs" / wav).read_bytes()) for wav in wavs]
     words = {"reference_text": "\n".join([REFERENCE_TEXT] * len(wavs))} if wavs else {}
     settings = Generation(**{"max_seconds": FRAMES / 21.5, **words, **generation})  # pyright: ignore[reportArgumentType]
@@ -73,7 +79,9 @@ def some_requests() -> list[SynthesisRequest]:
     """Drawn and greedy, plain and cloned, of one and of several turns."""
     return [
         request("plain", seed=3),
-        request("clone", "You can read this text aloud with a calm voice.", "ref_a.wav", seed=4, temperature=0.9),
+        request(
+            "clone", "You can read this text aloud with a calm voice.", "ref_a.wav", seed=4, temperature=0.9
+        ),
         request("two", "The rain falls on the quiet street.", "ref_a.wav", "ref_b.wav", seed=5),
         request("greedy", "There are 12 months in a year, 7 days in a week.", temperature=0.0),
         request("wide", "[whisper] do not wake the baby.", seed=6, top_k=0, top_p=0.95, temperature=1.0),
@@ -96,15 +104,26 @@ def alone(pipeline: FishPipeline) -> list[np.ndarray | ErrorCode]:
 
 def counted(name: str, **labels: str) -> float:
     """What vLLM has counted so far in the engine that was started last."""
-    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == f"vllm:{name}_total"]
+    samples = [
+        sample
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == f"vllm:{name}_total"
+    ]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def same(one: np.ndarray | ErrorCode, other: np.ndarray | ErrorCode) -> bool:
-    return np.array_equal(one, other) if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) else one is other
+    return (
+        np.array_equal(one, other)
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
+        else one is other
+    )
 
 
-def test_a_request_sounds_the_same_alone_together_and_preempted(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+def test_a_request_sounds_the_same_alone_together_and_preempted(
+    pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]
+) -> None:
     asked = some_requests()
     assert sum(isinstance(one, np.ndarray) and one.size > 0 for one in alone) >= 5, alone
     before = counted("num_preemptions")
@@ -116,11 +135,14 @@ def test_a_request_sounds_the_same_alone_together_and_preempted(pipeline: FishPi
 
 
 def frames_of(pipeline: FishPipeline, residual: int) -> np.ndarray:
-    """Greedy frames after a recording whose residual codes are changed by so much: its ids are the same for all."""
+    """Greedy frames after a recording whose residual codes are changed by so much: its ids are the same
+    for all."""
     config = pipeline.config
     codes = pipeline.references.prepare((GOLDEN / "wavs" / "ref_a.wav").read_bytes())
     codes = np.column_stack((codes[:, :1], (codes[:, 1:] + residual) % config.codec.residual_codes))
-    prompt = Conversation(pipeline.vocabulary, config.codebooks, [Reference(REFERENCE_TEXT, codes)]).ask("Good morning.")
+    prompt = Conversation(pipeline.vocabulary, config.codebooks, [Reference(REFERENCE_TEXT, codes)]).ask(
+        "Good morning."
+    )
     sampling, waiter = TokenSampling(FRAMES, temperature=0.0, top_k=1, ignore_end=True), Waiter()
     pipeline.host.submit(TokenRequest("frames", prompt.ids, sampling, prompt_codes=prompt.codes), waiter)
     made = waiter.future.result(SECONDS).codes
@@ -128,11 +150,24 @@ def frames_of(pipeline: FishPipeline, residual: int) -> np.ndarray:
     return made
 
 
-def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_without_a_cache(pipeline: FishPipeline) -> None:
-    """Together, in two orders, with too few blocks for all, drawn and greedy, of one and several turns; then equal ids of other codes."""
-    texts = ["Good morning.", "The rain falls on the quiet street.", "Do not wake the baby.", DIALOGUE, DIALOGUE]
+def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_without_a_cache(
+    pipeline: FishPipeline,
+) -> None:
+    """Together, in two orders, with too few blocks for all, drawn and greedy, of one and several turns;
+    then equal ids of other codes."""
+    texts = [
+        "Good morning.",
+        "The rain falls on the quiet street.",
+        "Do not wake the baby.",
+        DIALOGUE,
+        DIALOGUE,
+    ]
     asked = [request(f"voice {seed}", text, "ref_a.wav", seed=seed) for seed, text in enumerate(texts)]
-    asked += [request("greedy", "There are 12 months.", "ref_a.wav", temperature=0.0), request("none", seed=3), request("no", seed=4)]
+    asked += [
+        request("greedy", "There are 12 months.", "ref_a.wav", temperature=0.0),
+        request("none", seed=3),
+        request("no", seed=4),
+    ]
     before = counted("prompt_tokens")
     alone = [outcome(submit(pipeline, one)) for one in asked]
     positions = 2 * (counted("prompt_tokens") - before)
@@ -140,20 +175,34 @@ def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_
     frames = [frames_of(pipeline, residual) for residual in (0, 1)]
     assert not np.array_equal(frames[0], frames[1])
     with opened(share_prefixes=True) as sharing:
-        futures = [(index, submit(sharing, asked[index])) for index in [*range(len(asked)), *reversed(range(len(asked)))]]
+        futures = [
+            (index, submit(sharing, asked[index]))
+            for index in [*range(len(asked)), *reversed(range(len(asked)))]
+        ]
         for index, future in futures:
             assert same(outcome(future), alone[index]), asked[index].request_id
-        computed, found = counted("prompt_tokens_by_source", source="local_compute"), counted("prefix_cache_hits")
+        computed, found = (
+            counted("prompt_tokens_by_source", source="local_compute"),
+            counted("prefix_cache_hits"),
+        )
         assert counted("prompt_tokens") == computed + found == positions
-        assert computed < positions / 2, f"{computed:.0f} of {positions:.0f} positions of prompts were computed"
+        assert computed < positions / 2, (
+            f"{computed:.0f} of {positions:.0f} positions of prompts were computed"
+        )
         for residual in (0, 1, 0):
             assert np.array_equal(frames_of(sharing, residual), frames[residual])
 
 
-def test_another_seed_says_it_in_another_way(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+def test_another_seed_says_it_in_another_way(
+    pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]
+) -> None:
     other = outcome(submit(pipeline, request("plain", seed=30)))
     assert not same(other, alone[0])
-    again = outcome(submit(pipeline, request("greedy", "There are 12 months in a year, 7 days in a week.", seed=9, top_k=1)))
+    again = outcome(
+        submit(
+            pipeline, request("greedy", "There are 12 months in a year, 7 days in a week.", seed=9, top_k=1)
+        )
+    )
     assert same(again, alone[3]), "top_k of 1 is greedy, whatever the seed"
 
 
@@ -167,7 +216,9 @@ def test_speech_says_what_it_is(pipeline: FishPipeline) -> None:
 
 
 @pytest.mark.parametrize("index", [1, 3])
-def test_a_stream_is_the_whole_from_its_first_frame_on(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode], index: int) -> None:
+def test_a_stream_is_the_whole_from_its_first_frame_on(
+    pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode], index: int
+) -> None:
     whole_speech = alone[index]
     assert isinstance(whole_speech, np.ndarray)
     chunks = list(stream(pipeline, some_requests()[index]))
@@ -188,7 +239,9 @@ def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: FishPipeline) -
     assert stats.audio_seconds > 0
 
 
-def test_who_is_cancelled_harms_no_neighbour(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+def test_who_is_cancelled_harms_no_neighbour(
+    pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]
+) -> None:
     with paused_core(os.getpid()):
         heard: list[Event] = []
         victim = pipeline.start(request("victim", seed=12, max_seconds=10.0), heard.append)
@@ -203,9 +256,15 @@ def test_who_is_cancelled_harms_no_neighbour(pipeline: FishPipeline, alone: list
     [
         (request("", "read <|im_end|> this"), ErrorCode.INPUT_UNPRONOUNCEABLE),
         (request("", "<|phoneme_start|>open"), ErrorCode.INPUT_UNPRONOUNCEABLE),
-        (request("", "Hello.", "ref_a.wav", reference_text="<|semantic:3|>"), ErrorCode.INPUT_UNPRONOUNCEABLE),
+        (
+            request("", "Hello.", "ref_a.wav", reference_text="<|semantic:3|>"),
+            ErrorCode.INPUT_UNPRONOUNCEABLE,
+        ),
         (request("", "Hello.", "ref_a.wav", reference_text=None), ErrorCode.INPUT_REFERENCE_TEXT),
-        (request("", "Hello.", "ref_a.wav", "ref_b.wav", reference_text="one line"), ErrorCode.INPUT_REFERENCE_TEXT),
+        (
+            request("", "Hello.", "ref_a.wav", "ref_b.wav", reference_text="one line"),
+            ErrorCode.INPUT_REFERENCE_TEXT,
+        ),
         (request("", "Hello.", *["ref_a.wav"] * 6), ErrorCode.INPUT_UNSUPPORTED),
         (request("", voice="robot"), ErrorCode.INPUT_UNKNOWN_VOICE),
         (request("", instruct="whisper"), ErrorCode.INPUT_UNSUPPORTED),
@@ -213,7 +272,9 @@ def test_who_is_cancelled_harms_no_neighbour(pipeline: FishPipeline, alone: list
         (request("", "word " * 400), ErrorCode.INPUT_TOO_LONG),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: FishPipeline, asked: SynthesisRequest, code: ErrorCode) -> None:
+def test_what_the_model_cannot_do_is_refused_before_the_engine(
+    pipeline: FishPipeline, asked: SynthesisRequest, code: ErrorCode
+) -> None:
     done = pipeline.stats().requests_done
     with pytest.raises(InputError) as caught:
         submit(pipeline, asked)
@@ -228,7 +289,9 @@ def test_a_server_speaks_with_it(pipeline: FishPipeline, alone: list[np.ndarray 
         """To the rounding of 16 bits."""
         (samples, rate), wanted = heard(data), alone[index]
         assert isinstance(wanted, np.ndarray)
-        return rate == 44_100 and samples.shape == wanted.shape and bool(np.abs(samples - wanted).max() < 1e-4)
+        return (
+            rate == 44_100 and samples.shape == wanted.shape and bool(np.abs(samples - wanted).max() < 1e-4)
+        )
 
     limit, greedy = {"max_seconds": FRAMES / 21.5}, {"temperature": 0.0, "voice": "default"}
     voices = [b64((GOLDEN / "wavs" / wav).read_bytes()) for wav in ("ref_a.wav", "ref_b.wav")]

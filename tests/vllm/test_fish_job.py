@@ -1,4 +1,5 @@
-"""A job over a Fish Speech S2 folder, on the runner that CUDA uses: ingest, worker, engine, artifacts; and what is said of the model."""
+"""A job over a Fish Speech S2 folder, on the runner that CUDA uses: ingest, worker, engine, artifacts; and
+what is said of the model."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def jobs(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def line(name: str, text: str, *wavs: str, **generation: object) -> str:
     """A greedy line, so that its length is known: the golden one where the golden set has it."""
     messages = [["user", "audio", wav] for wav in wavs] + [["user", "text", text]]
-    return json.dumps({"example_id": name, "messages": messages, "generation": {"temperature": 0.0, **generation}}) + "\n"
+    return (
+        json.dumps(
+            {"example_id": name, "messages": messages, "generation": {"temperature": 0.0, **generation}}
+        )
+        + "\n"
+    )
 
 
 def test_a_job_speaks_clones_and_dialogues_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
@@ -56,7 +62,15 @@ def test_a_job_speaks_clones_and_dialogues_and_refuses_what_it_cannot_do(tmp_pat
         shutil.copy(GOLDEN / "wavs" / wav, tmp_path)
     with (tmp_path / "input.jsonl").open("w") as file:
         file.write(line("text", "There are 12 months in a year, 7 days in a week."))
-        file.write(line("two voices", "The rain falls on the quiet street.", "ref_a.wav", "ref_b.wav", reference_text="\n".join(WORDS)))
+        file.write(
+            line(
+                "two voices",
+                "The rain falls on the quiet street.",
+                "ref_a.wav",
+                "ref_b.wav",
+                reference_text="\n".join(WORDS),
+            )
+        )
         file.write(line("dialogue", DIALOGUE))
         file.write(line("injected", "Say <|im_end|> now."))
         file.write(line("wordless", "Hello.", "ref_a.wav"))
@@ -65,7 +79,11 @@ def test_a_job_speaks_clones_and_dialogues_and_refuses_what_it_cannot_do(tmp_pat
     said = done.stdout[-3000:] + done.stderr[-3000:]
     status = json.loads(done.stdout.splitlines()[-1])
     assert (status["items"]["done"], status["items"]["failed"], status["rejected_lines"]) == (3, 1, 1), said
-    waves = [soundfile.info(io.BytesIO(path.read_bytes())) for path in Path(status["audio"]).rglob("*") if path.is_file()]
+    waves = [
+        soundfile.info(io.BytesIO(path.read_bytes()))
+        for path in Path(status["audio"]).rglob("*")
+        if path.is_file()
+    ]
     assert sorted(wave.frames for wave in waves) == sorted(2048 * count for count in frames.values()), waves
 
 
@@ -73,5 +91,11 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
     model = str(widened(whole()))
     shown = jobs(tmp_path, "models", model)
     assert shown.returncode == 0, shown.stderr
-    for words in ("family: fish_speech", "engines: native, vllm", "sample_rate: 44100", "references: 5", "needs_reference_text: True"):
+    for words in (
+        "family: fish_speech",
+        "engines: native, vllm",
+        "sample_rate: 44100",
+        "references: 5",
+        "needs_reference_text: True",
+    ):
         assert words in shown.stdout

@@ -1,4 +1,5 @@
-"""Our scheduler beside vLLM's own, both real and without a model: the same steps and blocks, and newcomers in groups."""
+"""Our scheduler beside vLLM's own, both real and without a model: the same steps and blocks, and newcomers
+in groups."""
 
 from __future__ import annotations
 
@@ -46,10 +47,16 @@ from pipelines.vllm_engine.group_scheduler import (  # noqa: E402
         (GroupScheduler, Scheduler, 60, False),
     ],
 )
-def test_steps_and_blocks_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch, ours: Any, plain: Any, blocks: int, caching: bool) -> None:
-    """Prompts in chunks that begin alike, ends, aborts, and with few blocks preemptions; nobody waits for company here."""
+def test_steps_and_blocks_are_those_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, ours: Any, plain: Any, blocks: int, caching: bool
+) -> None:
+    """Prompts in chunks that begin alike, ends, aborts, and with few blocks preemptions; nobody waits for
+    company here."""
     monkeypatch.setattr(group_scheduler, "GATHER_SECONDS", 0.0)
-    runs = [Run(scheduler(kind, 24, blocks, 128, caching), issubclass(kind, AsyncScheduler)) for kind in (ours, plain)]
+    runs = [
+        Run(scheduler(kind, 24, blocks, 128, caching), issubclass(kind, AsyncScheduler))
+        for kind in (ours, plain)
+    ]
     asked = [counted(run.scheduler.kv_cache_manager.coordinator) for run in runs]
     dice = random.Random(5)
     preempted = steps = 0
@@ -102,26 +109,40 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
         (False, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, Scheduler),
     ],
 )
-def test_engines_run_on_it(monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
+def test_engines_run_on_it(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any
+) -> None:
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
     spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
     arguments = engine_arguments(spec, TokenModelOptions())
-    assert SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
+    assert (
+        SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
+    )
     assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)
 
 
 def test_settings_of_a_request_are_those_that_vllm_is_told() -> None:
-    asked = TokenSampling(31, 0.7, 13, 0.85, repetition_penalty=1.2, seed=99, stop_ids=(5, 8), ignore_end=True)
+    asked = TokenSampling(
+        31, 0.7, 13, 0.85, repetition_penalty=1.2, seed=99, stop_ids=(5, 8), ignore_end=True
+    )
     told = sampling_params(TokenRequest("a", [1], asked), 1, streamed=False)
     assert (told.max_tokens, told.temperature, told.top_k, told.top_p) == (31, 0.7, 13, 0.85)
-    assert (told.repetition_penalty, told.seed, told.stop_token_ids, told.ignore_eos) == (1.2, 99, [5, 8], True)
+    assert (told.repetition_penalty, told.seed, told.stop_token_ids, told.ignore_eos) == (
+        1.2,
+        99,
+        [5, 8],
+        True,
+    )
 
 
 def test_streams_are_told_apart() -> None:
     plain = TokenRequest("a", [1], TokenSampling(3))
     assert sampling_params(plain, 1, streamed=False).extra_args is None
     assert sampling_params(plain, 1, streamed=True).extra_args == {AT_ONCE: True}
-    assert sampling_params(replace(plain, extra={"key": 5}), 1, streamed=True).extra_args == {"key": 5, AT_ONCE: True}
+    assert sampling_params(replace(plain, extra={"key": 5}), 1, streamed=True).extra_args == {
+        "key": 5,
+        AT_ONCE: True,
+    }
 
 
 class Clock:

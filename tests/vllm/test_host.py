@@ -1,4 +1,5 @@
-"""The host of vLLM on a real engine core: threads, streams, aborts, pairs, and what happens when the core dies."""
+"""The host of vLLM on a real engine core: threads, streams, aborts, pairs, and what happens when the core
+dies."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, held_start, kill_core, require_vllm, sequence, wait_for_core, wide_checkpoint
+from tests.support.vllm_kit import (
+    PATIENCE_SECONDS,
+    Waiter,
+    held_start,
+    kill_core,
+    require_vllm,
+    sequence,
+    wait_for_core,
+    wide_checkpoint,
+)
 
 require_vllm()
 
@@ -40,7 +50,8 @@ ENDLESS = 30_000
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[VllmHost]:
-    """One engine core for the module. It hands on three codes a step: the sampled token and the two likeliest."""
+    """One engine core for the module. It hands on three codes a step: the sampled token and the two
+    likeliest."""
     load_vllm()
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
@@ -128,8 +139,13 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     assert merged.tolist() == steps.tolist()
 
 
-@pytest.mark.parametrize(("cpu", "options"), [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))])
-def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions) -> None:
+@pytest.mark.parametrize(
+    ("cpu", "options"),
+    [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))],
+)
+def test_a_step_that_is_too_small_is_refused(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions
+) -> None:
     from pipelines.vllm_engine import adapter
 
     monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
@@ -139,7 +155,8 @@ def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cp
 
 
 def test_a_stream_grows_and_equals_the_whole(host: VllmHost) -> None:
-    # Without codes: here they are vLLM's likeliest tokens, two of which may be one, and parts that are merged would lose it.
+    # Without codes: here they are vLLM's likeliest tokens, two of which may be one, and parts that are merged
+    # would lose it.
     request = replace(sequence("whole", prompt(2), 40, seed=3), codes=False)
     whole = ask(host, request).future.result(PATIENCE_SECONDS).ids
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -207,8 +224,13 @@ def test_one_of_two_with_the_same_id_can_be_cancelled(host: VllmHost) -> None:
 def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
     plain = sequence("main", prompt(3), 10, seed=1)
     pair = TokenRequest("main", plain.prompt_ids, plain.sampling, shadow=sequence("null", [11, 12], ENDLESS))
-    assert ask(host, pair).future.result(PATIENCE_SECONDS).ids == ask(host, plain).future.result(PATIENCE_SECONDS).ids
-    doomed = TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS))
+    assert (
+        ask(host, pair).future.result(PATIENCE_SECONDS).ids
+        == ask(host, plain).future.result(PATIENCE_SECONDS).ids
+    )
+    doomed = TokenRequest(
+        "pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS)
+    )
     aborted = ask(host, doomed)
     time.sleep(0.05)
     host.cancel(doomed)
@@ -229,8 +251,11 @@ def test_a_pair_whose_shadow_is_refused_fails(host: VllmHost) -> None:
     assert settled(host)
 
 
-def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's start and its first words."""
+def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(
+    host: VllmHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's
+    start and its first words."""
     asked = threading.Event()
 
     async def never(*_: object) -> None:

@@ -1,4 +1,5 @@
-"""Jobs over a SparkTTS folder on a real vLLM: an engine core that is killed in the middle, and a second worker on Redis."""
+"""Jobs over a SparkTTS folder on a real vLLM: an engine core that is killed in the middle, and a second
+worker on Redis."""
 
 from __future__ import annotations
 
@@ -51,27 +52,44 @@ def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
 
 
 def submit_items(site: Site, count: int = ITEMS) -> Job:
-    """A new job of so many lines: created voices, clones, and clones that go on after the reference's text."""
+    """A new job of so many lines: created voices, clones, and clones that go on after the reference's
+    text."""
     for wav in WAVS:
         shutil.copy(GOLDEN / "wavs" / wav, site.folder)
     path = site.folder / "input.jsonl"
     with path.open("w") as file:
         for n in range(count):
             messages = [["user", "text", f"This is line {n}, and it goes on for a while."]]
-            generation = {"voice": ("male/low/high", "female/moderate/very_low")[n % 2], "temperature": 0.0} if n % 3 else {}
+            generation = (
+                {"voice": ("male/low/high", "female/moderate/very_low")[n % 2], "temperature": 0.0}
+                if n % 3
+                else {}
+            )
             if n % 3 == 0:
                 messages.insert(0, ["user", "audio", WAVS[n % 2]])
                 generation = {"reference_text": "You can read this text aloud."} if n % 2 else {}
-            file.write(json.dumps({"example_id": f"line-{n}", "messages": messages, "generation": generation}) + "\n")
+            file.write(
+                json.dumps({"example_id": f"line-{n}", "messages": messages, "generation": generation}) + "\n"
+            )
     spec = JobSpec(model=str(wide_checkpoint()), seed=7)
-    return submit(site.settings, site.ledger, site.store, str(path), spec, options=SubmitOptions(idempotency_key=uuid.uuid4().hex)).job
+    return submit(
+        site.settings,
+        site.ledger,
+        site.store,
+        str(path),
+        spec,
+        options=SubmitOptions(idempotency_key=uuid.uuid4().hex),
+    ).job
 
 
 def start_worker(site: Site, *, compute_process: bool) -> subprocess.Popen[bytes]:
-    """A worker whose engine core computes itself, or has the process that vLLM for CPUs computes in, which the other tests go without."""
+    """A worker whose engine core computes itself, or has the process that vLLM for CPUs computes in, which
+    the other tests go without."""
     with site.log.open("ab") as log:
         command = [sys.executable, "-m", "worker", "run"]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(compute_process))} | site.environment
+        environment = (
+            os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(compute_process))} | site.environment
+        )
         worker = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
     site.processes.append(worker)
     return worker
@@ -125,7 +143,9 @@ def test_a_killed_engine_core_costs_no_item_and_another_worker_makes_the_same_sp
     assert len(made) == FEWER
     assert made == {name: killed[name] for name in made}
     end(site, second, signal.SIGKILL)
-    assert site.log_text().count('"event": "model opening"') == 2, "a worker opened its model again beside the new core"
+    assert site.log_text().count('"event": "model opening"') == 2, (
+        "a worker opened its model again beside the new core"
+    )
 
 
 def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
@@ -133,7 +153,15 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
         places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"SPEECH_HOME": str(tmp_path / "out"), "PYTHONPATH": places}
         command = [sys.executable, "-m", "jobs", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
 
     model = str(wide_checkpoint())
     messages = [["user", "text", "Good morning, how are you today?"]]

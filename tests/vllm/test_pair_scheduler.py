@@ -1,4 +1,5 @@
-"""Guidance pairs on the real scheduler without a model: both halves draw in the same steps, whatever there is too little of."""
+"""Guidance pairs on the real scheduler without a model: both halves draw in the same steps, whatever there
+is too little of."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ KINDS = [PairScheduler, AsyncPairScheduler]
 
 
 class PairRun(Run):
-    """Draws as our samplers do: once for both halves of a pair, and the end for a half whose partner is not there."""
+    """Draws as our samplers do: once for both halves of a pair, and the end for a half whose partner is
+    not there."""
 
     def __init__(self, kind: Any, blocks: int, caching: bool = False) -> None:
         super().__init__(scheduler(kind, 12, blocks, STEP_TOKENS, caching), issubclass(kind, AsyncScheduler))
@@ -48,9 +50,14 @@ class PairRun(Run):
         self._enter(newcomer(name, prompt, most, BROKEN, **extra))
 
     def cached(self, name: str, main: list[int], most: int) -> None:
-        """A pair whose prompts the prefix cache may know; that of the null branch is of zeros, as that of every other one."""
+        """A pair whose prompts the prefix cache may know; that of the null branch is of zeros, as that of
+        every other one."""
         for part, prompt in (("main", main), ("null", [0] * len(main))):
-            self._enter(hashed(f"{name}-{part}", prompt, most, BROKEN, **pair_extra(name, part, 2.0), **{PRIVATE: True}))
+            self._enter(
+                hashed(
+                    f"{name}-{part}", prompt, most, BROKEN, **pair_extra(name, part, 2.0), **{PRIVATE: True}
+                )
+            )
 
     def _enter(self, request: Any) -> None:
         self.asked[request.request_id] = request
@@ -96,7 +103,9 @@ class PairRun(Run):
                 continue
             self.seen[half.part] += 1
             partner = self.asked[f"{half.pair}-{'null' if half.part == 'main' else 'main'}"]
-            assert not whole[row] or partner.is_finished(), f"{names[row]} draws in a step without its partner"
+            assert not whole[row] or partner.is_finished(), (
+                f"{names[row]} draws in a step without its partner"
+            )
 
 
 def check_even(run: PairRun, name: str, most: int) -> None:
@@ -111,7 +120,8 @@ def check_even(run: PairRun, name: str, most: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", [33, STEP_TOKENS, STEP_TOKENS + 1, 103, 3 * STEP_TOKENS - 1, 200])
 def test_prompts_that_fit_no_step_together_come_in_chunks_and_end_together(kind: Any, prompt: int) -> None:
-    # 103 leaves 40 tokens of both halves behind their first chunks: each would fit a step, the two together do not.
+    # 103 leaves 40 tokens of both halves behind their first chunks: each would fit a step, the two together
+    # do not.
     run = PairRun(kind, 80)
     run.one("first", 20, 30)
     run.step()
@@ -141,14 +151,18 @@ def test_pairs_advance_evenly_through_chunks_preemptions_and_aborts(kind: Any, s
             name = dice.choice(sorted(most))
             if not run.asked[f"{name}-main"].is_finished():
                 del most[name]
-                run.scheduler.finish_requests([f"{name}-main", f"{name}-null"], RequestStatus.FINISHED_ABORTED)
+                run.scheduler.finish_requests(
+                    [f"{name}-main", f"{name}-null"], RequestStatus.FINISHED_ABORTED
+                )
         run.step()
     run.finish()
     for name, count in most.items():
         check_even(run, name, count)
     assert run.seen["main"] + run.seen["null"] > 0
     assert run.seen["resumed"] > 0
-    assert run.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1, "blocks are left behind"
+    assert run.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1, (
+        "blocks are left behind"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,8 +179,11 @@ def test_a_half_whose_partner_is_aborted_breaks(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", [20, 31, 103, 150])
-def test_prompts_that_another_pair_left_in_the_cache_are_read_by_both_halves_alike(kind: Any, prompt: int) -> None:
-    """The zeros of a null branch are in the cache from the first pair on, the prompts of the main ones are not."""
+def test_prompts_that_another_pair_left_in_the_cache_are_read_by_both_halves_alike(
+    kind: Any, prompt: int
+) -> None:
+    """The zeros of a null branch are in the cache from the first pair on, the prompts of the main ones are
+    not."""
     run = PairRun(kind, 200, caching=True)
     dice = random.Random(prompt)
     for name in ("a", "b", "c"):
@@ -180,7 +197,8 @@ def test_prompts_that_another_pair_left_in_the_cache_are_read_by_both_halves_ali
 
 @pytest.mark.parametrize("private", [True, False])
 def test_kv_of_generated_frames_is_shared_by_nobody_and_that_of_prompts_is(private: bool) -> None:
-    """A later request whose prompt is the ids of an earlier one, prompt and output: only the prompt's blocks are the same frames."""
+    """A later request whose prompt is the ids of an earlier one, prompt and output: only the prompt's
+    blocks are the same frames."""
     prompt, written = 3 * BLOCK, 4 * BLOCK
     made = scheduler(PairScheduler, 4, 80, 512, caching=True)
     run = Run(made, late=False)
@@ -199,6 +217,8 @@ def test_kv_of_generated_frames_is_shared_by_nobody_and_that_of_prompts_is(priva
         if name == "other" and private:
             # Its prompt is that of `same`, whose frames are given with it.
             expected = prompt + written
-        assert entered.num_computed_tokens == expected, f"{name} took {entered.num_computed_tokens} tokens of KV over"
+        assert entered.num_computed_tokens == expected, (
+            f"{name} took {entered.num_computed_tokens} tokens of KV over"
+        )
         made.update_from_output(planned, run._model(planned))
         made.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -1,4 +1,5 @@
-"""What frames of speech share through the prefix cache of our schedulers, real and without a model: KV that is theirs, and all of it."""
+"""What frames of speech share through the prefix cache of our schedulers, real and without a model: KV
+that is theirs, and all of it."""
 
 from __future__ import annotations
 
@@ -69,13 +70,17 @@ class Item:
 
 
 class Memory(Run):
-    """A run whose blocks of KV are real: what stands at a position names all frames up to it, and is looked at before every step."""
+    """A run whose blocks of KV are real: what stands at a position names all frames up to it, and is
+    looked at before every step."""
 
     def __init__(self, kind: Any, blocks: int, step_tokens: int = 128) -> None:
-        super().__init__(scheduler(kind, 8, blocks, step_tokens, caching=True), issubclass(kind, AsyncScheduler))
+        super().__init__(
+            scheduler(kind, 8, blocks, step_tokens, caching=True), issubclass(kind, AsyncScheduler)
+        )
         self._kv: dict[tuple[int, int], bytes] = {}
         self._tables: dict[str, list[int]] = {}
-        #: Of every sequence: its columns by position, what its KV is at each of them, and positions that it drew nothing before.
+        #: Of every sequence: its columns by position, what its KV is at each of them, and positions that it
+        #: drew nothing before.
         self._columns: dict[str, list[tuple[int, ...]]] = {}
         self._own: dict[str, list[bytes]] = {}
         self._entered: dict[str, int] = {}
@@ -87,13 +92,17 @@ class Memory(Run):
     def ask(self, name: str, prompt: Prompt, most: int) -> None:
         request = hashed(name, list(prompt.ids), most, **as_extra(prompt, SEMANTIC))
         spoken = iter(prompt.codes.tolist())
-        self._columns[name] = [(token, *next(spoken)) if token in SEMANTIC else (token,) for token in prompt.ids]
+        self._columns[name] = [
+            (token, *next(spoken)) if token in SEMANTIC else (token,) for token in prompt.ids
+        ]
         self._own[name], self.asked[name] = [], request
         self.scheduler.add_request(request)
 
     def drawn(self, name: str) -> Frames:
         request = self.asked[name]
-        return np.array([column[1:] for column in self._columns[name][request.num_prompt_tokens : request.num_tokens]])
+        return np.array(
+            [column[1:] for column in self._columns[name][request.num_prompt_tokens : request.num_tokens]]
+        )
 
     def finish(self) -> None:
         while self.scheduler.has_unfinished_requests():
@@ -107,7 +116,11 @@ class Memory(Run):
             self._compute(name, end - count, end)
             made.append([self._draw(name, end)] if end >= self._entered[name] else [])
         names = list(planned.num_scheduled_tokens)
-        return ModelRunnerOutput(req_ids=names, req_id_to_index={name: row for row, name in enumerate(names)}, sampled_token_ids=made)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=made,
+        )
 
     def _take_blocks(self, planned: Any) -> None:
         for one in planned.scheduled_new_reqs:
@@ -126,7 +139,9 @@ class Memory(Run):
         for column in columns[len(own) : end]:
             own.append(hashlib.sha256((own[-1] if own else b"") + repr(column).encode()).digest())
         for at in range(start):
-            assert self._kv[table[at // BLOCK], at % BLOCK] == own[at], f"{name} reads KV at {at} that is not its own"
+            assert self._kv[table[at // BLOCK], at % BLOCK] == own[at], (
+                f"{name} reads KV at {at} that is not its own"
+            )
         for at in range(start, end):
             self._kv[table[at // BLOCK], at % BLOCK] = own[at]
 
@@ -175,13 +190,18 @@ def test_a_turn_shares_what_was_asked_before_it_and_no_answer_of_another_item(ki
     assert second[0].ids == second[1].ids
     for item, prompt in zip(items, second):
         speak(run, f"{item.name}-1", prompt)
-    assert [run.found[f"{item.name}-1"] for item in items] == [full(first[0]), full(first[1]), full(second[0])]
+    assert [run.found[f"{item.name}-1"] for item in items] == [
+        full(first[0]),
+        full(first[1]),
+        full(second[0]),
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("blocks", [500, 36])
 def test_nobody_ever_reads_kv_of_others_frames(kind: Any, blocks: int) -> None:
-    """Items of few voices and of equal ids come at any time, turn by turn; with few blocks they lose theirs and read them again."""
+    """Items of few voices and of equal ids come at any time, turn by turn; with few blocks they lose
+    theirs and read them again."""
     run, dice = Memory(kind, blocks, 64), random.Random(blocks)
     under_way: dict[str, Item] = {}
 

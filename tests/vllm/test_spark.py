@@ -1,4 +1,5 @@
-"""SparkTTS as a pipeline on a real vLLM: requests in the words of a dialogue, alone and together, streams, refusals."""
+"""SparkTTS as a pipeline on a real vLLM: requests in the words of a dialogue, alone and together, streams,
+refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import httpx2
 import numpy as np
 import pytest
 
-from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, held_start, paused_core, require_vllm, wide_checkpoint
+from tests.support.vllm_kit import (
+    GOLDEN,
+    PATIENCE_SECONDS,
+    held_start,
+    paused_core,
+    require_vllm,
+    wide_checkpoint,
+)
 
 require_vllm()
 
@@ -31,7 +39,9 @@ def pipeline() -> Iterator[Pipeline]:
     pipeline.close()
 
 
-def request(name: str, text: str = "Good morning, how are you today?", *, wav: str | None = None, **generation: object) -> SynthesisRequest:
+def request(
+    name: str, text: str = "Good morning, how are you today?", *, wav: str | None = None, **generation: object
+) -> SynthesisRequest:
     messages = [Message("user", "text", text)]
     if wav is not None:
         messages.append(Message("user", "audio", (GOLDEN / "wavs" / wav).read_bytes()))
@@ -88,7 +98,9 @@ def test_a_stream_is_as_long_as_the_whole(pipeline: Pipeline, index: int) -> Non
 
 
 def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: Pipeline) -> None:
-    chunks = stream(pipeline, request("left", "The rain falls on the quiet street, and nobody walks.", item_seed=11))
+    chunks = stream(
+        pipeline, request("left", "The rain falls on the quiet street, and nobody walks.", item_seed=11)
+    )
     next(chunks)
     chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(outcome(submit(pipeline, some_requests()[4])), np.ndarray)
@@ -108,7 +120,10 @@ def test_what_is_cancelled_leaves_the_engine(pipeline: Pipeline) -> None:
 
 
 def test_speech_that_does_not_end_fails_and_says_so(pipeline: Pipeline) -> None:
-    assert outcome(submit(pipeline, request("short", wav="ref_a.wav", max_seconds=0.04, item_seed=3))) is ErrorCode.SYNTH_NO_EOS
+    assert (
+        outcome(submit(pipeline, request("short", wav="ref_a.wav", max_seconds=0.04, item_seed=3)))
+        is ErrorCode.SYNTH_NO_EOS
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,9 @@ def test_speech_that_does_not_end_fails_and_says_so(pipeline: Pipeline) -> None:
         (request("", item_seed=2**63), ErrorCode.INPUT_BAD_GENERATION),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: Pipeline, asked: SynthesisRequest, code: ErrorCode) -> None:
+def test_what_the_model_cannot_do_is_refused_before_the_engine(
+    pipeline: Pipeline, asked: SynthesisRequest, code: ErrorCode
+) -> None:
     done = pipeline.stats().requests_done
     with pytest.raises(InputError) as caught:
         submit(pipeline, asked)
@@ -135,7 +152,9 @@ def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: Pipelin
 
 def test_another_sampling_of_the_line_is_used(pipeline: Pipeline) -> None:
     one = outcome(submit(pipeline, request("a", voice="male/low/low", temperature=0.0)))
-    two = outcome(submit(pipeline, request("a", voice="male/low/low", temperature=1.0, top_k=1, item_seed=99)))
+    two = outcome(
+        submit(pipeline, request("a", voice="male/low/low", temperature=1.0, top_k=1, item_seed=99))
+    )
     assert isinstance(one, np.ndarray)
     assert isinstance(two, np.ndarray)
     assert np.array_equal(one, two), "top_k of 1 is greedy"
@@ -146,14 +165,20 @@ def test_a_server_speaks_with_it_and_outlives_its_core(pipeline: Pipeline) -> No
 
     def ask(number: int) -> httpx2.Response:
         view = {"model": pipeline.name, "input": TEXT, "seed": number, "max_seconds": 60}
-        return httpx2.post(server.url + "/v1/audio/speech", json=view, timeout=PATIENCE_SECONDS, trust_env=False)
+        return httpx2.post(
+            server.url + "/v1/audio/speech", json=view, timeout=PATIENCE_SECONDS, trust_env=False
+        )
 
     with Running(pipeline, slots=20, waiting_room=40) as server, ThreadPoolExecutor(40) as pool:
         before = server.speak(TEXT, **greedy).content
         samples, rate = heard(before)
         assert rate == 16_000
         assert len(server.speak(TEXT, stream=True, **greedy).content) - 44 == 2 * len(samples)
-        clone = {"voice": "default", "reference_audio": b64((GOLDEN / "wavs/ref_a.wav").read_bytes()), "seed": 3}
+        clone = {
+            "voice": "default",
+            "reference_audio": b64((GOLDEN / "wavs/ref_a.wav").read_bytes()),
+            "seed": 3,
+        }
         assert server.speak(TEXT, **clone).status_code == 200
         assert any(name.startswith("vllm:") for name in server.metrics())
 

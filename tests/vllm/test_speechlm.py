@@ -1,9 +1,12 @@
-"""SpeechLM as a pipeline on vLLM's V2 runner, and a job over a checkpoint folder: modes together, streams, refusals, ESPnet out."""
+"""SpeechLM as a pipeline on vLLM's V2 runner, and a job over a checkpoint folder: modes together, streams,
+refusals, ESPnet out."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -20,7 +23,18 @@ require_v2()
 
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
-from pipelines.request import Event, Generation, Message, Pipeline, Speech, SynthesisRequest, stream, submit  # noqa: E402
+from pipelines.request import (  # noqa: E402
+    AudioChunk,
+    Done,
+    Event,
+    Generation,
+    Message,
+    Pipeline,
+    Speech,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
@@ -30,14 +44,24 @@ from tests.support.wide_heads import widened  # noqa: E402
 CHECKPOINT = str(widened(GOLDEN / "checkpoint"))
 SECONDS = 300
 CASES = {case["id"]: case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
-DIALOGUES = {line["example_id"]: line["messages"] for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())}
+DIALOGUES = {
+    line["example_id"]: line["messages"]
+    for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())
+}
 
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    """Of the checkpoint under the name that published ones have; the tests below open it under the other one."""
+    """Of the checkpoint under the name that published ones have; the tests below open it under the other
+    one."""
     with v2_runner():
-        pipeline = open_pipeline(str(widened(named("bagpiper"))), max_context=256, slots=24, keep_unfinished=True, share_prefixes=True)
+        pipeline = open_pipeline(
+            str(widened(named("bagpiper"))),
+            max_context=256,
+            slots=24,
+            keep_unfinished=True,
+            share_prefixes=True,
+        )
         yield pipeline
         pipeline.close()
 
@@ -47,10 +71,17 @@ def golden(name: str, **changes: object) -> SynthesisRequest:
     case = CASES[name]
     messages = [Message(*message) for message in DIALOGUES[case["example_id"]]]
     heard = [
-        Message("user", "audio", (GOLDEN / str(one.content)).read_bytes()) if (one.role, one.modality) == ("user", "audio") else one
+        Message("user", "audio", (GOLDEN / str(one.content)).read_bytes())
+        if (one.role, one.modality) == ("user", "audio")
+        else one
         for one in messages
     ]
-    settings = {"mode": case["mode"], "cfg": case["cfg"], "max_tokens": case["max_tokens"], "temperature": 0.0} | changes
+    settings = {
+        "mode": case["mode"],
+        "cfg": case["cfg"],
+        "max_tokens": case["max_tokens"],
+        "temperature": 0.0,
+    } | changes
     return SynthesisRequest(name, tuple(heard), Generation(**settings))  # pyright: ignore[reportArgumentType]
 
 
@@ -67,7 +98,20 @@ def check(name: str, speech: Speech) -> None:
 
 
 def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -> None:
-    names = ["a0", "t_eot", "a0_cfg30", "u_a", "u_b", "max_rows8", "ua_cfg15", "a2", "a1", "t_multi", "a0_cfg10", "eot_audio_cfg"]
+    names = [
+        "a0",
+        "t_eot",
+        "a0_cfg30",
+        "u_a",
+        "u_b",
+        "max_rows8",
+        "ua_cfg15",
+        "a2",
+        "a1",
+        "t_multi",
+        "a0_cfg10",
+        "eot_audio_cfg",
+    ]
     for turn in (names, names[::-1]):
         futures = [(name, submit(pipeline, golden(name))) for name in turn]
         for name, future in futures:
@@ -76,18 +120,30 @@ def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -
     assert (stats.running, stats.waiting) == (0, 0)
 
 
+def streamed(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[AudioChunk], Speech]:
+    """The chunks of a stream, and the speech that ends it with their samples."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    pipeline.start(request, events.put, stream=True)
+    chunks: list[AudioChunk] = []
+    while isinstance(event := events.get(timeout=SECONDS), AudioChunk):
+        chunks.append(event)
+    assert isinstance(event, Done), event
+    return chunks, dataclasses.replace(
+        event.speech, samples=np.concatenate([chunk.samples for chunk in chunks])
+    )
+
+
 def test_text_comes_while_it_is_written_and_the_audio_behind_it(pipeline: Pipeline) -> None:
     deadline = time.monotonic() + SECONDS
     for name in ("t_eot", "a0", "a0_cfg30"):
-        chunks = list(stream(pipeline, golden(name)))
+        chunks, speech = streamed(pipeline, golden(name))
         while sum(1 for chunk in chunks if chunk.text) < 2:
             # What is written while nobody could look comes in one piece.
             assert time.monotonic() < deadline, chunks
-            chunks = list(stream(pipeline, golden(name)))
+            chunks, speech = streamed(pipeline, golden(name))
         assert "".join(chunk.text for chunk in chunks) == CASES[name]["expected"]["text"]
         assert sum(len(chunk.samples) for chunk in chunks) == CASES[name]["expected"]["n_samples"]
-        assert chunks[-1].speech is not None
-        check(name, chunks[-1].speech)
+        check(name, speech)
 
 
 @pytest.mark.parametrize("name", ["eos_text", "max_rows5", "a1_cfg15", "max_in_text", "max_at_assistant"])
@@ -116,7 +172,11 @@ def test_refusals(pipeline: Pipeline) -> None:
         ((user,), {"voice": "anna"}, ErrorCode.INPUT_UNKNOWN_VOICE),
         ((Message("user", "text", "word " * 400),), {}, ErrorCode.INPUT_TOO_LONG),
         ((Message("user", "audio", long), user), {"mode": "text_only"}, ErrorCode.INPUT_AUDIO_UNREADABLE),
-        ((user, Message("assistant", "audio", "x.wav")), {"mode": "text_only"}, ErrorCode.INPUT_AUDIO_MISSING),
+        (
+            (user, Message("assistant", "audio", "x.wav")),
+            {"mode": "text_only"},
+            ErrorCode.INPUT_AUDIO_MISSING,
+        ),
     ):
         with pytest.raises(InputError) as caught:
             submit(pipeline, SynthesisRequest("bad", messages, Generation(**settings)))  # pyright: ignore[reportArgumentType]
@@ -132,7 +192,10 @@ def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
     extreme = [submit(pipeline, golden("a0_cfg30", max_tokens=40, **each)) for each in settings]
     neighbour = submit(pipeline, golden("eot_audio_cfg"))
     for future in extreme:
-        assert not isinstance(error := future.exception(SECONDS), SynthesisError) or error.code is ErrorCode.SYNTH_NO_AUDIO
+        assert (
+            not isinstance(error := future.exception(SECONDS), SynthesisError)
+            or error.code is ErrorCode.SYNTH_NO_AUDIO
+        )
     check("eot_audio_cfg", neighbour.result(SECONDS))
     assert pipeline.stats().state == "ready"
 
@@ -169,7 +232,9 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
 
     def jobs(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "jobs", *arguments]
-        return subprocess.run(command, cwd=GOLDEN, env=settings, capture_output=True, text=True, timeout=400, check=False)
+        return subprocess.run(
+            command, cwd=GOLDEN, env=settings, capture_output=True, text=True, timeout=400, check=False
+        )
 
     wanted = {
         "a0": {},
@@ -181,7 +246,13 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
     lines = []
     for name, generation in wanted.items():
         limits = {"max_tokens": CASES[name]["max_tokens"]}
-        lines.append({"example_id": name, "messages": DIALOGUES[CASES[name]["example_id"]], "generation": {**limits, **generation}})
+        lines.append(
+            {
+                "example_id": name,
+                "messages": DIALOGUES[CASES[name]["example_id"]],
+                "generation": {**limits, **generation},
+            }
+        )
     source = tmp_path / "input.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for wav in (GOLDEN / "wavs").glob("*.wav"):
@@ -189,7 +260,9 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
         (tmp_path / "wavs" / wav.name).write_bytes(wav.read_bytes())
     done = jobs("run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--json")
     final = json.loads(done.stdout.splitlines()[-1])
-    assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), done.stdout[-3000:] + done.stderr[-3000:]
+    assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), (
+        done.stdout[-3000:] + done.stderr[-3000:]
+    )
     out = tmp_path / "espnet.jsonl"
     exported = jobs("export", final["job"], "--format", "espnet", "--to", str(out))
     assert exported.returncode == 0, exported.stderr

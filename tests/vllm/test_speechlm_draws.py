@@ -20,7 +20,10 @@ def test_codes_are_drawn_with_the_top_k_of_the_audio() -> None:
     """Of slots 2, 0, 1: the likeliest code alone, the two likeliest, and all of them."""
     state = object.__new__(SpeechLmState)
     state._config = SimpleNamespace(streams=STREAMS, layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
-    state.text, state.audio = DrawSettings(SLOTS, torch.device("cpu")), DrawSettings(SLOTS, torch.device("cpu"))
+    state.text, state.audio = (
+        DrawSettings(SLOTS, torch.device("cpu")),
+        DrawSettings(SLOTS, torch.device("cpu")),
+    )
     state.audio_starts, state.min_rows = torch.zeros(SLOTS, dtype=torch.int64), torch.full((SLOTS,), 1_000)
     slots, top_k = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
     state.audio.write(slots, torch.ones(3), top_k, torch.ones(3))

@@ -1,4 +1,5 @@
-"""SpeechLM's pairs on vLLM's V2 runner with little of everything: a small token budget, KV for a few requests, and halves that die."""
+"""SpeechLM's pairs on vLLM's V2 runner with little of everything: a small token budget, KV for a few
+requests, and halves that die."""
 
 from __future__ import annotations
 
@@ -51,14 +52,17 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="module")
 def opened(golden: Golden) -> Iterator[Opened]:
-    """Prompts of a pair have up to 240 positions: few fit a step of 64 tokens whole, and KV has room for two to six requests."""
+    """Prompts of a pair have up to 240 positions: few fit a step of 64 tokens whole, and KV has room for
+    two to six requests."""
     options = TokenModelOptions(max_context=256, slots=24, step_tokens=64)
     opened = Opened(golden, options, block_size=32, num_gpu_blocks_override=26)
     yield opened
     opened.close()
 
 
-def test_the_cases_equal_the_plain_loop_through_chunks_and_preemptions(opened: Opened, golden: Golden) -> None:
+def test_the_cases_equal_the_plain_loop_through_chunks_and_preemptions(
+    opened: Opened, golden: Golden
+) -> None:
     opened.check(name for name in golden.cases if name not in LEFT_OUT)
     assert opened.host._moment.preemptions > 0, "nothing was preempted: this test needs less KV"
     assert opened.host.stats().kv_use == 0.0, "blocks are left behind"
@@ -90,8 +94,11 @@ def test_draws_are_those_of_the_plain_loop_alone_and_together(opened: Opened, go
     assert opened.ask(scripts[1]).result(SECONDS)[0] == expected[1].ids
 
 
-def test_a_pair_whose_half_dies_is_redone(opened: Opened, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first null branch is given fewer tokens than its partner, so it ends early: no row may be drawn without it."""
+def test_a_pair_whose_half_dies_is_redone(
+    opened: Opened, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first null branch is given fewer tokens than its partner, so it ends early: no row may be drawn
+    without it."""
     submit = opened.host.submit
     cut: list[TokenRequest] = []
 
@@ -143,7 +150,9 @@ def test_aborted_pairs_leave_nothing_behind(opened: Opened, golden: Golden) -> N
         time.sleep(0.05)
 
 
-def test_a_killed_core_fails_its_pairs_whole_and_the_next_one_makes_them(opened: Opened, golden: Golden) -> None:
+def test_a_killed_core_fails_its_pairs_whole_and_the_next_one_makes_them(
+    opened: Opened, golden: Golden
+) -> None:
     case = golden.cases["a2_cfg30"]
     lost: set[ErrorCode | None] = set()
     while not lost:  # all may have been over before the kill

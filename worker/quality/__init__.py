@@ -1,1 +1,2 @@
-"""Quality checks of speech: cheap gates on every draw, meters in processes of their own, and what a failure leads to."""
+"""Quality checks of speech: cheap gates on every draw, meters in processes of their own, and what a
+failure leads to."""

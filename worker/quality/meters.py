@@ -1,8 +1,10 @@
-"""Meters measure a draw with a model of their own: the built-in ones (`BUILT_IN`), and those of other packages.
+"""Meters measure a draw with a model of their own: the built-in ones (`BUILT_IN`), and those of other
+packages.
 
-`python -m worker.quality.meters` answers the commands, which import no meter themselves, whether the weights of meters are here. Standard
-input: `{"fetch": true, "meters": {"asr": {"model": "base"}}}`. Standard output: `{}`, or the code, message and advice of what is missing.
-With `fetch` weights that are not here are fetched.
+`python -m worker.quality.meters` answers the commands, which import no meter themselves, whether the
+weights of meters are here. Standard input: `{"fetch": true, "meters": {"asr": {"model": "base"}}}`.
+Standard output: `{}`, or the code, message and advice of what is missing. With `fetch` weights that are
+not here are fetched.
 """
 
 # resemblyzer is in no extra: its import is checked where it is installed.
@@ -55,7 +57,11 @@ class Utterance:
         """The samples [samples] at another rate."""
         import soxr
 
-        return self.samples if self.sample_rate == sample_rate else soxr.resample(self.samples, self.sample_rate, sample_rate)
+        return (
+            self.samples
+            if self.sample_rate == sample_rate
+            else soxr.resample(self.samples, self.sample_rate, sample_rate)
+        )
 
 
 class Reading(NamedTuple):
@@ -72,19 +78,39 @@ class Reading(NamedTuple):
         return found if isinstance(found, Reading) else cls(*found)
 
 
-#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and decides nothing.
+#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and
+#: decides nothing.
 Readings = Mapping[str, tuple[float, str] | Reading]
 
 
 class Meter(Protocol):
-    """A loaded meter; called from one thread. Equal samples must give equal readings, because verdicts are part of a job's result."""
+    """A loaded meter; called from one thread. Equal samples must give equal readings, because verdicts are
+    part of a job's result."""
 
     def measure(self, utterance: Utterance) -> Readings: ...
 
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
-UNSPACED = frozenset({"zh", "chinese", "yue", "cantonese", "ja", "japanese", "th", "thai", "lo", "lao", "km", "khmer", "my", "burmese"})
-#: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good speech too.
+UNSPACED = frozenset(
+    {
+        "zh",
+        "chinese",
+        "yue",
+        "cantonese",
+        "ja",
+        "japanese",
+        "th",
+        "thai",
+        "lo",
+        "lao",
+        "km",
+        "khmer",
+        "my",
+        "burmese",
+    }
+)
+#: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good
+#: speech too.
 LEAST_WORDS, LEAST_CHARACTERS, LEAST_UNSPACED = 4, 12, 6
 MAX_HEARD_CHARACTERS = 500
 
@@ -109,7 +135,8 @@ _BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<
 
 @lru_cache(maxsize=8)
 def normalizer_of(language: str) -> Callable[[str], str]:
-    """Whisper's English rules (numbers, spellings, contractions), or its basic ones for other languages (Radford et al., 2022, C)."""
+    """Whisper's English rules (numbers, spellings, contractions), or its basic ones for other languages
+    (Radford et al., 2022, C)."""
     if language.casefold() in ("", "en", "english"):
         from whisper_normalizer.english import EnglishTextNormalizer
 
@@ -121,9 +148,11 @@ def normalizer_of(language: str) -> Callable[[str], str]:
 
 
 def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading]:
-    """`wer` and `cer`, edits over the length of what was asked, which may pass 1; without `wer` for scripts without spaces.
+    """`wer` and `cer`, edits over the length of what was asked, which may pass 1; without `wer` for
+    scripts without spaces.
 
-    Judged where the text is long enough. Empty where nothing is left of `asked` in its normal form. Spaces are no characters.
+    Judged where the text is long enough. Empty where nothing is left of `asked` in its normal form. Spaces
+    are no characters.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -134,9 +163,15 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading
     letters, unspaced = "".join(wanted), language.casefold() in UNSPACED
     least = LEAST_UNSPACED if unspaced else LEAST_CHARACTERS
     detail = heard[:MAX_HEARD_CHARACTERS]
-    rates = {"cer": Reading(Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= least)}
+    rates = {
+        "cer": Reading(
+            Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= least
+        )
+    }
     if not unspaced:
-        rates["wer"] = Reading(Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= LEAST_WORDS)
+        rates["wer"] = Reading(
+            Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= LEAST_WORDS
+        )
     return rates
 
 
@@ -147,7 +182,11 @@ def _spoken_signs(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return [word for word in unicodedata.normalize("NFKC", text).split() if any(character.isalnum() for character in word)]
+    return [
+        word
+        for word in unicodedata.normalize("NFKC", text).split()
+        if any(character.isalnum() for character in word)
+    ]
 
 
 class AsrMeter:
@@ -156,14 +195,18 @@ class AsrMeter:
     Greedy decoding without fallback to sampling, one thread, int8: equal audio gives equal words.
     """
 
-    def __init__(self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = "") -> None:
+    def __init__(
+        self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = ""
+    ) -> None:
         from faster_whisper import WhisperModel
 
         normalizer_of("")
         self._language = language
         folder = asr_folder(model)
         try:
-            self._model: Any = WhisperModel(folder, device="cpu", compute_type=compute_type, cpu_threads=threads)
+            self._model: Any = WhisperModel(
+                folder, device="cpu", compute_type=compute_type, cpu_threads=threads
+            )
         except Exception as error:
             raise _unusable(model, error) from error
         self._languages = frozenset(self._model.supported_languages)
@@ -189,10 +232,11 @@ class AsrMeter:
 
 
 def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
-    """The folder of a faster-whisper model; one that is not on this machine comes from the hub, unless `fetch` is false, or its cache.
+    """The folder of a faster-whisper model; one that is not on this machine comes from the hub, unless
+    `fetch` is false, or its cache.
 
-    Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable` where the hub cannot be
-    asked, or is not to be asked, and the cache does not hold the whole model.
+    Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable`
+    where the hub cannot be asked, or is not to be asked, and the cache does not hold the whole model.
     """
     from faster_whisper.utils import download_model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -230,7 +274,8 @@ def _unreachable(model: str, reason: str) -> ModelError:
 
 
 class SileroMeter:
-    """Scores `silence` (share of chunks of 32 ms without speech) and `pause` (seconds) by Silero's voice activity detector."""
+    """Scores `silence` (share of chunks of 32 ms without speech) and `pause` (seconds) by Silero's voice
+    activity detector."""
 
     SPEECH_PROBABILITY = 0.5
 
@@ -260,15 +305,16 @@ def longest_pause(active: NDArray[np.bool_]) -> int:
 
 
 class DistillMosMeter:
-    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student of XLS-R; one thread, float32."""
+    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student
+    of XLS-R; one thread, float32."""
 
     def __init__(self, threads: int = 1) -> None:
         import torch
 
         self._torch = torch
         torch.set_num_threads(threads)
-        # Only its command line reads files with torchaudio, which has no build for every torch: an empty module stands in meanwhile,
-        # and goes again, or others would take it for the real one.
+        # Only its command line reads files with torchaudio, which has no build for every torch: an empty
+        # module stands in meanwhile, and goes again, or others would take it for the real one.
         stands_in = "torchaudio" not in sys.modules
         if stands_in:
             sys.modules["torchaudio"] = types.ModuleType("torchaudio")
@@ -286,7 +332,8 @@ class DistillMosMeter:
 
 
 class DnsMosMeter:
-    """Score `dnsmos`: overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al., 2022), with the model in the package speechmos."""
+    """Score `dnsmos`: overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al., 2022), with the model in
+    the package speechmos."""
 
     #: What the model looks at once; shorter speech is repeated, longer speech is looked at every second.
     WINDOW_SAMPLES = int(9.01 * SAMPLE_RATE)
@@ -302,19 +349,24 @@ class DnsMosMeter:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = threads
         model = Path(spec.origin).parent / "dnsmos_models" / "sig_bak_ovr.onnx"
-        self._session: Any = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        self._session: Any = onnxruntime.InferenceSession(
+            str(model), options, providers=["CPUExecutionProvider"]
+        )
 
     def measure(self, utterance: Utterance) -> Readings:
         audio, window = utterance.resampled().astype(np.float32), self.WINDOW_SAMPLES
         if len(audio) < window:
             audio = np.tile(audio, -(-window // len(audio)))
         starts = range(0, len(audio) - window + 1, SAMPLE_RATE)
-        overall = [self._session.run(None, {"input_1": audio[None, at : at + window]})[0][0][2] for at in starts]
+        overall = [
+            self._session.run(None, {"input_1": audio[None, at : at + window]})[0][0][2] for at in starts
+        ]
         return {"dnsmos": (float(np.mean(self.OVERALL(np.array(overall)))), "")}
 
 
 class SpeakerMeter:
-    """Score `similarity`: likeness of the voice to the reference that was cloned, by resemblyzer's d-vectors (Wan et al., 2018).
+    """Score `similarity`: likeness of the voice to the reference that was cloned, by resemblyzer's
+    d-vectors (Wan et al., 2018).
 
     A cosine, about 0.85 within a voice and 0.45 to 0.78 between voices; none for items without a reference.
     """
@@ -357,8 +409,9 @@ WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}
 def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     """The meter of this name with its options of the spec.
 
-    Raises `ModelError`: `model.unknown` for a name nobody knows, `config.missing_library` where its libraries are not installed,
-    `model.bad_checkpoint` for weights or options it cannot use, `model.unreachable` for weights that cannot be fetched now.
+    Raises `ModelError`: `model.unknown` for a name nobody knows, `config.missing_library` where its
+    libraries are not installed, `model.bad_checkpoint` for weights or options it cannot use,
+    `model.unreachable` for weights that cannot be fetched now.
     """
     try:
         factory = BUILT_IN.get(name)
@@ -366,7 +419,11 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
             found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
             if not found:
                 known = ", ".join(known_meters())
-                raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no meter {name[:80]!r} on this worker.", f"It has: {known}.")
+                raise ModelError(
+                    ErrorCode.MODEL_UNKNOWN,
+                    f"There is no meter {name[:80]!r} on this worker.",
+                    f"It has: {known}.",
+                )
             factory = cast(Callable[..., Meter], found[0].load())
         return factory(**options)
     except ImportError as error:
@@ -381,7 +438,9 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
 
 def _missing_library(name: str, error: ImportError) -> ModelError:
     advice = METERS[name].advice if name in METERS else "Install what the package of this meter needs."
-    return ModelError(ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice)
+    return ModelError(
+        ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice
+    )
 
 
 class Question(msgspec.Struct):
@@ -409,7 +468,9 @@ def main() -> None:
     os.dup2(2, 1)
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
     error = missing_weights(question.meters, fetch=question.fetch)
-    facts = {} if error is None else {"code": error.code.value, "message": error.message, "advice": error.advice}
+    facts = (
+        {} if error is None else {"code": error.code.value, "message": error.message, "advice": error.advice}
+    )
     with answers:
         answers.write(msgspec.json.encode(facts))
 

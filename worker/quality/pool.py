@@ -1,4 +1,5 @@
-"""The meter pool: draws that wait for meters wait here, on disk where they are many, never in front of the engine."""
+"""The meter pool: draws that wait for meters wait here, on disk where they are many, never in front of the
+engine."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class SpooledSamples:
 class Spool:
     """Samples in temporary files of `file_bytes`. A file's space is free again when nothing of it is held.
 
-    Draws leave in nearly the order in which they came, so the disk holds those that wait and a file or two more.
+    Draws leave in nearly the order in which they came, so the disk holds those that wait and a file or two
+    more.
     """
 
     def __init__(self, file_bytes: int = SPOOL_FILE_BYTES) -> None:
@@ -62,7 +64,8 @@ class Spool:
         self._lock = threading.Lock()
 
     def put(self, samples: NDArray[np.float32]) -> SpooledSamples:
-        """Takes samples [samples]. Raises `StoreError`: `store.full`, or `store.forbidden` where temporary files cannot be written."""
+        """Takes samples [samples]. Raises `StoreError`: `store.full`, or `store.forbidden` where temporary
+        files cannot be written."""
         try:
             with self._lock:
                 return self._written(samples.astype(np.float32, copy=False).tobytes(), len(samples))
@@ -115,7 +118,9 @@ def _disk_error(error: OSError) -> StoreError:
     code = ErrorCode.STORE_FORBIDDEN if error.errno in _FORBIDDEN else ErrorCode.STORE_FULL
     reason = os.strerror(error.errno) if error.errno else type(error).__name__
     return StoreError(
-        code, f"Draws that wait for meters cannot be kept in a temporary file: {reason}.", "Free space there, or set TMPDIR elsewhere."
+        code,
+        f"Draws that wait for meters cannot be kept in a temporary file: {reason}.",
+        "Free space there, or set TMPDIR elsewhere.",
     )
 
 
@@ -123,10 +128,11 @@ log = structlog.get_logger(__name__)
 
 #: The maximum number of draws whose samples wait in memory; those of others wait in a file.
 IN_MEMORY = 64
-#: When meters hang on so many items without an answer in between, the fault is the meters' and not the items'.
+#: When meters hang on so many items without an answer in between, the fault is the meters' and not the
+#: items'.
 HANGS_IN_A_ROW = 3
-#: The maximum number of outages without an answer in between. Later hangs count for the items again; a job whose last items all hang
-#: would never end otherwise.
+#: The maximum number of outages without an answer in between. Later hangs count for the items again; a job
+#: whose last items all hang would never end otherwise.
 OUTAGES_IN_A_ROW = 5
 
 
@@ -171,7 +177,8 @@ class Breaker:
             self._hung.pop(msgspec.json.encode(meters), None)
 
     def hung(self, meters: Mapping[str, Mapping[str, Option]], item: str) -> bool:
-        """Records a hang. Returns whether it is an outage: the meters hung on too many items since their last answer."""
+        """Records a hang. Returns whether it is an outage: the meters hung on too many items since their
+        last answer."""
         with self._lock:
             hangs = self._hung.setdefault(msgspec.json.encode(meters), _Hangs())
             hangs.items.add(item)
@@ -182,14 +189,21 @@ class Breaker:
 
 
 class MeterPool:
-    """Meter processes, with one thread for each. `submit` never waits: a slow meter delays items, not the engine.
+    """Meter processes, with one thread for each. `submit` never waits: a slow meter delays items, not the
+    engine.
 
-    The number of waiting draws is bounded by the shards in flight. Memory holds the samples of the first `in_memory`, files hold the
-    others'. After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage (`model.unreachable`), until the meters answer again or
-    `OUTAGES_IN_A_ROW` outages were reported.
+    The number of waiting draws is bounded by the shards in flight. Memory holds the samples of the first
+    `in_memory`, files hold the others'. After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage
+    (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
     """
 
-    def __init__(self, processes: int = 1, *, in_memory: int = IN_MEMORY, open_host: Callable[[], MeterProcess] = MeterProcess) -> None:
+    def __init__(
+        self,
+        processes: int = 1,
+        *,
+        in_memory: int = IN_MEMORY,
+        open_host: Callable[[], MeterProcess] = MeterProcess,
+    ) -> None:
         self._in_memory = in_memory
         self._open_host = open_host
         self._threads = DaemonThreads(processes, "meter")
@@ -206,10 +220,12 @@ class MeterPool:
         return self._waiting
 
     def submit(self, task: MeterTask) -> Future[Measured]:
-        """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does, `ModelError` for an outage,
-        and `CancelledError` where the task was abandoned or the pool was closed first.
+        """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
+        `ModelError` for an outage, and `CancelledError` where the task was abandoned or the pool was
+        closed first.
 
-        Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and cannot.
+        Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and
+        cannot.
         """
         spooled = None
         if self._waiting >= self._in_memory:

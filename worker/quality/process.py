@@ -1,7 +1,8 @@
-"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and they may crash.
+"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine,
+and they may crash.
 
-Both ends are here, joined by a channel. A task comes with its samples, float32 in shared memory. It has two answers: the meters are open,
-then their readings.
+Both ends are here, joined by a channel. A task comes with its samples, float32 in shared memory. It has
+two answers: the meters are open, then their readings.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MeterProcess:
-    """A child process that measures one draw at a time. It starts with the first draw, and again after a crash or a hang."""
+    """A child process that measures one draw at a time. It starts with the first draw, and again after a
+    crash or a hang."""
 
     def __init__(
         self,
@@ -67,13 +69,15 @@ class MeterProcess:
         self._stopped = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
-        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
-        cannot be opened (`model.unreachable` where that takes too long)."""
+        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long,
+        and `ModelError` where one cannot be opened (`model.unreachable` where that takes too long)."""
         child = self._child if self._child is not None and self._child.alive else self._start()
         options = {name: dict(chosen) for name, chosen in meters.items()}
         task = _Task(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
         samples = share(np.ascontiguousarray(utterance.samples, np.float32))
-        seconds = self._draw_seconds + self._seconds_per_second * len(utterance.samples) / utterance.sample_rate
+        seconds = (
+            self._draw_seconds + self._seconds_per_second * len(utterance.samples) / utterance.sample_rate
+        )
         opened = False
         try:
             child.channel.send(task, [samples])
@@ -102,7 +106,8 @@ class MeterProcess:
         return {name: Reading(*reading) for name, reading in answer.readings.items()}
 
     def stop(self) -> None:
-        """Kills the process, and each that is started later; safe from another thread than the one that measures."""
+        """Kills the process, and each that is started later; safe from another thread than the one that
+        measures."""
         self._stopped = True
         if (child := self._child) is not None:
             child.kill()
@@ -151,7 +156,8 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
 
 
 def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_Answer]:
-    """One without readings when the meters are open, then the readings; or one with the error, and nothing after it."""
+    """One without readings when the meters are open, then the readings; or one with the error, and nothing
+    after it."""
     try:
         opened = meters.open(task.meters)
         yield _Answer()
@@ -169,14 +175,17 @@ def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_An
 
 
 def main() -> None:
-    """The child's side. Answers tasks until the other end is closed, as it is when the worker ends in any way."""
+    """The child's side. Answers tasks until the other end is closed, as it is when the worker ends in any
+    way."""
     os.nice(5)
     meters = _Meters()
     channel = parent_channel(_Task, die_with_parent=True)
     with suppress(EOFError, OSError):
         while True:
             task, (samples,) = channel.receive()
-            utterance = Utterance(read_shared(samples), task.sample_rate, task.text, task.language, task.reference)
+            utterance = Utterance(
+                read_shared(samples), task.sample_rate, task.text, task.language, task.reference
+            )
             for answer in _answers(meters, task, utterance):
                 channel.send(answer)
 

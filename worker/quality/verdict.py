@@ -1,4 +1,5 @@
-"""The verdict on a draw: the checks that need no model, what meters read, and which draw is the best of those that did not pass."""
+"""The verdict on a draw: the checks that need no model, what meters read, and which draw is the best of
+those that did not pass."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Failures of the engine that another seed may mend; other failures are the attempt's, not the draw's.
-REDRAWN = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT})
+REDRAWN = frozenset(
+    {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
+)
 #: Of these a model that samples may be rid with the next seed, however often they came.
 _BY_CHANCE = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
 #: Comes after every draw that at least holds speech.
@@ -62,12 +65,18 @@ class History:
     message: str = ""
 
     def ended_by(self, draw: CheckedDraw, sampled: bool) -> bool:
-        """Whether a draw after these failed as the one before it did, so that no other seed will mend it. `sampled`: the model
-        takes chances, so that a failure without speech to measure says nothing of the next draw."""
+        """Whether a draw after these failed as the one before it did, so that no other seed will mend it.
+        `sampled`: the model takes chances, so that a failure without speech to measure says nothing of the
+        next draw."""
         if not self.draws or (sampled and not draw.record.scores and draw.record.code in _BY_CHANCE):
             return False
         last, now = self.draws[-1], draw.record
-        return (last.code, last.duration_ms, last.scores, self.message) == (now.code, now.duration_ms, now.scores, draw.message)
+        return (last.code, last.duration_ms, last.scores, self.message) == (
+            now.code,
+            now.duration_ms,
+            now.scores,
+            draw.message,
+        )
 
     def after(self, draw: CheckedDraw, engine_ms: int) -> History:
         """With one more. Of equally bad draws the earlier one is the better."""
@@ -76,11 +85,14 @@ class History:
 
     def draws_with(self, kept: int) -> tuple[Draw, ...]:
         """The draws, of which the one of this number is the item's audio."""
-        return tuple([msgspec.structs.replace(draw, kept=True) if draw.draw == kept else draw for draw in self.draws])
+        return tuple(
+            [msgspec.structs.replace(draw, kept=True) if draw.draw == kept else draw for draw in self.draws]
+        )
 
 
 def check_speech(speech: Speech) -> None:
-    """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity, `synth.silent` for silence."""
+    """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity,
+    `synth.silent` for silence."""
     samples = speech.samples
     if len(samples) == 0:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
@@ -88,11 +100,16 @@ def check_speech(speech: Speech) -> None:
     if not math.isfinite(peak):
         raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio holds values that are not numbers.")
     if peak < SILENT_PEAK:
-        raise SynthesisError(ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale.")
+        raise SynthesisError(
+            ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale."
+        )
 
 
-def check_draw(number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation) -> CheckedDraw:
-    """What the checks that need no model say. `speech` is as it would be stored; `text` is what it should say."""
+def check_draw(
+    number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation
+) -> CheckedDraw:
+    """What the checks that need no model say. `speech` is as it would be stored; `text` is what it should
+    say."""
     try:
         check_speech(speech)
     except SynthesisError as error:
@@ -127,10 +144,11 @@ def trimmed(speech: Speech, quality: Quality) -> Speech:
 
 
 def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
-    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned; `passed` by the bounds.
+    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned;
+    `passed` by the bounds.
 
-    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language. Each call
-    of numpy may hand the interpreter to another thread, so there are few.
+    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and
+    language. Each call of numpy may hand the interpreter to another thread, so there are few.
     """
     samples, rate = speech.samples, speech.sample_rate
     powers = frame_powers(samples, rate)
@@ -164,12 +182,17 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     if np.count_nonzero(magnitude == peak) < 3:
         return 0.0
     near = np.flatnonzero(magnitude >= peak * _NEAR_PEAK)
-    row = (near[2:] - near[:-2] == 2) & (samples[near[2:]] == samples[near[:-2]]) & (samples[near[1:-1]] == samples[near[:-2]])
+    row = (
+        (near[2:] - near[:-2] == 2)
+        & (samples[near[2:]] == samples[near[:-2]])
+        & (samples[near[1:-1]] == samples[near[:-2]])
+    )
     return float(np.count_nonzero(row)) / len(samples)
 
 
 def _loudness(speech: Speech, power: float) -> tuple[float, str]:
-    """LUFS where the pipeline measured it, else the level in dBFS of the frames with sound, of this mean power."""
+    """LUFS where the pipeline measured it, else the level in dBFS of the frames with sound, of this mean
+    power."""
     lufs = speech.meta.get("loudness_lufs")
     if isinstance(lufs, float | int) and math.isfinite(lufs):
         return float(lufs), "lufs"
@@ -177,7 +200,8 @@ def _loudness(speech: Speech, power: float) -> tuple[float, str]:
 
 
 def _judged(readings: Readings, quality: Quality) -> dict[str, Score]:
-    """Readings as scores, each passed or not where the spec has a bound for it and there was enough to judge by."""
+    """Readings as scores, each passed or not where the spec has a bound for it and there was enough to
+    judge by."""
     scores: dict[str, Score] = {}
     for name, reading in readings.items():
         value, detail, judging = Reading.of(reading)
@@ -186,7 +210,9 @@ def _judged(readings: Readings, quality: Quality) -> dict[str, Score]:
     return scores
 
 
-def _with_scores(number: int, seed: int, speech: Speech, quality: Quality, scores: dict[str, Score]) -> CheckedDraw:
+def _with_scores(
+    number: int, seed: int, speech: Speech, quality: Quality, scores: dict[str, Score]
+) -> CheckedDraw:
     failed = [(name, score, quality.bounds[name]) for name, score in scores.items() if score.passed is False]
     code = code_of(failed[0][0]) if failed else None
     record = Draw(number, seed, code, kept=not failed, duration_ms=speech.duration_ms, scores=scores)

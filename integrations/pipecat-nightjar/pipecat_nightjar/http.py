@@ -1,4 +1,5 @@
-"""`NightjarHttpTTSService`: one request of `POST /v1/audio/speech` for each sentence, played while it is made."""
+"""`NightjarHttpTTSService`: one request of `POST /v1/audio/speech` for each sentence, played while it is
+made."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _SPEECH = "/v1/audio/speech"
 class NightjarHttpTTSService(TTSService):
     """Speech of Nightjar over HTTP. An interruption closes the request, which frees its slot in the server.
 
-    The WebSocket of `NightjarTTSService` begins sooner after the first sentence of a reply; this service is for networks that let
-    only HTTP through.
+    The WebSocket of `NightjarTTSService` begins sooner after the first sentence of a reply; this service
+    is for networks that let only HTTP through.
     """
 
     Settings = NightjarTTSSettings
@@ -40,10 +41,17 @@ class NightjarHttpTTSService(TTSService):
         settings: NightjarTTSSettings | None = None,
         **kwargs,
     ) -> None:
-        """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used, not closed; None opens one.
-        `sample_rate`: of the frames; None takes the pipeline's `audio_out_sample_rate`. `settings`: model, voice, language.
+        """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used, not
+        closed; None opens one. `sample_rate`: of the frames; None takes the pipeline's
+        `audio_out_sample_rate`. `settings`: model, voice, language.
         """
-        super().__init__(sample_rate=sample_rate, push_start_frame=True, push_stop_frames=True, settings=complete(settings), **kwargs)
+        super().__init__(
+            sample_rate=sample_rate,
+            push_start_frame=True,
+            push_stop_frames=True,
+            settings=complete(settings),
+            **kwargs,
+        )
         require_given(self._settings.model, "The model that the speech server serves")
         # Pipecat's own drops the audio that it holds where the next chunk takes its time.
         self._resampler = create_stream_resampler(clear_after_secs=None)
@@ -75,10 +83,17 @@ class NightjarHttpTTSService(TTSService):
         if self._session is None:
             raise RuntimeError("The service has no session before `setup`.")
         settings = self._settings
-        body = {"model": settings.model, "voice": settings.voice, "language": settings.language, **settings.extra}
+        body = {
+            "model": settings.model,
+            "voice": settings.voice,
+            "language": settings.language,
+            **settings.extra,
+        }
         body |= {"input": text, "response_format": "pcm"}
         try:
-            async with self._session.post(self._base_url + _SPEECH, json=without_none(body), headers=self._headers) as response:
+            async with self._session.post(
+                self._base_url + _SPEECH, json=without_none(body), headers=self._headers
+            ) as response:
                 if response.status != 200:
                     yield _refusal(await response.text(), response.status)
                     return
@@ -87,7 +102,9 @@ class NightjarHttpTTSService(TTSService):
                 # Of a text that was interrupted.
                 await self._resampler.reset()
                 pieces = response.content.iter_any()
-                async for frame in self._stream_audio_frames_from_iterator(pieces, in_sample_rate=rate, context_id=context_id):
+                async for frame in self._stream_audio_frames_from_iterator(
+                    pieces, in_sample_rate=rate, context_id=context_id
+                ):
                     yield frame
                 if rest := await self._resampler.flush():
                     yield TTSAudioRawFrame(rest, self.sample_rate, 1, context_id=context_id)

@@ -11,7 +11,9 @@ from pipecat.transcriptions.language import Language
 from pipecat.utils.errors import ErrorCategory, classify_http_status_code
 
 #: Errors that every other text would meet too, until the settings change.
-_OF_SETTINGS = frozenset({"input.unknown_voice", "input.unknown_language", "input.unsupported", "model_not_found"})
+_OF_SETTINGS = frozenset(
+    {"input.unknown_voice", "input.unknown_language", "input.unsupported", "model_not_found"}
+)
 #: Names of languages, as models of Nightjar have them, by their codes.
 _LANGUAGES = {
     "ar": "Arabic",
@@ -36,9 +38,9 @@ _LANGUAGES = {
 class NightjarTTSSettings(TTSSettings):
     """Settings that can change while a pipeline runs.
 
-    `model`: the name under which the server serves its model. `voice`: one of the model's voices, or a stored one; None for the
-    model's own. `language`: a `Language`, or the model's own name of one; None leaves it to the model. `extra`: further fields of a
-    request, such as `seed`.
+    `model`: the name under which the server serves its model. `voice`: one of the model's voices, or a
+    stored one; None for the model's own. `language`: a `Language`, or the model's own name of one; None
+    leaves it to the model. `extra`: further fields of a request, such as `seed`.
     """
 
 
@@ -61,7 +63,8 @@ def without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_frame(message: str, code: str | None, status: int | None) -> ErrorFrame:
-    """An error of the server. One that lies in a text leaves the service usable: the next text may be fine."""
+    """An error of the server. One that lies in a text leaves the service usable: the next text may be
+    fine."""
     if code in _OF_SETTINGS:
         category = ErrorCategory.INVALID_REQUEST
     elif status in (400, 413, 422):

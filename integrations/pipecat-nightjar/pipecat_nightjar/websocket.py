@@ -1,4 +1,5 @@
-"""`NightjarTTSService`: speech over one WebSocket, `/tts/websocket`. A reply is a context of it, and has a slot while it speaks."""
+"""`NightjarTTSService`: speech over one WebSocket, `/tts/websocket`. A reply is a context of it, and has a
+slot while it speaks."""
 
 from __future__ import annotations
 
@@ -28,17 +29,20 @@ from pipecat_nightjar.settings import NightjarTTSSettings, complete, error_frame
 _PATH = "/tts/websocket"
 #: Of a message of the server: half a minute of speech at 48 kHz is 4 MB.
 _MAX_MESSAGE_BYTES = 16 << 20
-#: Of audio. A voice on a CPU sends a whole sentence at once, which Pipecat's metrics would look through before its first frame goes on.
+#: Of audio. A voice on a CPU sends a whole sentence at once, which Pipecat's metrics would look through
+#: before its first frame goes on.
 _FRAME_SECONDS = 0.2
 _NOT_READY = 503
 _RETRY_SECONDS = 0.25
-#: How long a reply may be silent before it counts as over. Its end is a message, so this is for a server that waits for a slot.
+#: How long a reply may be silent before it counts as over. Its end is a message, so this is for a server that
+#: waits for a slot.
 _SILENCE_SECONDS = 10.0
 
 
 @dataclass
 class _Reply:
-    """A context that the server has open. Sentences are spoken in order, and each is text for the conversation once it is spoken."""
+    """A context that the server has open. Sentences are spoken in order, and each is text for the
+    conversation once it is spoken."""
 
     texts: deque[TTSTextFrame] = field(default_factory=deque)
     #: Sentences that were spoken before their text frame came here.
@@ -50,8 +54,9 @@ class _Reply:
 class NightjarTTSService(WebsocketTTSService):
     """Speech of Nightjar over a WebSocket.
 
-    An interruption cancels the reply in the server, which frees its slot; the connection stays. A connection that is lost is opened
-    again with the next text. Words have no timestamps: a sentence becomes text of the conversation when its audio is complete.
+    An interruption cancels the reply in the server, which frees its slot; the connection stays. A
+    connection that is lost is opened again with the next text. Words have no timestamps: a sentence
+    becomes text of the conversation when its audio is complete.
     """
 
     Settings = NightjarTTSSettings
@@ -68,9 +73,10 @@ class NightjarTTSService(WebsocketTTSService):
         settings: NightjarTTSSettings | None = None,
         **kwargs,
     ) -> None:
-        """`base_url`: address of the server. `api_key`: one of its keys. `sample_rate`: of the frames, 8,000 to 48,000; None takes the
-        pipeline's `audio_out_sample_rate`. `text_aggregation_mode`: SENTENCE (default), or TOKEN to let the server find the sentences.
-        `connect_seconds`: how long a text waits for a server that is away. `settings`: model, voice, language.
+        """`base_url`: address of the server. `api_key`: one of its keys. `sample_rate`: of the frames,
+        8,000 to 48,000; None takes the pipeline's `audio_out_sample_rate`. `text_aggregation_mode`:
+        SENTENCE (default), or TOKEN to let the server find the sentences. `connect_seconds`: how long a
+        text waits for a server that is away. `settings`: model, voice, language.
         """
         kwargs.setdefault("stop_frame_timeout_s", _SILENCE_SECONDS)
         super().__init__(
@@ -104,14 +110,16 @@ class NightjarTTSService(WebsocketTTSService):
             await self._report_error(self._unreachable(error))
 
     async def on_turn_context_created(self, context_id: str) -> None:
-        """The LLM has begun a reply: time to open a connection that was lost, before there is text to speak."""
+        """The LLM has begun a reply: time to open a connection that was lost, before there is text to
+        speak."""
         await super().on_turn_context_created(context_id)
         with suppress(OSError, WebSocketException):
             await self._connect()
 
     @traced_tts
     async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
-        """Sends a text of a reply. Yields None, as the audio comes by the connection; or one `ErrorFrame`, and the reply is over."""
+        """Sends a text of a reply. Yields None, as the audio comes by the connection; or one `ErrorFrame`,
+        and the reply is over."""
         try:
             await self._deliver(context_id, text)
             await self.start_tts_usage_metrics(text)
@@ -121,7 +129,8 @@ class NightjarTTSService(WebsocketTTSService):
             await self._end(context_id)
 
     async def flush_audio(self, context_id: str | None = None) -> None:
-        """Tells the server that the reply has all its text. A reply that it does not have any more is over."""
+        """Tells the server that the reply has all its text. A reply that it does not have any more is
+        over."""
         if context_id is None:
             return
         reply = self._replies.get(context_id)
@@ -138,8 +147,11 @@ class NightjarTTSService(WebsocketTTSService):
             await self._send({"context_id": context_id, "cancel": True})
         await super().on_audio_context_interrupted(context_id)
 
-    async def append_to_audio_context(self, context_id: str | None, frame: Frame | WordTimestamp | None) -> None:
-        """Holds the text of a sentence back until its audio is there, so that an interruption leaves out what was not said."""
+    async def append_to_audio_context(
+        self, context_id: str | None, frame: Frame | WordTimestamp | None
+    ) -> None:
+        """Holds the text of a sentence back until its audio is there, so that an interruption leaves out
+        what was not said."""
         reply = self._replies.get(context_id or "")
         if reply is not None and isinstance(frame, TTSTextFrame) and not self._is_streaming_tokens:
             if not reply.spoken:
@@ -158,7 +170,8 @@ class NightjarTTSService(WebsocketTTSService):
         return changed
 
     async def _deliver(self, context_id: str, text: str) -> None:
-        """Sends a text, over a new connection where the old one is lost. Raises `OSError` and `WebSocketException`."""
+        """Sends a text, over a new connection where the old one is lost. Raises `OSError` and
+        `WebSocketException`."""
         deadline = time.monotonic() + self._connect_seconds
         while True:
             try:
@@ -212,7 +225,8 @@ class NightjarTTSService(WebsocketTTSService):
         await self._disconnect_websocket()
 
     async def _connect_websocket(self) -> None:
-        """Raises `ConnectionError` while the model of the server is loading, when a connection would lead to refusals."""
+        """Raises `ConnectionError` while the model of the server is loading, when a connection would lead
+        to refusals."""
         try:
             async with aiohttp.ClientSession() as session, session.get(self._health) as answer:
                 if answer.status == _NOT_READY:
@@ -237,7 +251,8 @@ class NightjarTTSService(WebsocketTTSService):
         return self._websocket
 
     async def _receive_messages(self) -> None:
-        """Reads until the connection ends, and ends the replies that it had. Raises `ConnectionClosed`, or what was wrong."""
+        """Reads until the connection ends, and ends the replies that it had. Raises `ConnectionClosed`, or
+        what was wrong."""
         websocket = self._socket()
         try:
             while True:
@@ -261,7 +276,9 @@ class NightjarTTSService(WebsocketTTSService):
             audio = base64.b64decode(message["data"])
             step = 2 * int(_FRAME_SECONDS * self.sample_rate)
             for begin in range(0, len(audio), step):
-                frame = TTSAudioRawFrame(audio[begin : begin + step], self.sample_rate, 1, context_id=context_id)
+                frame = TTSAudioRawFrame(
+                    audio[begin : begin + step], self.sample_rate, 1, context_id=context_id
+                )
                 await self.append_to_audio_context(context_id, frame)
         elif kind == "flush_done":
             if reply.texts:
@@ -277,7 +294,8 @@ class NightjarTTSService(WebsocketTTSService):
             await self._end(context_id)
 
     async def _end(self, context_id: str) -> None:
-        """The server has no more of this reply. A reply that still gets text goes on: its next text opens it there anew."""
+        """The server has no more of this reply. A reply that still gets text goes on: its next text opens
+        it there anew."""
         reply = self._replies.pop(context_id, None)
         if context_id != self._turn_context_id or (reply is not None and reply.is_whole):
             await self._close(context_id)
@@ -290,8 +308,14 @@ class NightjarTTSService(WebsocketTTSService):
         category = classify_http_exception(error)
         if category is ErrorCategory.UNKNOWN:
             category = ErrorCategory.CONNECTIVITY
-        return ErrorFrame(f"The speech server {self._url} cannot be reached: {error}", exception=error, category=category)
+        return ErrorFrame(
+            f"The speech server {self._url} cannot be reached: {error}", exception=error, category=category
+        )
 
 
 def _failure(message: dict[str, Any]) -> ErrorFrame:
-    return error_frame(message.get("message") or message.get("title") or "Error", message.get("error_code"), message.get("status_code"))
+    return error_frame(
+        message.get("message") or message.get("title") or "Error",
+        message.get("error_code"),
+        message.get("status_code"),
+    )

@@ -48,12 +48,31 @@ class NightjarServer:
 
     def start(self, wait: bool = True) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_")}
-        state = {"XDG_STATE_HOME": str(self._folder), "XDG_CACHE_HOME": str(self._folder), "PYTHONPATH": str(ROOT)}
+        state = {
+            "XDG_STATE_HOME": str(self._folder),
+            "XDG_CACHE_HOME": str(self._folder),
+            "PYTHONPATH": str(ROOT),
+        }
         program = Path(__file__).with_name("seeded_server.py")
-        command = [SERVER_PYTHON, "-P", str(program), "serve", "--model", "hibari", "--port", str(self.port), "--quiet"]
+        command = [
+            SERVER_PYTHON,
+            "-P",
+            str(program),
+            "serve",
+            "--model",
+            "hibari",
+            "--port",
+            str(self.port),
+            "--quiet",
+        ]
         with (self._folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(
-                command, env=clean | state | self._variables, cwd=self._folder, stdout=log, stderr=log, text=True
+                command,
+                env=clean | state | self._variables,
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+                text=True,
             )
         if wait:
             wait_until(self.is_ready)
@@ -80,12 +99,19 @@ class NightjarServer:
 
     def metrics(self) -> dict[str, float]:
         """The samples without labels, by name."""
-        return {name: float(value) for name, value in re.findall(r"(?m)^(\w+) (\S+)$", self._get("/metrics")[1])}
+        return {
+            name: float(value) for name, value in re.findall(r"(?m)^(\w+) (\S+)$", self._get("/metrics")[1])
+        }
 
     def is_idle(self) -> bool:
         """Whether nothing holds a slot or waits for one, in the server and in the engine."""
         now = self.metrics()
-        names = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
+        names = (
+            "speech_server_running",
+            "speech_server_waiting",
+            "speech_engine_batch_size",
+            "speech_engine_waiting",
+        )
         return all(now[name] == 0 for name in names)
 
     def _get(self, path: str) -> tuple[int, str]:
@@ -118,7 +144,8 @@ def own_server(tmp_path: Path) -> Iterator[NightjarServer]:
 
 
 class Ears:
-    """whisper-base; a text for it has no word that is also written as two, such as `notebook`: it writes now one, now the other."""
+    """whisper-base; a text for it has no word that is also written as two, such as `notebook`: it writes
+    now one, now the other."""
 
     def __init__(self) -> None:
         self._model = WhisperModel(str(whisper_folder()), device="cpu", compute_type="int8", cpu_threads=1)
@@ -126,7 +153,9 @@ class Ears:
     def text(self, audio: bytes, rate: int) -> str:
         """The words in 16-bit mono PCM."""
         samples = np.frombuffer(audio, np.int16).astype(np.float32) / 32768
-        segments, _ = self._model.transcribe(soxr.resample(samples, rate, WHISPER_RATE), language="en", beam_size=1)
+        segments, _ = self._model.transcribe(
+            soxr.resample(samples, rate, WHISPER_RATE), language="en", beam_size=1
+        )
         return " ".join(segment.text for segment in segments)
 
     def word_error_rate(self, audio: bytes, rate: int, text: str) -> float:

@@ -91,12 +91,18 @@ class Conversation:
 Script = Callable[[Conversation], Awaitable[None]]
 
 
-async def converse(service: TTSService, script: Script, *, rate: int = 24_000, observers: list[BaseObserver] | None = None) -> Conversation:
+async def converse(
+    service: TTSService, script: Script, *, rate: int = 24_000, observers: list[BaseObserver] | None = None
+) -> Conversation:
     """Runs `script` against the service in a pipeline, then ends the pipeline in good order."""
     above, below = Listener(), Listener()
     params = PipelineParams(audio_out_sample_rate=rate, enable_metrics=True, enable_usage_metrics=True)
     worker = PipelineWorker(
-        Pipeline([above, service, below]), params=params, observers=observers or [], cancel_on_idle_timeout=False, enable_rtvi=False
+        Pipeline([above, service, below]),
+        params=params,
+        observers=observers or [],
+        cancel_on_idle_timeout=False,
+        enable_rtvi=False,
     )
     started = asyncio.Event()
 

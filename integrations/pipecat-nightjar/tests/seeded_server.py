@@ -1,4 +1,5 @@
-"""`nightjar` with one seed for every utterance: a server draws them, and a few of all drawings are hard to hear."""
+"""`nightjar` with one seed for every utterance: a server draws them, and a few of all drawings are hard to
+hear."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ REPLY = "The library opens in the morning. Bring the green basket with you."
 
 
 def service(server: NightjarServer, **settings: str) -> NightjarHttpTTSService:
-    return NightjarHttpTTSService(base_url=server.url, settings=NightjarHttpTTSService.Settings(**{"model": "hibari", **settings}))
+    return NightjarHttpTTSService(
+        base_url=server.url, settings=NightjarHttpTTSService.Settings(**{"model": "hibari", **settings})
+    )
 
 
 @pytest.mark.parametrize("rate", [24_000, 16_000])
@@ -59,7 +61,9 @@ def test_a_voice_that_the_model_does_not_have_makes_the_service_unusable(server:
     assert "input.unknown_voice" in done.errors()[0]
 
 
-def test_an_interruption_ends_the_reply_and_the_next_one_is_heard_whole(server: NightjarServer, ears: Ears) -> None:
+def test_an_interruption_ends_the_reply_and_the_next_one_is_heard_whole(
+    server: NightjarServer, ears: Ears
+) -> None:
     heard_before = 0
 
     async def script(conversation: Conversation) -> None:

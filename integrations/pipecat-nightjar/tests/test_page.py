@@ -11,10 +11,14 @@ from benchmark import rows
 from conftest import ROOT, NightjarServer
 
 PAGES = (ROOT / "docs/voice-agents.md", ROOT / "integrations/pipecat-nightjar/README.md")
-BLOCKS = [(page, source) for page in PAGES for source in re.findall(r"(?ms)^```python$(.*?)^```$", page.read_text())]
+BLOCKS = [
+    (page, source) for page in PAGES for source in re.findall(r"(?ms)^```python$(.*?)^```$", page.read_text())
+]
 
 
-@pytest.mark.parametrize(("page", "source"), BLOCKS, ids=[f"{page.name}-{number}" for number, (page, _) in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    ("page", "source"), BLOCKS, ids=[f"{page.name}-{number}" for number, (page, _) in enumerate(BLOCKS)]
+)
 def test_python_of_a_page_runs(page: Path, source: str, server: NightjarServer) -> None:
     exec(compile(source.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), page.name, "exec"), {})  # noqa: S102
 

@@ -1,4 +1,5 @@
-"""What both services ask of a server for each of their settings, and how long its speech is at the rate of a pipeline.
+"""What both services ask of a server for each of their settings, and how long its speech is at the rate of
+a pipeline.
 
 The server here is one that keeps what it was asked: Nightjar's own tests say what that means.
 """
@@ -82,7 +83,13 @@ def tone(rate: int) -> bytes:
 async def recorder() -> AsyncIterator[Recorder]:
     one = Recorder()
     app = web.Application()
-    app.add_routes([web.get("/health", one.health), web.post("/v1/audio/speech", one.speech), web.get("/tts/websocket", one.talk)])
+    app.add_routes(
+        [
+            web.get("/health", one.health),
+            web.post("/v1/audio/speech", one.speech),
+            web.get("/tts/websocket", one.talk),
+        ]
+    )
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -112,11 +119,15 @@ async def said(
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    return {
+        name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    }
 
 
 @pytest.mark.parametrize(("name", "value", "by_http", "by_websocket"), ROWS)
-def test_a_setting_is_asked_for(name: str, value: Any, by_http: dict[str, Any], by_websocket: dict[str, Any]) -> None:
+def test_a_setting_is_asked_for(
+    name: str, value: Any, by_http: dict[str, Any], by_websocket: dict[str, Any]
+) -> None:
     for kind, expected in ((NightjarHttpTTSService, by_http), (NightjarTTSService, by_websocket)):
         plain, asked = (asyncio.run(said(kind, **settings))[0] for settings in ({}, {name: value}))
         assert changed(plain, asked) == expected, kind
@@ -128,7 +139,9 @@ def test_no_setting_is_missing_in_the_table() -> None:
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 24_000, 48_000])
 @pytest.mark.parametrize("kind", [NightjarHttpTTSService, NightjarTTSService])
-def test_speech_is_as_long_as_it_was_made(kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int) -> None:
+def test_speech_is_as_long_as_it_was_made(
+    kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int
+) -> None:
     """An ear understands slowed speech: its samples are counted."""
     _, done = asyncio.run(said(kind, rate))
     assert done.rates() == {rate}

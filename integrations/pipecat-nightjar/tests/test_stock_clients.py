@@ -1,4 +1,5 @@
-"""Clients that others wrote for Cartesia, pointed at a real server as they are: Pipecat's own service, and LiveKit's plugin."""
+"""Clients that others wrote for Cartesia, pointed at a real server as they are: Pipecat's own service, and
+LiveKit's plugin."""
 
 from __future__ import annotations
 
@@ -23,14 +24,20 @@ KEY = "any"
 
 def stock(server: NightjarServer, mode: TextAggregationMode | None = None) -> CartesiaTTSService:
     settings = CartesiaTTSService.Settings(model="hibari", voice="heart")
-    return CartesiaTTSService(api_key=KEY, url=server.websocket_url, settings=settings, text_aggregation_mode=mode)
+    return CartesiaTTSService(
+        api_key=KEY, url=server.websocket_url, settings=settings, text_aggregation_mode=mode
+    )
 
 
 @pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
-def test_pipecats_own_cartesia_service_speaks(server: NightjarServer, ears: Ears, mode: TextAggregationMode) -> None:
+def test_pipecats_own_cartesia_service_speaks(
+    server: NightjarServer, ears: Ears, mode: TextAggregationMode
+) -> None:
     async def script(conversation: Conversation) -> None:
         for count in (1, 2):
-            await conversation.say("The library ", "opens in the morning. ", "Bring the green basket with you.")
+            await conversation.say(
+                "The library ", "opens in the morning. ", "Bring the green basket with you."
+            )
             await conversation.until_replies(count)
 
     done = asyncio.run(converse(stock(server, mode), script))
@@ -74,7 +81,9 @@ def with_livekit(server: NightjarServer, use: Callable[[Any], Coroutine[Any, Any
 
     async def run() -> bytes:
         async with aiohttp.ClientSession() as session:
-            plugin = livekit.TTS(api_key=KEY, base_url=server.url, model="hibari", voice="heart", http_session=session)
+            plugin = livekit.TTS(
+                api_key=KEY, base_url=server.url, model="hibari", voice="heart", http_session=session
+            )
             try:
                 async with asyncio.timeout(120):
                     return await use(plugin)
@@ -100,7 +109,9 @@ def test_livekits_plugin_streams(server: NightjarServer, ears: Ears) -> None:
     wait_until(server.is_idle)
 
 
-def test_livekits_plugin_that_leaves_in_mid_sentence_holds_no_slot(server: NightjarServer, ears: Ears) -> None:
+def test_livekits_plugin_that_leaves_in_mid_sentence_holds_no_slot(
+    server: NightjarServer, ears: Ears
+) -> None:
     async def use(plugin: Any) -> bytes:
         async with plugin.stream() as stream:
             stream.push_text("The old captain told a story about the northern sea. " * 60)

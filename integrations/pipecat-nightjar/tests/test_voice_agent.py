@@ -1,4 +1,5 @@
-"""The demo, run as a new user would: a question goes in as a WAV file, an answer that can be understood comes out."""
+"""The demo, run as a new user would: a question goes in as a WAV file, an answer that can be understood
+comes out."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ QUESTION = "What can you tell me about the weather in the mountains?"
 def environment(folder: Path) -> dict[str, str]:
     """That of a new user, who has a home of his own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "OPENAI_"))}
-    own = {"NIGHTJAR_PYTHON": SERVER_PYTHON, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    own = {
+        "NIGHTJAR_PYTHON": SERVER_PYTHON,
+        "PYTHONPATH": str(ROOT),
+        "XDG_STATE_HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder),
+    }
     return clean | own
 
 
@@ -29,7 +35,13 @@ def run(folder: Path, *arguments: str | Path, **variables: str) -> subprocess.Co
     """The command of the README, away from the checkout."""
     command = [sys.executable, DEMO / "run.py", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment(folder) | variables, capture_output=True, text=True, timeout=400, check=False
+        command,
+        cwd=folder,
+        env=environment(folder) | variables,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
 
 
@@ -56,7 +68,9 @@ def test_a_machine_without_sound_devices_says_so(tmp_path: Path) -> None:
     # A process without the system's configuration of sound has no device, whatever there is.
     done = run(tmp_path, "--microphone", ALSA_CONFIG_PATH=str(tmp_path), PULSE_SERVER="none")
     assert done.returncode == 1
-    assert re.search(r"(?m)^(This machine has no sound device for input\.|The microphone needs PortAudio\.) ", done.stderr)
+    assert re.search(
+        r"(?m)^(This machine has no sound device for input\.|The microphone needs PortAudio\.) ", done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

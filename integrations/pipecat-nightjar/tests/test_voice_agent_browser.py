@@ -30,7 +30,8 @@ BLOCK_BYTES = MICROPHONE_RATE // 50 * 2
 
 
 class Page:
-    """What the page does, without a browser: sends what a microphone hears, 20 ms at a time, and keeps what it is sent."""
+    """What the page does, without a browser: sends what a microphone hears, 20 ms at a time, and keeps
+    what it is sent."""
 
     def __init__(self, socket: ClientConnection, question: bytes) -> None:
         self._socket = socket
@@ -49,7 +50,9 @@ class Page:
         """Silence where there is nothing to say."""
         while True:
             block, self._to_say = self._to_say[:BLOCK_BYTES], self._to_say[BLOCK_BYTES:]
-            audio: Any = frames.AudioRawFrame(audio=block.ljust(BLOCK_BYTES, b"\0"), sample_rate=MICROPHONE_RATE, num_channels=1)
+            audio: Any = frames.AudioRawFrame(
+                audio=block.ljust(BLOCK_BYTES, b"\0"), sample_rate=MICROPHONE_RATE, num_channels=1
+            )
             await self._socket.send(frames.Frame(audio=audio).SerializeToString())
             # A microphone gives no more.
             await asyncio.sleep(0.02)
@@ -82,7 +85,9 @@ async def opened(address: str, origin: str | None = None) -> AsyncIterator[Page]
     """The page's connection; `origin`: as from a page of another site."""
     parts = urlsplit(address)
     site: Any = origin or f"http://{parts.netloc}"
-    async with connect(f"ws://127.0.0.1:{parts.query.removeprefix('audio=')}", origin=site, max_size=None) as socket:
+    async with connect(
+        f"ws://127.0.0.1:{parts.query.removeprefix('audio=')}", origin=site, max_size=None
+    ) as socket:
         page = Page(socket, read_question(DEMO / "question.wav"))
         tasks = [asyncio.create_task(page.speak()), asyncio.create_task(page.hear())]
         yield page
@@ -95,7 +100,9 @@ async def opened(address: str, origin: str | None = None) -> AsyncIterator[Page]
 def demo(server: NightjarServer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, DEMO / "run.py", "--browser", "--port", "0", "--server", server.url]
     with (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     yield process
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=PATIENCE_SECONDS)
@@ -110,14 +117,18 @@ def lines_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     return found
 
 
-def test_a_page_asks_hears_the_answer_and_interrupts_it(demo: subprocess.Popen[str], server: NightjarServer, ears: Ears) -> None:
+def test_a_page_asks_hears_the_answer_and_interrupts_it(
+    demo: subprocess.Popen[str], server: NightjarServer, ears: Ears
+) -> None:
     address = lines_until(demo, r"Open (\S+)")[1]
     netloc = urlsplit(address).netloc
     for path in ("/", *(f"/{file.name}" for file in PAGE.glob("*.js"))):
         page = http.client.HTTPConnection(netloc, timeout=60)
         page.request("GET", path)
         served = page.getresponse()
-        assert (served.status, b"http" in served.read().replace(b"https", b"")) == (200, False), "a page of its own"
+        assert (served.status, b"http" in served.read().replace(b"https", b"")) == (200, False), (
+            "a page of its own"
+        )
         page.close()
 
     spoken = server.metrics()["speech_engine_requests_total"]
@@ -147,7 +158,9 @@ def test_a_page_asks_hears_the_answer_and_interrupts_it(demo: subprocess.Popen[s
 @pytest.mark.skipif(shutil.which("node") is None, reason="node reads the page's JavaScript")
 def test_the_page_reads_and_writes_frames_of_pipecat(tmp_path: Path) -> None:
     spoken = frames.Frame(
-        audio=frames.AudioRawFrame(id=300, name="n", audio=b"\x01\x02\xff\xff", sample_rate=24_000, num_channels=1, pts=7)
+        audio=frames.AudioRawFrame(
+            id=300, name="n", audio=b"\x01\x02\xff\xff", sample_rate=24_000, num_channels=1, pts=7
+        )
     )
     interrupted = frames.Frame(interruption=frames.InterruptionFrame(id=1, name="i"))
     script = f"""
@@ -158,7 +171,9 @@ def test_the_page_reads_and_writes_frames_of_pipecat(tmp_path: Path) -> None:
         console.log(JSON.stringify([[...heard.samples], heard.rate, readFrame(bytes("{interrupted.SerializeToString().hex()}"))]));
     """
     (tmp_path / "script.mjs").write_text(script)
-    done = subprocess.run(["node", tmp_path / "script.mjs"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["node", tmp_path / "script.mjs"], capture_output=True, text=True, timeout=60, check=True
+    )
     sent, heard = done.stdout.splitlines()
     frame = frames.Frame.FromString(bytes.fromhex(sent)).audio
     assert (frame.audio, frame.sample_rate, frame.num_channels) == (b"\x01\x00\xfe\xff\x2c\x01", 16_000, 1)

@@ -30,7 +30,9 @@ SENTENCES = 300
 LONG = "The old captain told a story about the northern sea and its many islands. " * SENTENCES
 
 
-def service(server: NightjarServer, mode: TextAggregationMode | None = None, **settings: str) -> NightjarTTSService:
+def service(
+    server: NightjarServer, mode: TextAggregationMode | None = None, **settings: str
+) -> NightjarTTSService:
     chosen = NightjarTTSSettings(**{"model": "hibari", **settings})
     return NightjarTTSService(base_url=server.url, text_aggregation_mode=mode, settings=chosen)
 
@@ -46,7 +48,9 @@ def saying(*replies: str) -> Script:
 
 @pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
 @pytest.mark.parametrize("rate", [24_000, 8_000])
-def test_a_reply_is_heard_at_the_rate_of_the_pipeline(server: NightjarServer, ears: Ears, rate: int, mode: TextAggregationMode) -> None:
+def test_a_reply_is_heard_at_the_rate_of_the_pipeline(
+    server: NightjarServer, ears: Ears, rate: int, mode: TextAggregationMode
+) -> None:
     done = asyncio.run(converse(service(server, mode), saying(REPLY), rate=rate))
     assert done.rates() == {rate}
     assert ears.word_error_rate(done.audio(), rate, REPLY) <= (0 if rate > 8_000 else 0.1)
@@ -66,10 +70,17 @@ def test_a_sentence_becomes_text_of_the_conversation_behind_its_audio(server: Ni
         for frame in done.below.frames
         if isinstance(frame, TTSTextFrame | TTSAudioRawFrame)
     ]
-    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == ["audio", FIRST, "audio", SECOND]
+    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == [
+        "audio",
+        FIRST,
+        "audio",
+        SECOND,
+    ]
 
 
-def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(server: NightjarServer, ears: Ears) -> None:
+def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(
+    server: NightjarServer, ears: Ears
+) -> None:
     begin = 0
 
     async def script(conversation: Conversation) -> None:
@@ -141,7 +152,9 @@ def test_two_services_speak_at_once(server: NightjarServer, ears: Ears) -> None:
         assert done.errors() == []
 
 
-def test_several_texts_at_once_are_spoken_in_order_over_one_connection(server: NightjarServer, ears: Ears) -> None:
+def test_several_texts_at_once_are_spoken_in_order_over_one_connection(
+    server: NightjarServer, ears: Ears
+) -> None:
     async def script(conversation: Conversation) -> None:
         await conversation.send(TTSSpeakFrame(FIRST))
         await conversation.send(TTSSpeakFrame(SECOND))
@@ -162,7 +175,9 @@ def test_the_voice_can_change_in_the_middle_of_a_reply(server: NightjarServer, e
         await conversation.send(LLMFullResponseStartFrame())
         await conversation.send(LLMTextFrame(f"{FIRST} Yes."))
         await conversation.until_audio()
-        await conversation.send(TTSUpdateSettingsFrame(delta=NightjarTTSSettings(voice="heart", language="English")))
+        await conversation.send(
+            TTSUpdateSettingsFrame(delta=NightjarTTSSettings(voice="heart", language="English"))
+        )
         await conversation.send(LLMTextFrame(f" {SECOND}"))
         await conversation.send(LLMFullResponseEndFrame())
         await conversation.until_replies(2)

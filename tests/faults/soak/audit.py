@@ -64,19 +64,25 @@ class Audit:
 
 
 def audit(site: Site, texts: Mapping[str, str]) -> Audit:
-    """Looks at every item, artifact and object of the job, and of the jobs that had ended before the faults."""
+    """Looks at every item, artifact and object of the job, and of the jobs that had ended before the
+    faults."""
     found = Audit()
     for job, of_job in [(site.job, texts), *site.ended.items()]:
         _repair(site, job, found)
         _audit_job(site, job, of_job, found)
-    for kind, what in (("left_behind", site.left_behind()), ("outside", site.outside()), ("untold", site.untold)):
+    for kind, what in (
+        ("left_behind", site.left_behind()),
+        ("outside", site.outside()),
+        ("untold", site.untold),
+    ):
         for one in what:
             found.note(kind, one)
     return found
 
 
 def _repair(site: Site, job: str, found: Audit) -> None:
-    """Does what a person does who has put back a backup of the store. In other installations nothing may be left to repair."""
+    """Does what a person does who has put back a backup of the store. In other installations nothing may
+    be left to repair."""
     status, said = site.verify(job)
     faults = [line for line in said.splitlines() if '"nightjar.fault/1"' in line]
     if status != 0:
@@ -103,7 +109,9 @@ def _audit_job(site: Site, job: str, texts: Mapping[str, str], found: Audit) -> 
             continue
         artifact = row.artifact
         named.add(artifact.key)
-        expected = encode(sine(texts[row.example_id], message_seed(status.job, row.example_id)), SAMPLE_RATE, "wav")
+        expected = encode(
+            sine(texts[row.example_id], message_seed(status.job, row.example_id)), SAMPLE_RATE, "wav"
+        )
         data = patiently(partial(_content, site, artifact.key))
         if data is None:
             found.note("lost", f"{artifact.key} is not in the store")

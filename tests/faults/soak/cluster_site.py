@@ -1,4 +1,5 @@
-"""An installation of services: Valkey, PostgreSQL, a folder or SeaweedFS behind a proxy, and workers under a supervisor."""
+"""An installation of services: Valkey, PostgreSQL, a folder or SeaweedFS behind a proxy, and workers under
+a supervisor."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from jobs.store.base import ObjectStore
 from pipelines.registry import register_pipeline
 from tests.faults.cluster import REPOSITORY, Cluster, patiently
 from tests.faults.soak import voice
-from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_inputs, wait_until
+from tests.faults.soak.site import (
+    ENGINE_FROZEN_SECONDS,
+    STUCK_SECONDS,
+    Fault,
+    Mark,
+    Stubs,
+    copy_of,
+    flip_inputs,
+    wait_until,
+)
 from tests.support.cli_kit import run_command
 from tests.support.s3_proxy import FORGOTTEN
 from tests.support.services import Postgres, Service, children
@@ -37,11 +47,18 @@ FORGOTTEN_SECONDS = 2.5
 #: Of a job that ends before the faults begin.
 EARLY_ITEMS = 100
 #: Messages that are none of ours, as another program or a broken client may leave them.
-MALFORMED = (b"not json", b"[]", b"{}", b'{"body": "e30=", "headers": {}, "properties": null}', b'{"properties": {"delivery_tag": 1}}')
+MALFORMED = (
+    b"not json",
+    b"[]",
+    b"{}",
+    b'{"body": "e30=", "headers": {}, "properties": null}',
+    b'{"properties": {"delivery_tag": 1}}',
+)
 
 
 class ClusterSite:
-    """Two workers under one supervisor. `layout` is `folder` or `s3`. Engines take `seconds` for an item while the faults last."""
+    """Two workers under one supervisor. `layout` is `folder` or `s3`. Engines take `seconds` for an item
+    while the faults last."""
 
     def __init__(self, folder: Path, postgres: Postgres, layout: str, seconds: float) -> None:
         self.job = ""
@@ -50,8 +67,12 @@ class ClusterSite:
         self.untold: list[str] = []
         self._mark = Mark()
         self._stubs = Stubs(folder / "stubs")
-        environment = voice.installed(folder / "site") | voice.paced(seconds, folder / "gate") | self._mark.environment
-        self._cluster = Cluster(folder, postgres, environment, workers=0, store="proxied" if layout == "s3" else layout)
+        environment = (
+            voice.installed(folder / "site") | voice.paced(seconds, folder / "gate") | self._mark.environment
+        )
+        self._cluster = Cluster(
+            folder, postgres, environment, workers=0, store="proxied" if layout == "s3" else layout
+        )
         register_pipeline(voice.NAME, voice.describe(), voice.load)
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._seen_done = 0
@@ -119,7 +140,12 @@ class ClusterSite:
             log = (self._cluster.folder / "workers.log").open("ab")
             command = [sys.executable, "-m", "tests.support.fake_worker", "run", "--gpu", "0,1"]
             self._supervisor = subprocess.Popen(
-                command, cwd=REPOSITORY, env=self._cluster.environment(), stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=REPOSITORY,
+                env=self._cluster.environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             log.close()
 
@@ -135,7 +161,9 @@ class ClusterSite:
 
     def settle(self, seconds: float) -> None:
         self.mend()
-        self._until(lambda: (status := self._cluster.status(self.job)) is not None and status.job.state.final, seconds)
+        self._until(
+            lambda: (status := self._cluster.status(self.job)) is not None and status.job.state.final, seconds
+        )
         # What the last worker leaves for the others to do is done by then.
         self._until(lambda: self.store.head(f"jobs/{self.job}/manifest.jsonl") is not None, 60)
         self._signal(self._supervisor_pid(), signal.SIGTERM)
@@ -213,7 +241,8 @@ class ClusterSite:
         self._signal(pid, signal.SIGCONT)
 
     def _freeze_engine(self, chance: random.Random) -> None:
-        """The engine of another worker, which calls an engine stuck soon and works beside the others; then the worker is killed."""
+        """The engine of another worker, which calls an engine stuck soon and works beside the others; then
+        the worker is killed."""
         quick = voice.paced(0.0, self._cluster.gate)
         self._cluster.start_worker(9, SPEECH_WORKER__ITEM_TIMEOUT_SECONDS=str(STUCK_SECONDS), **quick)
         worker = self._cluster.workers[9].pid
@@ -257,7 +286,9 @@ class ClusterSite:
 
     def _repeat(self, chance: random.Random) -> None:
         shards = self.ledger.job(self.job).total_shards
-        Publisher(self._cluster.settings).publish([Ticket(self.job, shard, epoch) for shard in range(shards) for epoch in range(3)])
+        Publisher(self._cluster.settings).publish(
+            [Ticket(self.job, shard, epoch) for shard in range(shards) for epoch in range(3)]
+        )
 
     def _database_away(self, chance: random.Random) -> None:
         """Long enough for a worker that is started again and again to find no database each time."""
@@ -272,10 +303,15 @@ class ClusterSite:
         )
 
     def _clock_jump(self, chance: random.Random) -> None:
-        """What a database clock leaves that was a day ahead for a moment, when a worker claimed a shard and then died."""
-        self._execute("UPDATE shards SET lease_until = lease_until + 86400, heartbeat_at = heartbeat_at + 86400 WHERE state = 'leased'")
+        """What a database clock leaves that was a day ahead for a moment, when a worker claimed a shard
+        and then died."""
+        self._execute(
+            "UPDATE shards SET lease_until = lease_until + 86400, heartbeat_at = heartbeat_at + 86400 WHERE state = 'leased'"
+        )
         self._execute("UPDATE shards SET enqueued_at = enqueued_at + 86400 WHERE state = 'queued'")
-        self._execute("UPDATE shards SET not_before = not_before + 86400 WHERE state = 'ready' AND not_before IS NOT NULL")
+        self._execute(
+            "UPDATE shards SET not_before = not_before + 86400 WHERE state = 'ready' AND not_before IS NOT NULL"
+        )
         self._signal(chance.choice(self._workers()), signal.SIGKILL)
 
     def _pause_job(self, chance: random.Random) -> None:
@@ -288,7 +324,8 @@ class ClusterSite:
         sweep(self.ledger, lambda url: open_store(url, self._cluster.settings.s3), 0.0, delete=True)
 
     def _empty_files(self, chance: random.Random) -> None:
-        """Files without content under the keys of items that are not done, as a file system may leave them after a power cut."""
+        """Files without content under the keys of items that are not done, as a file system may leave them
+        after a power cut."""
         from jobs.layout import audio_key
 
         pending = [row for row in self.ledger.items(self.job) if row.state is ItemState.PENDING]
@@ -306,7 +343,9 @@ class ClusterSite:
 
     def _flip_bits(self, chance: random.Random) -> None:
         self._at_work()
-        self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._cluster.objects, chance)
+        self.effects["claims of flipped inputs"] += flip_inputs(
+            self.ledger, self.job, self._cluster.objects, chance
+        )
 
     def _forget_objects(self, chance: random.Random) -> None:
         assert self._cluster.proxy is not None
@@ -329,7 +368,8 @@ class ClusterSite:
         self.effects["items forgotten by the ledger"] += max(0, done - self._seen_done)
 
     def _restore_store(self, chance: random.Random) -> None:
-        """A person puts back a copy of the store that is some items old, while no worker runs; in a bucket, what is newer is deleted.
+        """A person puts back a copy of the store that is some items old, while no worker runs; in a
+        bucket, what is newer is deleted.
 
         The copy is older than the end of the first job, of which it has the inputs.
         """
@@ -347,9 +387,15 @@ class ClusterSite:
             kept = {info.key for info in patiently(lambda: list(self.store.list("jobs/")))}
             done = self._more_done(chance)
             self._kill_ours()
-            newer = [info.key for info in patiently(lambda: list(self.store.list("jobs/"))) if info.key not in kept]
+            newer = [
+                info.key for info in patiently(lambda: list(self.store.list("jobs/"))) if info.key not in kept
+            ]
         for job in self.ended:
-            newer += [info.key for info in patiently(lambda job=job: list(self.store.list(f"jobs/{job}/"))) if "/input/" not in info.key]
+            newer += [
+                info.key
+                for info in patiently(lambda job=job: list(self.store.list(f"jobs/{job}/")))
+                if "/input/" not in info.key
+            ]
         for first in range(0, len(newer), 1000):
             patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
         self.effects["objects forgotten by the store"] += max(0, done - before)

@@ -1,4 +1,5 @@
-"""`nightjar run` in a folder: its processes are killed, stopped and fooled, its folder goes away, and the same command is given again."""
+"""`nightjar run` in a folder: its processes are killed, stopped and fooled, its folder goes away, and the
+same command is given again."""
 
 from __future__ import annotations
 
@@ -26,12 +27,26 @@ from jobs.store import FolderStore
 from jobs.store.base import ObjectStore
 from pipelines.errors import NightjarError
 from tests.faults.cluster import TIMING
-from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_inputs, wait_until
+from tests.faults.soak.site import (
+    ENGINE_FROZEN_SECONDS,
+    STUCK_SECONDS,
+    Fault,
+    Mark,
+    Stubs,
+    copy_of,
+    flip_inputs,
+    wait_until,
+)
 from tests.faults.soak.voice import NAME, installed, paced
 from tests.support.cli_kit import run_command
 
 TIMES = {
-    name: TIMING[name] for name in ("NIGHTJAR_TIMES__LEASE_SECONDS", "NIGHTJAR_TIMES__HEARTBEAT_SECONDS", "NIGHTJAR_TIMES__SHARD_ITEMS")
+    name: TIMING[name]
+    for name in (
+        "NIGHTJAR_TIMES__LEASE_SECONDS",
+        "NIGHTJAR_TIMES__HEARTBEAT_SECONDS",
+        "NIGHTJAR_TIMES__SHARD_ITEMS",
+    )
 }
 #: For a run to end whose folder was renamed.
 STOP_SECONDS = 60.0
@@ -52,7 +67,13 @@ class EmbeddedSite:
         self._stubs = Stubs(folder / "stubs")
         clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
         of_voice = installed(folder / "site") | paced(seconds, self._gate)
-        self._environment = clean | {"SPT_NOENV": "1", "XDG_STATE_HOME": str(folder / "state")} | TIMES | of_voice | self._mark.environment
+        self._environment = (
+            clean
+            | {"SPT_NOENV": "1", "XDG_STATE_HOME": str(folder / "state")}
+            | TIMES
+            | of_voice
+            | self._mark.environment
+        )
         self._run: subprocess.Popen[bytes] | None = None
         self._ledger: Ledger | None = None
         self._seen_done = 0
@@ -75,7 +96,10 @@ class EmbeddedSite:
     def begin(self, texts: Mapping[str, str]) -> Mapping[str, str]:
         first = next(iter(texts))
         held = {**texts, first: f"{texts[first]} [[until:{self._gate}]]"}
-        lines = (json.dumps({"example_id": name, "messages": [["user", "text", text]]}) for name, text in held.items())
+        lines = (
+            json.dumps({"example_id": name, "messages": [["user", "text", text]]})
+            for name, text in held.items()
+        )
         (self._folder / "in.jsonl").write_text("\n".join(lines) + "\n")
         self.mend()
         wait_until(lambda: self._database.exists() and self._jobs(), 240)
@@ -93,7 +117,9 @@ class EmbeddedSite:
             "engine killed": lambda _: self._signal(self._find("jobs.engine_process"), signal.SIGKILL),
             "engine frozen": self._freeze_engine,
             "broker killed": lambda _: self._signal(self._find("valkey-server"), signal.SIGKILL),
-            "broker frozen": lambda chance: self._freeze(self._find("valkey-server"), chance.uniform(0.5, 3.0)),
+            "broker frozen": lambda chance: self._freeze(
+                self._find("valkey-server"), chance.uniform(0.5, 3.0)
+            ),
             "broker emptied": self._empty_broker,
             "command frozen": lambda chance: self._freeze(self._command(), 8.0),
             "empty files of a power cut": self._empty_files,
@@ -134,11 +160,27 @@ class EmbeddedSite:
     def left_behind(self) -> list[str]:
         hidden = [path for path in self._home.rglob(".*") if path.is_file() and ".nightjar" not in path.parts]
         state = [self._home / ".nightjar" / name for name in ("broker.json",)]
-        return [f"process {pid}" for pid in self._mark.processes()] + [str(path) for path in [*hidden, *state] if path.exists()]
+        return [f"process {pid}" for pid in self._mark.processes()] + [
+            str(path) for path in [*hidden, *state] if path.exists()
+        ]
 
     def outside(self) -> list[str]:
-        ours = {"in.jsonl", "run.log", "gate", "site", "state", "stubs", "backup", "ledger.backup", self._home.name}
-        others = [path for path in self._folder.iterdir() if path.name not in ours and not path.name.startswith("crashed-")]
+        ours = {
+            "in.jsonl",
+            "run.log",
+            "gate",
+            "site",
+            "state",
+            "stubs",
+            "backup",
+            "ledger.backup",
+            self._home.name,
+        }
+        others = [
+            path
+            for path in self._folder.iterdir()
+            if path.name not in ours and not path.name.startswith("crashed-")
+        ]
         return self._stubs.files() + [str(path) for path in others]
 
     def end(self) -> None:
@@ -150,10 +192,24 @@ class EmbeddedSite:
         return self._home / ".nightjar" / "ledger.sqlite"
 
     def _start(self, **environment: str) -> None:
-        command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--model", NAME, "--out", self._home.name, "--set", "max_attempts=50"]
+        command = [
+            sys.executable,
+            "-m",
+            "jobs",
+            "run",
+            "in.jsonl",
+            "--model",
+            NAME,
+            "--out",
+            self._home.name,
+            "--set",
+            "max_attempts=50",
+        ]
         variables = self._environment | environment
         with (self._folder / "run.log").open("ab") as log:
-            self._run = subprocess.Popen(command, cwd=self._folder, env=variables, stdout=log, stderr=log, start_new_session=True)
+            self._run = subprocess.Popen(
+                command, cwd=self._folder, env=variables, stdout=log, stderr=log, start_new_session=True
+            )
 
     def _jobs(self) -> list[str]:
         try:
@@ -186,7 +242,11 @@ class EmbeddedSite:
         if pid:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            if pid == self._command() and number not in (signal.SIGSTOP, signal.SIGCONT) and self._run is not None:
+            if (
+                pid == self._command()
+                and number not in (signal.SIGSTOP, signal.SIGCONT)
+                and self._run is not None
+            ):
                 self._run.wait()
 
     def _kill_all(self) -> None:
@@ -209,7 +269,8 @@ class EmbeddedSite:
         self._signal(pid, signal.SIGCONT)
 
     def _freeze_engine(self, chance: random.Random) -> None:
-        """The engine of a run that calls an engine stuck soon. The held item fails in it, and goes on in the next run."""
+        """The engine of a run that calls an engine stuck soon. The held item fails in it, and goes on in
+        the next run."""
         self._kill_all()
         self._start(SPEECH_WORKER__ITEM_TIMEOUT_SECONDS=str(STUCK_SECONDS), **paced(0.0, self._gate))
         wait_until(lambda: self._find("jobs.engine_process"), 60)
@@ -224,7 +285,8 @@ class EmbeddedSite:
             redis.Redis.from_url(record["url"], socket_timeout=5).flushall()
 
     def _empty_files(self, chance: random.Random) -> None:
-        """Files without content under the keys of items that are not done, as a file system may leave them after a power cut."""
+        """Files without content under the keys of items that are not done, as a file system may leave them
+        after a power cut."""
         pending = [row for row in self.ledger.items(self.job) if row.state is ItemState.PENDING]
         for row in chance.sample(pending, min(5, len(pending))):
             path = self._home / audio_key(self.job, row.index, row.example_id, "wav")
@@ -244,7 +306,8 @@ class EmbeddedSite:
         self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._home, chance)
 
     def _rename(self, chance: random.Random) -> None:
-        """A person renames the folder under a run, which has to stop and say so; the next run is given the new name."""
+        """A person renames the folder under a run, which has to stop and say so; the next run is given the
+        new name."""
         self._at_work()
         self._forget_ledger()
         old, log = self._home, self._folder / "run.log"
@@ -255,7 +318,9 @@ class EmbeddedSite:
         ended = wait_until(lambda: not self._command(), STOP_SECONDS)
         words = log.read_bytes()[said:].decode(errors="replace")
         if not ended or str(old) not in words or self._run is None or self._run.returncode in (None, 0):
-            self.untold.append(f"a run did not end with a sentence about its folder {old}, which was renamed; it said {words[-300:]!r}")
+            self.untold.append(
+                f"a run did not end with a sentence about its folder {old}, which was renamed; it said {words[-300:]!r}"
+            )
         self._kill_all()
         if old.exists():
             self._stubs.keep(old)
@@ -265,7 +330,10 @@ class EmbeddedSite:
         self._at_work()
         backup = self._folder / "ledger.backup"
         backup.unlink(missing_ok=True)
-        with closing(sqlite3.connect(self._database, timeout=60)) as live, closing(sqlite3.connect(backup)) as copy:
+        with (
+            closing(sqlite3.connect(self._database, timeout=60)) as live,
+            closing(sqlite3.connect(backup)) as copy,
+        ):
             live.backup(copy)
         done = self._more_done(chance)
         self._kill_all()
@@ -294,7 +362,8 @@ class EmbeddedSite:
         self.effects["objects forgotten by the store"] += max(0, done - before)
 
     def _at_work(self) -> None:
-        """Returns once the run makes items: one that only starts would begin anew in an empty folder, as it was told to."""
+        """Returns once the run makes items: one that only starts would begin anew in an empty folder, as
+        it was told to."""
         before = self._done()
         wait_until(lambda: self._done() > before or self._left() <= 1, 120, self.mend)
 

@@ -38,7 +38,8 @@ class Site(Protocol):
     untold: list[str]
 
     def begin(self, texts: Mapping[str, str]) -> Mapping[str, str]:
-        """Submits one dialogue a text, by its id, and returns them as they went in: the first one waits for `let_go`."""
+        """Submits one dialogue a text, by its id, and returns them as they went in: the first one waits
+        for `let_go`."""
         ...
 
     def faults(self) -> Mapping[str, Fault]:
@@ -56,7 +57,8 @@ class Site(Protocol):
     def let_go(self) -> None: ...
 
     def settle(self, seconds: float) -> None:
-        """Waits for the job's end and the end of what follows it, for at most so long; then ends the processes as a person would."""
+        """Waits for the job's end and the end of what follows it, for at most so long; then ends the
+        processes as a person would."""
         ...
 
     @property
@@ -66,7 +68,8 @@ class Site(Protocol):
     def store(self) -> ObjectStore: ...
 
     def verify(self, job: str) -> tuple[int, str]:
-        """Has `nightjar verify --repair` look at a job. Returns its exit status and what it wrote, in JSON."""
+        """Has `nightjar verify --repair` look at a job. Returns its exit status and what it wrote, in
+        JSON."""
         ...
 
     @property
@@ -114,7 +117,8 @@ class Mark:
 
 
 class Stubs:
-    """The folders that stand, or stood, where a folder was taken away. They are kept: a process may write into one late."""
+    """The folders that stand, or stood, where a folder was taken away. They are kept: a process may write
+    into one late."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -123,7 +127,8 @@ class Stubs:
 
     @contextmanager
     def instead_of(self, root: Path) -> Iterator[None]:
-        """An empty folder in place of `root`, as where a disk is not mounted any more; afterwards `root` is back."""
+        """An empty folder in place of `root`, as where a disk is not mounted any more; afterwards `root`
+        is back."""
         away = self._folder / "unmounted"
         os.rename(root, away)
         with suppress(FileExistsError):
@@ -150,7 +155,8 @@ class Stubs:
 
 
 def copy_of(folder: Path, copy: Path, but: str = "") -> None:
-    """A backup of a store in a folder, whose files never change; `but`: a name at its root that is none of the store's."""
+    """A backup of a store in a folder, whose files never change; `but`: a name at its root that is none of
+    the store's."""
 
     def ignored(directory: str, names: list[str]) -> list[str]:
         return [but] if but in names and Path(directory) == folder else []
@@ -163,8 +169,8 @@ def copy_of(folder: Path, copy: Path, but: str = "") -> None:
 
 @contextmanager
 def flipped_bits(paths: list[Path], chance: random.Random) -> Iterator[None]:
-    """A bit of each file is another one and then right again, as where a disk or a cache errs and heals. Files that replace them meanwhile
-    stay as they are."""
+    """A bit of each file is another one and then right again, as where a disk or a cache errs and heals.
+    Files that replace them meanwhile stay as they are."""
     spoiled: list[tuple[int, int, bytes]] = []
     try:
         for path in paths:
@@ -182,7 +188,8 @@ def flipped_bits(paths: list[Path], chance: random.Random) -> Iterator[None]:
 
 
 def flip_inputs(ledger: Ledger, job: str, root: Path, chance: random.Random) -> int:
-    """Flips a bit of each input in a folder for as long as the next shard needs to be claimed and read; how many were claimed."""
+    """Flips a bit of each input in a folder for as long as the next shard needs to be claimed and read;
+    how many were claimed."""
 
     def claims() -> int:
         return sum(1 for _ in patiently(lambda: list(ledger.attempts(job))))
@@ -195,7 +202,9 @@ def flip_inputs(ledger: Ledger, job: str, root: Path, chance: random.Random) -> 
     return claims() - before
 
 
-def wait_until(condition: Callable[[], object], seconds: float, between: Callable[[], None] = lambda: None) -> bool:
+def wait_until(
+    condition: Callable[[], object], seconds: float, between: Callable[[], None] = lambda: None
+) -> bool:
     """Whether the condition came true in time; `between` is called while it is not."""
     deadline = time.monotonic() + seconds
     while not (met := bool(condition())) and time.monotonic() < deadline:

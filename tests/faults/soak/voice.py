@@ -1,4 +1,5 @@
-"""The voice of the soak: the fake engine as a plug-in of the engine `native`, which workers open in a process of its own."""
+"""The voice of the soak: the fake engine as a plug-in of the engine `native`, which workers open in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _VARIABLE = "NIGHTJAR_SOAK_VOICE"
 
 
 class PacedPipeline(FakePipeline):
-    """Takes `seconds` for each request until there is a file `gate`, so that faults find work to disturb; from then on as little as a quick
-    engine."""
+    """Takes `seconds` for each request until there is a file `gate`, so that faults find work to disturb;
+    from then on as little as a quick engine."""
 
     def __init__(self, seconds: float, gate: str) -> None:
         super().__init__(NAME, seconds=seconds, slots=int(ENGINE["slots"]))

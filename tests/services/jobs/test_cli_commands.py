@@ -1,4 +1,5 @@
-"""The `nightjar` command as a process: what it does to a job and shows of it, with exit codes, streams and JSON."""
+"""The `nightjar` command as a process: what it does to a job and shows of it, with exit codes, streams and
+JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +46,14 @@ def test_views_of_a_job(submitted: tuple[Path, str, str]) -> None:
     assert (status["schema"], status["job"], status["state"]) == ("nightjar.status/1", job, "ready")
     assert status["items"] == {"total": 2, "done": 0, "failed": 0, "skipped": 0, "pending": 2}
     assert status["real_time_factor"] == status["rtfx"]
-    assert {"audio_seconds", "items_per_second", "eta_seconds", "rejected_lines", "rtfx", "engine_seconds"} <= set(status)
+    assert {
+        "audio_seconds",
+        "items_per_second",
+        "eta_seconds",
+        "rejected_lines",
+        "rtfx",
+        "engine_seconds",
+    } <= set(status)
     assert status["errors"] == {"input.bad_json": 1}
     assert "cost" not in status
     priced = json.loads(call(folder, "status", job, "--json", SPEECH_PRICE_PER_GPU_HOUR="2.5").stdout)
@@ -61,7 +69,9 @@ def test_views_of_a_job(submitted: tuple[Path, str, str]) -> None:
     assert call(folder, "list", "--state", "completed").stdout == ""
     (error,) = [json.loads(line) for line in call(folder, "errors", job, "--json").stdout.splitlines()]
     assert (error["line"], error["code"]) == (3, "input.bad_json")
-    (count,) = [json.loads(line) for line in call(folder, "errors", job, "--by", "code", "--json").stdout.splitlines()]
+    (count,) = [
+        json.loads(line) for line in call(folder, "errors", job, "--by", "code", "--json").stdout.splitlines()
+    ]
     assert count["count"] == 1
 
 
@@ -82,7 +92,11 @@ def test_pause_resume_wait_cancel(submitted: tuple[Path, str, str]) -> None:
 
 def test_priority_of_a_waiting_job(submitted: tuple[Path, str, str]) -> None:
     folder, _, job = submitted
-    assert json.loads(call(folder, "priority", job, "7", "--json").stdout) == {"schema": "nightjar.priority/1", "job": job, "priority": 7}
+    assert json.loads(call(folder, "priority", job, "7", "--json").stdout) == {
+        "schema": "nightjar.priority/1",
+        "job": job,
+        "priority": 7,
+    }
     with closing(Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite")) as ledger:
         assert ledger.job(job).priority == 7
     assert call(folder, "priority", job, "-7").stdout == f"{job} has priority -7.\n"
@@ -100,14 +114,19 @@ def test_what_is_said_counts_in_english_and_leads_on(submitted: tuple[Path, str,
     assert "1 voice, 1 language\n" in call(folder, "models").stdout
 
 
-def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_another(submitted: tuple[Path, str, str]) -> None:
+def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_another(
+    submitted: tuple[Path, str, str],
+) -> None:
     folder, broker, job = submitted
     call(folder, "cancel", job)
     for command in ("submit", "run"):
         again = call(folder, command, "in.jsonl", "-q", "--json", SPEECH_BROKER_URL=broker)
         assert (again.returncode, error_code(again)) == (6, "ledger.cancelled")
         assert f"Job {job} of this input" in again.stderr
-    assert json.loads(call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker).stdout)["job"] == job
+    assert (
+        json.loads(call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker).stdout)["job"]
+        == job
+    )
     told = re.search(r"`(--idempotency-key) KEY`", again.stderr)
     assert told is not None
     other = call(folder, "submit", "in.jsonl", "-q", told[1], "again", SPEECH_BROKER_URL=broker)
@@ -119,12 +138,18 @@ def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_anothe
 def test_dry_run_writes_nothing(folder: Path) -> None:
     done = call(folder, "submit", "in.jsonl", "--dry-run", "--json")
     view = json.loads(done.stdout)
-    assert (view["schema"], view["items"], view["rejected"]) == ("nightjar.estimate/1", 2, {"input.bad_json": 1})
+    assert (view["schema"], view["items"], view["rejected"]) == (
+        "nightjar.estimate/1",
+        2,
+        {"input.bad_json": 1},
+    )
     assert view["audio_seconds"] > 0
     assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("example", sorted((Path(__file__).parents[3] / "examples").glob("*.jsonl")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[3] / "examples").glob("*.jsonl")), ids=lambda path: path.name
+)
 def test_no_line_of_an_example_is_refused(folder: Path, example: Path) -> None:
     view = json.loads(call(folder, "submit", str(example), "--dry-run", "--json").stdout)
     assert view["rejected"] == {}
@@ -133,7 +158,10 @@ def test_no_line_of_an_example_is_refused(folder: Path, example: Path) -> None:
 
 def test_config_shows_origins_and_hides_secrets(folder: Path) -> None:
     (folder / "nightjar.toml").write_text("[worker]\nthreads = 3\n")
-    secrets = {"SPEECH_DATABASE_URL": "postgresql://me:hunter2@h/db", "SPEECH_S3__SECRET_ACCESS_KEY": "hunter2"}
+    secrets = {
+        "SPEECH_DATABASE_URL": "postgresql://me:hunter2@h/db",
+        "SPEECH_S3__SECRET_ACCESS_KEY": "hunter2",
+    }
     for options in ([], ["--json"]):
         done = call(folder, "config", "show", *options, **secrets)
         assert done.returncode == 0
@@ -148,9 +176,20 @@ def test_doctor(folder: Path, valkey_url: str) -> None:
     good = call(folder, "doctor", "--json", SPEECH_BROKER_URL=valkey_url)
     findings = {view["check"]: view for view in map(json.loads, good.stdout.splitlines())}
     assert good.returncode == 0, good.stdout
-    assert {"python", "settings", "ledger", "broker", "store", "disk", "models", "audio", "workers", "gpu", "compilers", "kernels"} <= set(
-        findings
-    )
+    assert {
+        "python",
+        "settings",
+        "ledger",
+        "broker",
+        "store",
+        "disk",
+        "models",
+        "audio",
+        "workers",
+        "gpu",
+        "compilers",
+        "kernels",
+    } <= set(findings)
     assert not (folder / "out").exists()
     bad = call(folder, "doctor", SPEECH_BROKER_URL=f"redis://127.0.0.1:{CLOSED_PORT}/0")
     assert bad.returncode == 1
@@ -171,7 +210,9 @@ def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: P
     assert len(noted.stdout.split()) == 1
     assert "faster_whisper" in noted.stderr
     (meters,) = [
-        view for view in map(json.loads, call(folder, "doctor", "--json", **lacking).stdout.splitlines()) if view["check"] == "meters"
+        view
+        for view in map(json.loads, call(folder, "doctor", "--json", **lacking).stdout.splitlines())
+        if view["check"] == "meters"
     ]
     assert meters["health"] == "warn"
     assert "asr needs faster_whisper" in meters["message"]
@@ -200,7 +241,9 @@ def test_models(folder: Path) -> None:
 def test_completion_knows_job_ids(submitted: tuple[Path, str, str]) -> None:
     folder, _, job = submitted
     assert "_NIGHTJAR_COMPLETE" in call(folder, "completion", "bash").stdout
-    done = call(folder, _NIGHTJAR_COMPLETE="bash_complete", COMP_WORDS=f"nightjar status {job[:3]}", COMP_CWORD="2")
+    done = call(
+        folder, _NIGHTJAR_COMPLETE="bash_complete", COMP_WORDS=f"nightjar status {job[:3]}", COMP_CWORD="2"
+    )
     assert job in done.stdout
 
 
@@ -210,7 +253,14 @@ def test_status_and_workers_pay_for_nothing_else(submitted: tuple[Path, str, str
     words = [command, job] if command == "status" else [command]
     code = "import sys; from jobs.cli import main; main(); sys.stderr.write(' '.join(sys.modules))"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for heavy in ("torch", "celery", "kombu", "boto3", "pandas", "numpy", "sqlalchemy", "alembic", "rich"):
         assert heavy not in done.stderr.split(), heavy
 
@@ -235,7 +285,9 @@ def test_the_driver_reads_what_the_ledger_says(submitted: tuple[Path, str, str])
     for other in ("", "zz", "%", job + "0"):
         with pytest.raises(NotFoundError):
             read_with_driver(url, lambda reader, other=other: find_job(reader, other))
-    assert read_with_driver(f"sqlite:///{folder}/missing.sqlite", lambda reader: find_job(reader, job)) is None
+    assert (
+        read_with_driver(f"sqlite:///{folder}/missing.sqlite", lambda reader: find_job(reader, job)) is None
+    )
     execute(ledger, "UPDATE alembic_version SET version_num = '0005'")
     assert read_with_driver(url, lambda reader: find_job(reader, job)) is None
     execute(ledger, "UPDATE alembic_version SET version_num = :revision", revision=SCHEMA_REVISION)

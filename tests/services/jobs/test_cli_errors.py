@@ -17,11 +17,16 @@ def test_a_job_that_is_not_there(submitted: tuple[Path, str, str]) -> None:
     folder = submitted[0]
     commands = ("status", "items", "errors", "retry", "cancel", "wait", "export")
     names = ("zzz", "../../x", "'; DROP TABLE jobs; --", "%", "_", "\x01", "é" * 500)
-    for command, job in [*((command, "zzz") for command in commands), *(("status", name) for name in names[1:])]:
+    for command, job in [
+        *((command, "zzz") for command in commands),
+        *(("status", name) for name in names[1:]),
+    ]:
         done = call(folder, command, job, "--json")
         assert (done.returncode, error_code(done)) == (3, "ledger.not_found"), (command, job)
     assert call(folder, "status", "").returncode == 2
-    other = call(folder, "submit", "in.jsonl", "-q", "--seed", "1", SPEECH_BROKER_URL=submitted[1]).stdout.strip()
+    other = call(
+        folder, "submit", "in.jsonl", "-q", "--seed", "1", SPEECH_BROKER_URL=submitted[1]
+    ).stdout.strip()
     common = next(other[:length] for length in range(26, 0, -1) if submitted[2].startswith(other[:length]))
     ambiguous = call(folder, "status", common, "--json")
     assert (ambiguous.returncode, error_code(ambiguous)) == (3, "ledger.not_found")
@@ -36,9 +41,15 @@ def test_a_dry_run_refuses_what_the_submit_would(folder: Path) -> None:
 
 def test_an_error_on_a_terminal_has_colour_unless_no_color(folder: Path) -> None:
     for value, coloured in (("", True), ("1", False)):
-        environment = os.environ | {"NO_COLOR": value, "TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")}
+        environment = os.environ | {
+            "NO_COLOR": value,
+            "TERM": "xterm",
+            "XDG_STATE_HOME": str(folder / "state"),
+        }
         reader, terminal = os.openpty()
-        subprocess.run([*JOBS, "status", "x"], cwd=folder, env=environment, stderr=terminal, timeout=240, check=False)
+        subprocess.run(
+            [*JOBS, "status", "x"], cwd=folder, env=environment, stderr=terminal, timeout=240, check=False
+        )
         os.close(terminal)
         said = b""
         with suppress(OSError):  # that nobody has the other end, once all is read
@@ -119,7 +130,10 @@ def test_services_that_are_away_are_5_and_nothing_is_written(folder: Path, valke
     away = f"127.0.0.1:{CLOSED_PORT}"
     cases = {
         "broker.unreachable": {"SPEECH_BROKER_URL": f"redis://:hunter2@{away}/0"},
-        "ledger.unreachable": {"SPEECH_DATABASE_URL": f"postgresql://me:hunter2@{away}/x", "SPEECH_BROKER_URL": valkey_url},
+        "ledger.unreachable": {
+            "SPEECH_DATABASE_URL": f"postgresql://me:hunter2@{away}/x",
+            "SPEECH_BROKER_URL": valkey_url,
+        },
         "store.unreachable": {
             "SPEECH_STORE_URL": "s3://bucket/x",
             "SPEECH_S3__ENDPOINT_URL": f"http://{away}",
@@ -170,7 +184,9 @@ def test_a_reader_that_leaves_is_no_error(submitted: tuple[Path, str, str]) -> N
     job = call(folder, "submit", "many.jsonl", "-q", SPEECH_BROKER_URL=submitted[1]).stdout.strip()
     for options in ("", "--json"):
         command = f"{sys.executable} -m jobs items {job} {options} | head -n 2; exit ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        )
         assert len(done.stdout.splitlines()) == 2
         assert (done.returncode, done.stderr) == (141, "")
 
@@ -183,7 +199,9 @@ def test_a_reader_of_notes_that_leaves_is_no_error(submitted: tuple[Path, str, s
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     buffered["PYTHONPATH"] = str(Path(__file__).parents[3])
     command = [*JOBS, "wait", job, "--timeout", "0"]
-    done = subprocess.run(command, cwd=folder, env=buffered, stdout=writer, stderr=writer, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=buffered, stdout=writer, stderr=writer, timeout=240, check=False
+    )
     os.close(writer)
     assert done.returncode == 141
 
@@ -191,10 +209,17 @@ def test_a_reader_of_notes_that_leaves_is_no_error(submitted: tuple[Path, str, s
 def test_closed_streams_are_no_bug(folder: Path) -> None:
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         command = f"{sys.executable} -m jobs models {closed}"
-        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
     full = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m jobs models > /dev/full"], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        ["bash", "-c", f"{sys.executable} -m jobs models > /dev/full"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert full.returncode == 1
     assert "No space left" in full.stderr

@@ -1,4 +1,5 @@
-"""Deleting a job on SQLite and on PostgreSQL: every row of it goes, no row of another one, and nothing comes back."""
+"""Deleting a job on SQLite and on PostgreSQL: every row of it goes, no row of another one, and nothing
+comes back."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def ended(ledger: Ledger, sizes: Sequence[int] = (2, 2), **changes: object) -> J
     job = submit(ledger, sizes, **changes)
     for size, first in zip(sizes, (0, *sizes)):
         lease = lease_next(ledger)
-        ledger.commit(lease.ticket, [failed(first), *(done(index) for index in range(first + 1, first + size))])
+        ledger.commit(
+            lease.ticket, [failed(first), *(done(index) for index in range(first + 1, first + size))]
+        )
         ledger.finish_shard(lease.ticket)
     return ledger.job(job.id)
 
@@ -44,7 +47,9 @@ def tables_of(ledger: Ledger, job: Job) -> dict[str, int]:
         columns = {column["name"] for column in inspector.get_columns(table)}
         for key, value in (("job_no", number[0][0] if number else -1), ("job_id", job.id)):
             if key in columns:
-                found[table] = rows(ledger, f"SELECT count(*) FROM {table} WHERE {key} = :value", value=value)[0][0]
+                found[table] = rows(
+                    ledger, f"SELECT count(*) FROM {table} WHERE {key} = :value", value=value
+                )[0][0]
     return found
 
 
@@ -56,7 +61,10 @@ def fill(ledger: Ledger, job: Job) -> None:
             continue
         table = schema.metadata.tables[name]
         needed = [column for column in table.c if not column.nullable and column.server_default is None]
-        values = {column.name: next(value for kind, value in _VALUES if isinstance(column.type, kind)) for column in needed}
+        values = {
+            column.name: next(value for kind, value in _VALUES if isinstance(column.type, kind))
+            for column in needed
+        }
         values |= {key: value for key, value in (("job_no", number), ("job_id", job.id)) if key in table.c}
         with ledger.database.engine.begin() as connection:
             connection.execute(sa.insert(table).values(**values))
@@ -71,15 +79,23 @@ def test_every_table_that_names_a_job_loses_its_rows_and_no_others(ledger: Ledge
     delete_job(ledger, MemoryStore(), first.id)
     leftover = {name: count for name, count in tables_of(ledger, first).items() if count}
     # SQLite may give the number of a job that is gone to a new one, so no row may be left under it.
-    numbers = [rows(ledger, f"SELECT DISTINCT job_no FROM {name}") for name in ("items", "artifacts", "draws", "item_errors")]
+    numbers = [
+        rows(ledger, f"SELECT DISTINCT job_no FROM {name}")
+        for name in ("items", "artifacts", "draws", "item_errors")
+    ]
     assert (leftover, [len(found) for found in numbers]) == ({}, [1, 1, 1, 1])
     assert tables_of(ledger, second) == kept
     with pytest.raises(NotFoundError):
         ledger.job(first.id)
 
 
-@pytest.mark.parametrize("prepare", [lambda *_: None, lambda ledger, job: lease_next(ledger), lambda ledger, job: ledger.pause(job.id)])
-def test_a_job_that_has_not_ended_is_refused_and_stays(ledger: Ledger, prepare: Callable[[Ledger, Job], object]) -> None:
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda *_: None, lambda ledger, job: lease_next(ledger), lambda ledger, job: ledger.pause(job.id)],
+)
+def test_a_job_that_has_not_ended_is_refused_and_stays(
+    ledger: Ledger, prepare: Callable[[Ledger, Job], object]
+) -> None:
     job, store = submit(ledger), MemoryStore()
     store.put(f"jobs/{job.id}/input/000000.jsonl.zst", b"lines")
     prepare(ledger, job)

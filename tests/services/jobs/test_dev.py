@@ -39,7 +39,9 @@ def test_other_terminals_find_it_and_ctrl_c_leaves_nothing(shell: Shell) -> None
     assert watched.returncode == 0, watched.stdout
     assert "3 done" in elsewhere(shell, "status", job).stdout
     assert len(elsewhere(shell, "export", job).stdout.splitlines()) == 3
-    assert [json.loads(line)["state"] for line in elsewhere(shell, "workers", "--json").stdout.splitlines()] == ["up"]
+    assert [
+        json.loads(line)["state"] for line in elsewhere(shell, "workers", "--json").stdout.splitlines()
+    ] == ["up"]
     assert "`nightjar dev`" in shell.run("run", "in.jsonl").stderr
     until(lambda: health(said["server"]) == "ready", "the server does not start")
     dev.send_signal(signal.SIGINT)

@@ -40,7 +40,10 @@ def test_a_bucket_to_a_bucket(tmp_path: Path, moto: MotoS3, format: str) -> None
     assert run(finished, format, to, s3=access, part_bytes=40_000, replaces=[finished.job_id]) == 20
     about = json.loads(target.get("export.json"))
     assert about["identity"]["part_bytes"] == 40_000
-    assert {info.key for info in target.list("")} == {file["name"] for file in about["files"]} | {"export.json", "notes.txt"}
+    assert {info.key for info in target.list("")} == {file["name"] for file in about["files"]} | {
+        "export.json",
+        "notes.txt",
+    }
     finished.ledger.close()
 
 
@@ -52,14 +55,24 @@ def test_a_bucket_that_lacks_a_file_is_written_anew(tmp_path: Path, moto: MotoS3
     target = open_store(to, access)
     for _ in range(2):
         assert run(finished, "nemo", to, s3=access, splits=parse_splits("train=1")) == 2
-        assert {info.key for info in target.list("")} == {"export.json", "manifest.jsonl.gz", "provenance.json", "train.jsonl"}
+        assert {info.key for info in target.list("")} == {
+            "export.json",
+            "manifest.jsonl.gz",
+            "provenance.json",
+            "train.jsonl",
+        }
         target.delete("train.jsonl")
     finished.ledger.close()
 
 
 def test_kaldi_of_a_bucket_needs_local_audio(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
-    finished = finished_job(tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES[:2], seconds=0.1)
+    finished = finished_job(
+        tmp_path,
+        open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)),
+        LINES[:2],
+        seconds=0.1,
+    )
     to = tmp_path / "kaldi"
     with pytest.raises(ConfigError, match="local files"):
         run(finished, "kaldi", to, splits=None)

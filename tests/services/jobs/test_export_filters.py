@@ -28,13 +28,18 @@ from tests.support.times import with_times
 SCORES = {f"u{no}": {"wer": no / 10, **({"distillmos": 3.0 + no / 10} if no % 2 else {})} for no in range(10)}
 FILTER = "wer < 0.6 and distillmos > 3.2"
 SPEC = JobSpec("hibari", quality=Quality(meters={"asr": {}, "distillmos": {}}))
-LINES: list[dict[str, Any]] = [{"example_id": name, "messages": [["user", "text", f"Text {name}"]]} for name in (*SCORES, "fails")]
+LINES: list[dict[str, Any]] = [
+    {"example_id": name, "messages": [["user", "text", f"Text {name}"]]} for name in (*SCORES, "fails")
+]
 
 
 def begun(folder: Path, lines: list[dict[str, Any]], spec: JobSpec = SPEC) -> Finished:
     """A job of which nothing is made yet, in the home `out` of a folder; shards of two items."""
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ledger, store = Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"), FolderStore(folder / "out")
+    ledger, store = (
+        Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"),
+        FolderStore(folder / "out"),
+    )
     ledger.migrate()
     settings = with_times(Settings(), shard_items=2)
     job = submit(settings, ledger, store, str(folder / "in.jsonl"), spec, options=SubmitOptions()).job
@@ -58,12 +63,25 @@ def finished(started: Finished) -> Finished:
     return started
 
 
-def run(job: Finished, format: str, to: Path | str, where: str | None = FILTER, **options: Any) -> ExportReport:
-    return export(job.ledger, job.store, job.job_id, format, str(to), where=None if where is None else parse_where(where), **options)
+def run(
+    job: Finished, format: str, to: Path | str, where: str | None = FILTER, **options: Any
+) -> ExportReport:
+    return export(
+        job.ledger,
+        job.store,
+        job.job_id,
+        format,
+        str(to),
+        where=None if where is None else parse_where(where),
+        **options,
+    )
 
 
 def ids(folder: Path) -> list[str]:
-    return [json.loads(line)["example_id"] for line in gzip.decompress((folder / "manifest.jsonl.gz").read_bytes()).splitlines()]
+    return [
+        json.loads(line)["example_id"]
+        for line in gzip.decompress((folder / "manifest.jsonl.gz").read_bytes()).splitlines()
+    ]
 
 
 def test_what_is_left_out_is_counted_by_the_first_condition_that_is_not_true(finished: Finished) -> None:
@@ -72,7 +90,9 @@ def test_what_is_left_out_is_counted_by_the_first_condition_that_is_not_true(fin
     assert [json.loads(line)["example_id"] for line in lines] == ["u3", "u5"]
     assert (report.items, report.left_out) == (2, 9)
     assert report.reasons.filtered == (FilteredOut("wer < 0.6", 4, 0), FilteredOut("distillmos > 3.2", 4, 3))
-    assert str(report.reasons) == "1 without audio, 4 by wer < 0.6, 4 by distillmos > 3.2 (3 without that score)"
+    assert (
+        str(report.reasons) == "1 without audio, 4 by wer < 0.6, 4 by distillmos > 3.2 (3 without that score)"
+    )
     assert run(finished, "manifest", finished.folder / "all.jsonl", "attempts > 0").left_out == 1
 
 
@@ -87,7 +107,11 @@ def test_a_folder_says_its_filter_and_is_never_mixed_with_another(finished: Fini
     assert run(finished, "webdataset", to, "0.6 > wer and (distillmos > 3.20)", part_bytes=100_000).items == 2
     about = json.loads((to / "export.json").read_bytes())
     assert (about["identity"]["where"], about["items"], about["left_out"]) == (FILTER, {"train": 2}, 9)
-    assert about["reasons"]["filtered"][1] == {"condition": "distillmos > 3.2", "items": 4, "without_score": 3}
+    assert about["reasons"]["filtered"][1] == {
+        "condition": "distillmos > 3.2",
+        "items": 4,
+        "without_score": 3,
+    }
     assert ids(to) == ["u3", "u5"]
     with pytest.raises(ConfigError, match="with the filter"):
         run(finished, "webdataset", to, None)
@@ -120,7 +144,9 @@ def test_a_dialogue_is_written_if_one_of_its_items_matches(tmp_path: Path) -> No
     # Only the second item of `a` is long enough.
     assert [item.id for item in job.ledger.items(job.job_id, where=parse_where(where))] == ["a:turn1"]
     report = run(job, "espnet", tmp_path / "x.jsonl", where)
-    assert [json.loads(line)["example_id"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == ["a"]
+    assert [json.loads(line)["example_id"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
+        "a"
+    ]
     assert (report.items, report.left_out, [out.items for out in report.reasons.filtered]) == (2, 2, [2, 0])
     run(job, "espnet-dataset", tmp_path / "to", where)
     assert len(ids(tmp_path / "to")) == 2
@@ -129,7 +155,9 @@ def test_a_dialogue_is_written_if_one_of_its_items_matches(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("where", [None, "wer < 0.8"])
-def test_a_job_that_runs_is_exported_as_far_as_it_is_done_and_again_later(started: Finished, where: str | None) -> None:
+def test_a_job_that_runs_is_exported_as_far_as_it_is_done_and_again_later(
+    started: Finished, where: str | None
+) -> None:
     go_on(started, shards=2)
     file, folder = started.folder / "x.jsonl", started.folder / "to"
     report = run(started, "manifest", file, where)
@@ -167,7 +195,9 @@ def test_an_item_that_is_done_between_two_others_meanwhile_is_not_in_their_expor
     def commit(index: int) -> None:
         key, data = f"jobs/{job}/audio/00000/{index:09d}-u{index}.wav", wav(index)
         info = started.store.put(key, data).info
-        audio = Artifact(index, "audio", key, info.sha256, info.bytes, 1000, SAMPLE_RATE, SAMPLE_RATE + index, index)
+        audio = Artifact(
+            index, "audio", key, info.sha256, info.bytes, 1000, SAMPLE_RATE, SAMPLE_RATE + index, index
+        )
         assert ledger.commit(lease.ticket, [Done(index, (audio,))]).accepted == 1
 
     commit(2)
@@ -180,7 +210,9 @@ def test_an_item_that_is_done_between_two_others_meanwhile_is_not_in_their_expor
         if len(parts) == 1:
             commit(3)
 
-    assert run(started, "webdataset", started.folder / "to", None, part_bytes=100_000, on_part=more).items == 5
+    assert (
+        run(started, "webdataset", started.folder / "to", None, part_bytes=100_000, on_part=more).items == 5
+    )
     assert parts == [2, 2, 1]
     assert ids(started.folder / "to") == ["u0", "u1", "u2", "u4", "u5"]
 
@@ -192,9 +224,21 @@ def test_the_commands_take_filters(finished: Finished) -> None:
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["u3", "u5"]
     assert call(folder, "items", job, "--where", FILTER, "--state", "failed", "--json").stdout == ""
     done = call(folder, "export", job, "--where", FILTER, "--format", "manifest", "--to", "x.jsonl")
-    assert done.stderr.endswith("x.jsonl. Left out: 1 without audio, 4 by wer < 0.6, 4 by distillmos > 3.2 (3 without that score).\n")
-    view = json.loads(call(folder, "export", job, "--where", FILTER, "--format", "manifest", "--to", "x.jsonl", "--json").stdout)
-    assert (view["items"], view["left_out"], view["without_audio"], view["where"], view["running"]) == (2, 9, 1, FILTER, False)
+    assert done.stderr.endswith(
+        "x.jsonl. Left out: 1 without audio, 4 by wer < 0.6, 4 by distillmos > 3.2 (3 without that score).\n"
+    )
+    view = json.loads(
+        call(
+            folder, "export", job, "--where", FILTER, "--format", "manifest", "--to", "x.jsonl", "--json"
+        ).stdout
+    )
+    assert (view["items"], view["left_out"], view["without_audio"], view["where"], view["running"]) == (
+        2,
+        9,
+        1,
+        FILTER,
+        False,
+    )
     wrong = call(folder, "export", job, "--where", "wer < 0.1 AND draw < 1", "--to", "x.jsonl")
     assert wrong.returncode == 4
     assert wrong.stderr.startswith(

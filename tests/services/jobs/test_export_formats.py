@@ -62,14 +62,23 @@ def table(path: Path) -> list[tuple[str, str]]:
 
 def test_kaldi(finished: Finished) -> None:
     folder = exported(finished, "kaldi") / "train"
-    assert sorted(path.name for path in folder.iterdir()) == ["reco2dur", "spk2utt", "text", "utt2dur", "utt2spk", "wav.scp"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "reco2dur",
+        "spk2utt",
+        "text",
+        "utt2dur",
+        "utt2spk",
+        "wav.scp",
+    ]
     wavs, texts, speakers = table(folder / "wav.scp"), table(folder / "text"), table(folder / "utt2spk")
     utterances = [utterance for utterance, _ in wavs]
     assert utterances == [utterance for utterance, _ in texts] == [utterance for utterance, _ in speakers]
     assert [speaker for _, speaker in speakers] == sorted(speaker for _, speaker in speakers)
     assert all(utterance.startswith(f"{speaker}-") for utterance, speaker in speakers)
     by_speaker = {speaker: value.split(" ") for speaker, value in table(folder / "spk2utt")}
-    assert by_speaker == {name: [u for u, speaker in speakers if speaker == name] for name in ("HEART", "heart")}
+    assert by_speaker == {
+        name: [u for u, speaker in speakers if speaker == name] for name in ("HEART", "heart")
+    }
     durations = dict(table(folder / "utt2dur"))
     assert (folder / "reco2dur").read_bytes() == (folder / "utt2dur").read_bytes()
     for (utterance, path), (_, text) in zip(wavs, texts, strict=True):
@@ -85,12 +94,17 @@ def test_kaldi(finished: Finished) -> None:
 
 def test_no_control_character_is_in_kaldis_files(tmp_path: Path) -> None:
     said = [f"One{chr(code)}two." for code in (*range(32), *range(127, 160))]
-    lines = [{"example_id": f"a\x1b{number:02}", "messages": [["user", "text", text]]} for number, text in enumerate(said)]
+    lines = [
+        {"example_id": f"a\x1b{number:02}", "messages": [["user", "text", text]]}
+        for number, text in enumerate(said)
+    ]
     finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), lines, seconds=0.01)
     export(finished.ledger, finished.store, finished.job_id, "kaldi", str(tmp_path / "kaldi"))
     finished.ledger.close()
     for path in (tmp_path / "kaldi" / "train").iterdir():
-        assert not [character for character in path.read_text() if character != "\n" and not character.isprintable()], path
+        assert not [
+            character for character in path.read_text() if character != "\n" and not character.isprintable()
+        ], path
     assert [text for _, text in table(tmp_path / "kaldi" / "train" / "text")] == ["One two."] * len(said)
 
 
@@ -116,15 +130,25 @@ def test_nemo(finished: Finished) -> None:
     for line, index in zip(lines, MADE, strict=True):
         turn = {"speaker", "example_id", "role", "message_index", "seed", "model", "voice"}
         assert line.keys() == {"audio_filepath", "duration", "text", *turn}
-        assert soundfile.info(str(finished.folder / line["audio_filepath"])).duration == pytest.approx(line["duration"], abs=1e-6)
+        assert soundfile.info(str(finished.folder / line["audio_filepath"])).duration == pytest.approx(
+            line["duration"], abs=1e-6
+        )
         assert (line["example_id"], line["text"]) == (IDS[index], f"Text  of\n{index}.")
 
 
 def test_a_language_is_the_lines_or_the_jobs(tmp_path: Path) -> None:
     lines = [LINES[0], {**LINES[1], "generation": {"language": "english"}}]
-    finished = finished_job(tmp_path, FolderStore(tmp_path / "s"), lines, JobSpec("hibari", generation=Generation(language="English")))
+    finished = finished_job(
+        tmp_path,
+        FolderStore(tmp_path / "s"),
+        lines,
+        JobSpec("hibari", generation=Generation(language="English")),
+    )
     export(finished.ledger, finished.store, finished.job_id, "nemo", str(tmp_path / "nemo"))
-    assert [json.loads(line)["lang"] for line in (tmp_path / "nemo").read_text().splitlines()] == ["English", "english"]
+    assert [json.loads(line)["lang"] for line in (tmp_path / "nemo").read_text().splitlines()] == [
+        "English",
+        "english",
+    ]
     finished.ledger.close()
 
 
@@ -143,9 +167,13 @@ def test_openai_batch(finished: Finished) -> None:
 
 def test_openai_batch_errors(tmp_path: Path) -> None:
     finished = finished_job(
-        tmp_path, FolderStore(tmp_path / "s"), [*LINES[2:5], {"example_id": "empty", "messages": [["user", "text", " "]]}]
+        tmp_path,
+        FolderStore(tmp_path / "s"),
+        [*LINES[2:5], {"example_id": "empty", "messages": [["user", "text", " "]]}],
     )
-    report = export(finished.ledger, finished.store, finished.job_id, "openai-batch-errors", str(tmp_path / "errors"))
+    report = export(
+        finished.ledger, finished.store, finished.job_id, "openai-batch-errors", str(tmp_path / "errors")
+    )
     lines = [json.loads(line) for line in (tmp_path / "errors").read_text().splitlines()]
     assert report.items == 2
     assert [(line["custom_id"], line["response"], line["error"]["code"]) for line in lines] == [
@@ -153,7 +181,14 @@ def test_openai_batch_errors(tmp_path: Path) -> None:
         ("fails", None, "synth.no_eos"),
     ]
     with pytest.raises(ConfigError):
-        export(finished.ledger, finished.store, finished.job_id, "openai-batch-errors", "x", splits=parse_splits("a=1"))
+        export(
+            finished.ledger,
+            finished.store,
+            finished.job_id,
+            "openai-batch-errors",
+            "x",
+            splits=parse_splits("a=1"),
+        )
     finished.ledger.close()
 
 
@@ -167,19 +202,33 @@ def test_espnet_dataset_texts_and_dialogues(finished: Finished) -> None:
             assert entry.keys() == {"name", "path", "reader"}
             assert (to / entry["path"]).exists()
     # The rules of TextReader for .jsonl, and of DialogueReader.
-    texts = {line["id"]: line["text"] for line in map(json.loads, (to / "text.jsonl").read_text().splitlines())}
+    texts = {
+        line["id"]: line["text"] for line in map(json.loads, (to / "text.jsonl").read_text().splitlines())
+    }
     assert texts == {IDS[index]: f"Text  of\n{index}." for index in MADE}
-    dialogues = {line["example_id"]: line["messages"] for line in map(json.loads, (to / "dialogue.jsonl").read_text().splitlines())}
+    dialogues = {
+        line["example_id"]: line["messages"]
+        for line in map(json.loads, (to / "dialogue.jsonl").read_text().splitlines())
+    }
     assert list(dialogues) == [IDS[index] for index in MADE]
     for messages in dialogues.values():
-        assert [(role, modality) for role, modality, _ in messages] == [("user", "text"), ("assistant", "audio")]
+        assert [(role, modality) for role, modality, _ in messages] == [
+            ("user", "text"),
+            ("assistant", "audio"),
+        ]
         assert soundfile.read(to / messages[1][2])[1] == SAMPLE_RATE
 
 
 @pytest.mark.parametrize("format", ["parquet", "audiofolder"])
-def test_a_format_without_its_library_leaves_nothing(finished: Finished, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_without_its_library_leaves_nothing(
+    finished: Finished, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     to = finished.folder / "dataset"
     with pytest.raises(ConfigError, match=f"The format {format} needs the library pyarrow") as caught:
         export(finished.ledger, finished.store, finished.job_id, format, str(to))
-    assert (caught.value.code, exit_code(caught.value), to.exists()) == (ErrorCode.CONFIG_MISSING_LIBRARY, 4, False)
+    assert (caught.value.code, exit_code(caught.value), to.exists()) == (
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        4,
+        False,
+    )

@@ -1,4 +1,5 @@
-"""Exports of a job in a real ledger: order, content, audio places, failures left out, files complete or absent."""
+"""Exports of a job in a real ledger: order, content, audio places, failures left out, files complete or
+absent."""
 
 from __future__ import annotations
 
@@ -33,11 +34,19 @@ LINES = [
     {"example_id": "plain", "messages": [["user", "text", " one "]]},
     {
         "example_id": "ground truth",
-        "messages": [["user", "text", "two"], ["assistant", "audio", "gt/2.wav"], ["assistant", "text", "zwei"]],
+        "messages": [
+            ["user", "text", "two"],
+            ["assistant", "audio", "gt/2.wav"],
+            ["assistant", "text", "zwei"],
+        ],
         "speaker": {"id": 123456789012345678901234567890, "gain": 1.50},
     },
     {"example_id": "fails", "messages": [["user", "text", "three"]]},
-    {"example_id": "../../x\nü", "messages": [["system", "text", "s"], ["user", "text", "four"]], "generation": {"seed": 7}},
+    {
+        "example_id": "../../x\nü",
+        "messages": [["system", "text", "s"], ["user", "text", "four"]],
+        "generation": {"seed": 7},
+    },
 ]
 
 
@@ -69,7 +78,10 @@ def test_espnet(finished: Finished) -> None:
             ["assistant", "text", "zwei"],
         ],
     }
-    assert third == {**LINES[3], "messages": [["system", "text", "s"], ["user", "text", "four"], ["assistant", "audio", paths[2]]]}
+    assert third == {
+        **LINES[3],
+        "messages": [["system", "text", "s"], ["user", "text", "four"], ["assistant", "audio", paths[2]]],
+    }
     for path in paths:
         assert soundfile.info(str(finished.folder / "exports" / path)).samplerate == 24_000
 
@@ -111,12 +123,27 @@ def test_the_manifest_in_the_store_has_the_lines_of_its_workers(finished: Finish
 def test_the_line_of_a_manifest_in_the_store(finished: Finished) -> None:
     info = put_manifest(finished.ledger, finished.store, finished.job_id)
     first = json.loads(finished.store.get(info.key).splitlines()[0])
-    facts = ["example_id", "index", "key", "sha256", "bytes", "sample_rate", "samples", "duration", "seed", "spec_sha", "text", "role"]
+    facts = [
+        "example_id",
+        "index",
+        "key",
+        "sha256",
+        "bytes",
+        "sample_rate",
+        "samples",
+        "duration",
+        "seed",
+        "spec_sha",
+        "text",
+        "role",
+    ]
     assert [name for name in first if name != "message_index"] == facts
     assert (first["duration"], first["seed"]) == (1.0, 2**62)
 
 
-def test_a_manifest_in_the_making_has_no_name(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_in_the_making_has_no_name(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a process that is killed leaves none behind."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -152,13 +179,19 @@ def test_standard_output(finished: Finished, capfdbinary: pytest.CaptureFixture[
 
 def test_an_audio_root_is_filled_from_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}")
-    finished = finished_job(tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES)
+    finished = finished_job(
+        tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES
+    )
     plain = exported(finished, "espnet")
     root = tmp_path / "local"
     for _ in range(2):
         local = exported(finished, "espnet", audio_root=root)
         for line, remote, (key, data) in zip(local, plain, finished.audio.items(), strict=True):
-            (where,) = [content for _, modality, content in line["messages"] if modality == "audio" and content != "gt/2.wav"]  # type: ignore[union-attr]
+            (where,) = [
+                content
+                for _, modality, content in line["messages"]
+                if modality == "audio" and content != "gt/2.wav"
+            ]  # type: ignore[union-attr]
             assert where == str(root / key)
             assert Path(where).read_bytes() == data
             assert f"s3://{bucket}/p/{key}" in str(remote["messages"])
@@ -175,7 +208,9 @@ def test_audio_that_is_not_what_was_made_is_noticed(finished: Finished) -> None:
         export(finished.ledger, finished.store, finished.job_id, "espnet", str(to), finished.folder / "local")
     assert caught.value.code is ErrorCode.STORE_CONFLICT
     assert not to.exists()
-    assert not [path for path in (finished.folder / "local").rglob("*") if path.is_file() and key in str(path)]
+    assert not [
+        path for path in (finished.folder / "local").rglob("*") if path.is_file() and key in str(path)
+    ]
 
 
 def test_what_stops_an_export(finished: Finished) -> None:
@@ -204,7 +239,9 @@ def test_a_file_that_was_there_stays_when_an_export_fails(finished: Finished) ->
 def test_a_link_leads_to_the_file_and_what_is_no_file_stays(finished: Finished) -> None:
     folder = finished.folder / "links"
     folder.mkdir()
-    target, link, pipe, to_pipe = (folder / name for name in ("target.jsonl", "link.jsonl", "pipe", "to-pipe"))
+    target, link, pipe, to_pipe = (
+        folder / name for name in ("target.jsonl", "link.jsonl", "pipe", "to-pipe")
+    )
     target.write_text("before")
     link.symlink_to(target)
     export(finished.ledger, finished.store, finished.job_id, "manifest", str(link))
@@ -243,16 +280,38 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
     ((index, (example_id, _)),) = lease.open_items.items()
     key = text_key(finished.job_id, index, example_id)
     info = finished.store.put(key, b"drei").info
-    finished.ledger.commit(lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))])
+    finished.ledger.commit(
+        lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))]
+    )
     to = finished.folder / "out.jsonl"
     report = export(finished.ledger, finished.store, finished.job_id, "espnet", str(to))
     assert (report.items, report.left_out) == (4, 0)
-    assert json.loads(to.read_text().splitlines()[-1])["messages"] == [["user", "text", "three"], ["assistant", "text", "drei"]]
+    assert json.loads(to.read_text().splitlines()[-1])["messages"] == [
+        ["user", "text", "three"],
+        ["assistant", "text", "drei"],
+    ]
     splits = parse_splits("train=0.5,dev=0.5")
     with pytest.raises(ConfigError, match="text without audio"):
-        export(finished.ledger, finished.store, finished.job_id, "espnet", str(finished.folder / "sets"), splits=splits)
+        export(
+            finished.ledger,
+            finished.store,
+            finished.job_id,
+            "espnet",
+            str(finished.folder / "sets"),
+            splits=splits,
+        )
     assert not (finished.folder / "sets").exists()
-    assert export(finished.ledger, finished.store, finished.job_id, "nemo", str(finished.folder / "sets"), splits=splits).items == 3
+    assert (
+        export(
+            finished.ledger,
+            finished.store,
+            finished.job_id,
+            "nemo",
+            str(finished.folder / "sets"),
+            splits=splits,
+        ).items
+        == 3
+    )
 
 
 def test_what_is_said_counts_in_english(tmp_path: Path) -> None:
@@ -260,13 +319,16 @@ def test_what_is_said_counts_in_english(tmp_path: Path) -> None:
     (home / ".nightjar").mkdir(parents=True)
     finished = finished_job(home / ".nightjar", FolderStore(home), [LINES[0], LINES[2]])
     finished.ledger.close()
-    done = CliRunner().invoke(cli, ["export", finished.job_id, "--home", str(home), "--to", str(tmp_path / "x")])
+    done = CliRunner().invoke(
+        cli, ["export", finished.job_id, "--home", str(home), "--to", str(tmp_path / "x")]
+    )
     assert done.stderr == f"1 item written to {tmp_path / 'x'}. Left out: 1 without audio.\n"
 
 
 @pytest.mark.parametrize("format", ["espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset"])
 def test_an_export_moves_with_its_store(tmp_path: Path, format: str) -> None:
-    """A name is a path as seen from the file that has it, also where a link leads there, and stays right when both are moved."""
+    """A name is a path as seen from the file that has it, also where a link leads there, and stays right
+    when both are moved."""
     (tmp_path / "before" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "before" / "deep")
     finished = finished_job(tmp_path, FolderStore(tmp_path / "before" / "store"), LINES)
@@ -277,7 +339,11 @@ def test_an_export_moves_with_its_store(tmp_path: Path, format: str) -> None:
     moved = tmp_path / "after" / "deep" / "set"
     found = 0
     # Provenance says where the input was.
-    files = [moved] if moved.is_file() else [path for path in moved.rglob("*") if path.is_file() and path.name != "provenance.json"]
+    files = (
+        [moved]
+        if moved.is_file()
+        else [path for path in moved.rglob("*") if path.is_file() and path.name != "provenance.json"]
+    )
     for file in files:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         assert str(tmp_path).encode() not in data
@@ -285,7 +351,8 @@ def test_an_export_moves_with_its_store(tmp_path: Path, format: str) -> None:
             assert (file.parent / name.decode()).is_file()
             found += 1
     assert found >= 3
-    # The same export of the moved job to the moved place is complete: nothing in it was for the place it was made at.
+    # The same export of the moved job to the moved place is complete: nothing in it was for the place it was
+    # made at.
     again = FolderStore(tmp_path / "after" / "store")
     assert export(finished.ledger, again, finished.job_id, format, str(moved)).items == 3
     finished.ledger.close()

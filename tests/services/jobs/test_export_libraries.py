@@ -1,4 +1,5 @@
-"""Formats read back with the libraries that training uses: lhotse, webdataset, datasets, and ESPnet's rules on top of lhotse."""
+"""Formats read back with the libraries that training uses: lhotse, webdataset, datasets, and ESPnet's
+rules on top of lhotse."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ SMALL_PART = 120_000
 
 
 def library(name: str) -> Any:
-    return pytest.importorskip(name, reason=f"NOT READ BACK: the library {name} is missing; it comes with the extra `dev`.")
+    return pytest.importorskip(
+        name, reason=f"NOT READ BACK: the library {name} is missing; it comes with the extra `dev`."
+    )
 
 
 @pytest.fixture(params=["wav", "flac"])
 def finished(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Finished]:
-    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, JobSpec("hibari", format=request.param))
+    made = finished_job(
+        tmp_path, FolderStore(tmp_path / "store"), LINES, JobSpec("hibari", format=request.param)
+    )
     yield made
     made.ledger.close()
 
@@ -75,7 +80,12 @@ def test_lhotse_manifests(finished: Finished, absolute: bool, monkeypatch: pytes
     cuts = lhotse.CutSet.from_file(to / "cuts.jsonl.gz")
     qa.validate_recordings_and_supervisions(recordings.to_eager(), supervisions.to_eager(), read_data=True)
     qa.validate(cuts.to_eager(), read_data=True)
-    assert [cut.id for cut in cuts] == [recording.id for recording in recordings] == [one.id for one in supervisions] == IDS
+    assert (
+        [cut.id for cut in cuts]
+        == [recording.id for recording in recordings]
+        == [one.id for one in supervisions]
+        == IDS
+    )
     for index, cut in enumerate(cuts):
         check_cut(cut, index)
 
@@ -102,7 +112,11 @@ def test_webdataset(finished: Finished) -> None:
         assert sample[Path(key).suffix[1:]] == data
         assert sample["txt"].decode() == f"Größe {index}"
         about = json.loads(sample["json"])
-        assert (about["example_id"], about["index"], about["samples"]) == (IDS[index], index, SAMPLE_RATE + index)
+        assert (about["example_id"], about["index"], about["samples"]) == (
+            IDS[index],
+            index,
+            SAMPLE_RATE + index,
+        )
         assert about["sha256"] == hashlib.sha256(data).hexdigest()
 
 
@@ -115,7 +129,9 @@ def test_parquet_with_datasets(finished: Finished, monkeypatch: pytest.MonkeyPat
     loaded = datasets.load_dataset(str(to), cache_dir=str(finished.folder / "cache"))
     assert set(loaded) == {"train", "dev"}
     assert loaded["train"].features["audio"] == datasets.Audio(sampling_rate=SAMPLE_RATE)
-    rows = [row for split in loaded.values() for row in split.cast_column("audio", datasets.Audio(decode=False))]
+    rows = [
+        row for split in loaded.values() for row in split.cast_column("audio", datasets.Audio(decode=False))
+    ]
     rows.sort(key=lambda row: row["index"])
     assert [row["example_id"] for row in rows] == IDS
     for row, (key, data) in zip(rows, finished.audio.items(), strict=True):
@@ -124,11 +140,15 @@ def test_parquet_with_datasets(finished: Finished, monkeypatch: pytest.MonkeyPat
         assert row["text"] == f"Größe {row['index']}"
         assert row["language"] == ("English" if row["index"] else None)
         assert row["seed"] == row["index"] + 2**62
-    streamed = datasets.load_dataset(str(to), split="train", streaming=True).cast_column("audio", datasets.Audio(decode=False))
+    streamed = datasets.load_dataset(str(to), split="train", streaming=True).cast_column(
+        "audio", datasets.Audio(decode=False)
+    )
     assert sum(1 for _ in streamed) == len(loaded["train"])
 
 
-def test_a_group_of_rows_that_is_full_at_the_end_is_whole(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_rows_that_is_full_at_the_end_is_whole(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library("pyarrow")
     parquet = library("pyarrow.parquet")
     monkeypatch.setattr("jobs.export.table_formats._GROUP_ROWS", 3)
@@ -142,12 +162,18 @@ def test_the_sample_rate_is_that_of_the_audio(tmp_path: Path) -> None:
     library("pyarrow")
     parquet = library("pyarrow.parquet")
     rate = 16_000
-    finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, JobSpec("hibari"), sample_rate=rate)
-    lhotse, shar, tars, tables = (exported(finished, name) for name in ("lhotse", "shar", "webdataset", "parquet"))
+    finished = finished_job(
+        tmp_path, FolderStore(tmp_path / "store"), LINES, JobSpec("hibari"), sample_rate=rate
+    )
+    lhotse, shar, tars, tables = (
+        exported(finished, name) for name in ("lhotse", "shar", "webdataset", "parquet")
+    )
     finished.ledger.close()
     for path in (*(lhotse / "train").glob("*.gz"), *(shar / "train").glob("*.gz")):
         made = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-        recordings = [one.get("recording", one) for one in made if "sampling_rate" in one.get("recording", one)]
+        recordings = [
+            one.get("recording", one) for one in made if "sampling_rate" in one.get("recording", one)
+        ]
         assert [(one["sampling_rate"], one["num_samples"]) for one in recordings] == [
             (rate, rate + index) for index in range(len(recordings))
         ]
@@ -156,7 +182,9 @@ def test_the_sample_rate_is_that_of_the_audio(tmp_path: Path) -> None:
     (path,) = (tars / "train").iterdir()
     with tarfile.open(path) as tar:
         told = [json.load(tar.extractfile(member)) for member in tar if member.name.endswith(".json")]  # type: ignore[arg-type]
-    assert [(one["sample_rate"], one["duration"]) for one in told] == [(rate, round((rate + index) / rate, 6)) for index in range(len(IDS))]
+    assert [(one["sample_rate"], one["duration"]) for one in told] == [
+        (rate, round((rate + index) / rate, 6)) for index in range(len(IDS))
+    ]
     (path,) = (tables / "data").iterdir()
     features = json.loads(parquet.read_schema(path).metadata[b"huggingface"])["info"]["features"]
     assert features["audio"]["sampling_rate"] == rate
@@ -168,8 +196,14 @@ def test_the_dataset_card(finished: Finished) -> None:
     card = (exported(finished, "parquet") / "README.md").read_text()
     _, header, body = card.split("---\n", 2)
     known = yaml.safe_load(header)
-    assert known["configs"] == [{"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]}]
-    assert (known["pretty_name"], known["size_categories"], known["task_categories"]) == ("A night", ["n<1K"], ["text-to-speech"])
+    assert known["configs"] == [
+        {"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]}
+    ]
+    assert (known["pretty_name"], known["size_categories"], known["task_categories"]) == (
+        "A night",
+        ["n<1K"],
+        ["text-to-speech"],
+    )
     assert "| train | 9 |" in body
     assert "1 items of the job have no audio" in body
 
@@ -181,7 +215,9 @@ def test_espnet_audio_reader(finished: Finished) -> None:
     dataset = json.loads((to / "audio_text.json").read_text())
     audio = next(entry for entry in dataset["data_entry"] if entry["reader"] == "lhotse_audio")
     valid = set(dataset["samples"])
-    manifest = lhotse.CutSet.from_cuts([cut for cut in lhotse.CutSet.from_file(Path(audio["path"]) / "cuts.jsonl.gz") if cut.id in valid])
+    manifest = lhotse.CutSet.from_cuts(
+        [cut for cut in lhotse.CutSet.from_file(Path(audio["path"]) / "cuts.jsonl.gz") if cut.id in valid]
+    )
     for index, example_id in enumerate(IDS):
         assert manifest[example_id].load_audio().shape == (1, SAMPLE_RATE + index)
 
@@ -191,6 +227,8 @@ def test_kaldi_with_lhotse(finished: Finished) -> None:
     kaldi = library("lhotse.kaldi")
     if "flac" in next(iter(finished.audio)) and shutil.which("flac") is None:
         pytest.skip("Kaldi's pipes need the program flac")
-    recordings, supervisions, _ = kaldi.load_kaldi_data_dir(exported(finished, "kaldi", absolute=True) / "train", sampling_rate=SAMPLE_RATE)
+    recordings, supervisions, _ = kaldi.load_kaldi_data_dir(
+        exported(finished, "kaldi", absolute=True) / "train", sampling_rate=SAMPLE_RATE
+    )
     assert sorted(recording.num_samples - SAMPLE_RATE for recording in recordings) == list(range(9))
     assert sorted(one.text for one in supervisions) == [f"Größe {index}" for index in range(9)]

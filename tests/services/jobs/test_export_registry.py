@@ -1,4 +1,5 @@
-"""The registry of export formats: what is built in, formats of other packages, and the pages that name them."""
+"""The registry of export formats: what is built in, formats of other packages, and the pages that name
+them."""
 
 from __future__ import annotations
 
@@ -87,7 +88,11 @@ def test_the_page_and_the_help_list_the_formats() -> None:
     page = (ROOT / "docs" / "export.md").read_text().partition("\n## ")[0]
     rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert rows == list(BUILT_IN)
-    kinds = {line.split("|")[1].strip(" `"): line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| `")}
+    kinds = {
+        line.split("|")[1].strip(" `"): line.split("|")[2].strip()
+        for line in page.splitlines()
+        if line.startswith("| `")
+    }
     assert kinds == {name: "file" if find_format(name).one_file(None) else "folder" for name in BUILT_IN}
     told = help_text()
     for name in BUILT_IN:
@@ -102,7 +107,14 @@ def test_a_format_of_another_package(finished: Finished) -> None:
     audio = [f"../store/{key}" for key in finished.audio]
     assert to.read_text() == f"a,Text a,{audio[0]}\nb,Text b,{audio[1]}\n"
     split = finished.folder / "split"
-    export(finished.ledger, finished.store, finished.job_id, "csv", str(split), splits=parse_splits("train=0.5,dev=0.5"))
+    export(
+        finished.ledger,
+        finished.store,
+        finished.job_id,
+        "csv",
+        str(split),
+        splits=parse_splits("train=0.5,dev=0.5"),
+    )
     assert sum(len(path.read_text().splitlines()) for path in split.glob("*.jsonl")) == 2
     sizes = finished.folder / "sizes"
     export(finished.ledger, finished.store, finished.job_id, "sizes", str(sizes))

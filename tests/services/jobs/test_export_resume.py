@@ -27,7 +27,9 @@ from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from tests.support.export_kit import Finished, finished_job, run_all
 
-LINES: list[dict[str, Any]] = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(20)]
+LINES: list[dict[str, Any]] = [
+    {"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(20)
+]
 LINES.insert(7, {"example_id": "fails", "messages": [["user", "text", "x"]]})
 #: Two files of audio.
 PART = 100_000
@@ -49,7 +51,9 @@ def finished(tmp_path: Path) -> Iterator[Finished]:
 
 def run(finished: Finished, format: str, to: Path | str, **options: Any) -> int:
     if format in ("parquet", "audiofolder"):
-        pytest.importorskip("pyarrow", reason="NOT TESTED: the library pyarrow is missing; it comes with the extra `export`.")
+        pytest.importorskip(
+            "pyarrow", reason="NOT TESTED: the library pyarrow is missing; it comes with the extra `export`."
+        )
     given: dict[str, Any] = {"splits": SPLITS, "part_bytes": PART, **options}
     return export(finished.ledger, finished.store, finished.job_id, format, str(to), **given).items
 
@@ -100,9 +104,15 @@ def test_export_json_names_every_file_with_its_hash(finished: Finished) -> None:
     }
     assert (sum(about["items"].values()), about["left_out"]) == (20, 1)
     lines = gzip.decompress(files["manifest.jsonl.gz"]).splitlines()
-    assert [json.loads(line)["example_id"] for line in lines] == [line["example_id"] for line in LINES if line["example_id"] != "fails"]
+    assert [json.loads(line)["example_id"] for line in lines] == [
+        line["example_id"] for line in LINES if line["example_id"] != "fails"
+    ]
     (record,) = json.loads(files["provenance.json"])
-    assert (record["job"], record["recorded_by"], record["model"]["family"]) == (finished.job_id, "export", "hibari")
+    assert (record["job"], record["recorded_by"], record["model"]["family"]) == (
+        finished.job_id,
+        "export",
+        "hibari",
+    )
 
 
 def test_a_complete_export_is_left_as_it_is(finished: Finished) -> None:
@@ -234,14 +244,17 @@ def test_a_job_that_went_on_is_another_export(finished: Finished) -> None:
     ((index, _),) = lease.open_items.items()
     key = f"jobs/{finished.job_id}/audio/00000/late.wav"
     info = finished.store.put(key, b"late").info
-    finished.ledger.commit(lease.ticket, [Done(index, (Artifact(index, "audio", key, info.sha256, 4, 1, 1, 1, 1),))])
+    finished.ledger.commit(
+        lease.ticket, [Done(index, (Artifact(index, "audio", key, info.sha256, 4, 1, 1, 1, 1),))]
+    )
     assert [row.state for row in finished.ledger.items(finished.job_id)].count(ItemState.DONE) == 21
     with pytest.raises(ConfigError, match="another export"):
         run(finished, "webdataset", to)
 
 
 def test_a_job_that_goes_on_during_an_export_is_not_half_in_it(finished: Finished) -> None:
-    """The list of a split is written after its audio: an item that is made in between would be in the one and not in the other."""
+    """The list of a split is written after its audio: an item that is made in between would be in the one
+    and not in the other."""
 
     def go_on(part: Part) -> None:
         if part.split == "dev" and part.number == part.of - 1:
@@ -352,7 +365,9 @@ def test_a_killed_export_goes_on(finished: Finished) -> None:
     )
     arguments = [finished.ledger.url, str(finished.folder / "store"), finished.job_id, str(to)]
     for more in (0, 2):
-        with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdout.readline()

@@ -28,12 +28,17 @@ from tests.support.ledger_kit import execute
 from tests.support.services import MotoS3
 
 VOICE = EngineInfo(slots=2, device="cpu", dtype="float32")
-LINES = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text number {number}."]]} for number in range(7)]
+LINES = [
+    {"example_id": f"u{number}", "messages": [["user", "text", f"Text number {number}."]]}
+    for number in range(7)
+]
 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Iterator[Finished]:
-    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), [*LINES, {**LINES[0], "example_id": "fails"}])
+    made = finished_job(
+        tmp_path, FolderStore(tmp_path / "store"), [*LINES, {**LINES[0], "example_id": "fails"}]
+    )
     yield made
     made.ledger.close()
 
@@ -71,7 +76,9 @@ def test_missing_and_changed_objects_are_found(finished: Finished, deep: bool) -
 
 def test_objects_of_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"verify-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
-    finished = finished_job(tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES, seconds=0.1)
+    finished = finished_job(
+        tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES, seconds=0.1
+    )
     assert faults(finished) == (11, [])
     wanted = damage(finished)
     assert faults(finished) == faults(finished, deep=True) == (11, wanted)
@@ -98,7 +105,9 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_the_embedded_voice_comes_out_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = run_job(tmp_path)
     capsys.readouterr()
     home = str(tmp_path / "out")
@@ -113,7 +122,9 @@ def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: 
         "repaired": {"same": 0, "other": 0, "failed": 0},
         "redrawn": {"same": 2, "close": 0, "different": 0, "failed": 0},
     }
-    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs" / job).glob("provenance*.json")]
+    (record,) = [
+        json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs" / job).glob("provenance*.json")
+    ]
     assert (record["recorded_by"], record["model"]["name"], record["spec"]["seed"]) == ("worker", "hibari", 0)
     assert record["libraries"].keys() >= {"hibari-tts", "numpy", "soundfile"}
     assert (record["device"], record["engine"]) == (
@@ -142,7 +153,23 @@ def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: 
     ]
     assert {path: path.read_bytes() for path in audio} == whole
     export_to = tmp_path / "set"
-    assert main(["export", job, "--out", home, "--format", "kaldi", "--to", str(export_to), "--split", "train=0.5,dev=0.5"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                job,
+                "--out",
+                home,
+                "--format",
+                "kaldi",
+                "--to",
+                str(export_to),
+                "--split",
+                "train=0.5,dev=0.5",
+            ]
+        )
+        == 0
+    )
     assert json.loads((export_to / "provenance.json").read_text())[0] == record
 
 
@@ -153,12 +180,16 @@ def test_audio_that_comes_out_otherwise(finished: Finished) -> None:
     redrawn = list(reproduce(finished.ledger, finished.store, job, pipeline, 3))
     pipeline.close()
     assert [one.match for one in redrawn] == [Match.DIFFERENT] * 3
-    assert [one.index for one in redrawn] == [row.index for row in sample_items(finished.ledger, finished.job_id, 3)]
+    assert [one.index for one in redrawn] == [
+        row.index for row in sample_items(finished.ledger, finished.job_id, 3)
+    ]
 
 
 def test_an_item_that_cannot_be_made_again(tmp_path: Path) -> None:
     engine = FakePipeline()
-    forget = register_pipeline("redrawn", ModelCard("redrawn", "fake", "cpu", 16_000, engine.capabilities, "1"), lambda: engine)
+    forget = register_pipeline(
+        "redrawn", ModelCard("redrawn", "fake", "cpu", 16_000, engine.capabilities, "1"), lambda: engine
+    )
     finished = finished_job(
         tmp_path,
         FolderStore(tmp_path / "store"),
@@ -188,10 +219,16 @@ def test_the_sample_is_the_same_each_time_and_no_larger_than_the_job(finished: F
     assert len(sample_items(finished.ledger, finished.job_id, 100)) == 7
 
 
-def test_equal_workers_share_a_record_and_others_add_one(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_workers_share_a_record_and_others_add_one(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = finished.ledger.job(finished.job_id)
     assert records(finished.store, job) == []
-    assert put_provenance(finished.store, job, VOICE).key == put_provenance(finished.store, job, VOICE).key == provenance_key(job.id)
+    assert (
+        put_provenance(finished.store, job, VOICE).key
+        == put_provenance(finished.store, job, VOICE).key
+        == provenance_key(job.id)
+    )
     monkeypatch.setattr("jobs.provenance.LIBRARIES", ("numpy",))
     book = ProvenanceBook()
     for _ in range(2):
@@ -204,15 +241,37 @@ def test_equal_workers_share_a_record_and_others_add_one(finished: Finished, mon
 def test_an_engine_that_makes_other_bits_adds_a_record(finished: Finished) -> None:
     """Pages and waiting rooms change no bits. The size of the batch does on a GPU, and not on a CPU."""
     job, book = finished.ledger.job(finished.job_id), ProvenanceBook()
-    gpu = EngineInfo(slots=512, device="NVIDIA H200", dtype="bfloat16", executor="graph", kernels="fused CUDA", reproducible=False)
-    for info in (VOICE, replace(VOICE, slots=9), gpu, replace(gpu, kv_pages=7, waiting_room=9), replace(gpu, slots=256)):
+    gpu = EngineInfo(
+        slots=512,
+        device="NVIDIA H200",
+        dtype="bfloat16",
+        executor="graph",
+        kernels="fused CUDA",
+        reproducible=False,
+    )
+    for info in (
+        VOICE,
+        replace(VOICE, slots=9),
+        gpu,
+        replace(gpu, kv_pages=7, waiting_room=9),
+        replace(gpu, slots=256),
+    ):
         book.note(finished.store, job, info)
         ProvenanceBook().note(finished.store, job, info)
-    found = [(record.device, record.engine and (record.engine.slots, record.engine.kernels)) for record in records(finished.store, job)]
-    assert found == [("", (0, "")), ("NVIDIA H200", (512, "fused CUDA")), ("NVIDIA H200", (256, "fused CUDA"))]
+    found = [
+        (record.device, record.engine and (record.engine.slots, record.engine.kernels))
+        for record in records(finished.store, job)
+    ]
+    assert found == [
+        ("", (0, "")),
+        ("NVIDIA H200", (512, "fused CUDA")),
+        ("NVIDIA H200", (256, "fused CUDA")),
+    ]
 
 
-def test_a_record_that_could_not_be_written_is_tried_again(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_could_not_be_written_is_tried_again(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = finished.ledger.job(finished.job_id)
     book = ProvenanceBook()
 
@@ -234,9 +293,14 @@ def test_files_of_a_checkpoint_folder_are_hashed(tmp_path: Path) -> None:
     (folder / "sub" / "model.safetensors").write_bytes(b"weights")
     (folder / "notes.md").write_text("no part of the model")
     name = str(folder)
-    forget = register_pipeline(name, ModelCard(name, "fake", "cpu", 16_000, Capabilities(), "1"), lambda: FakePipeline())
+    forget = register_pipeline(
+        name, ModelCard(name, "fake", "cpu", 16_000, Capabilities(), "1"), lambda: FakePipeline()
+    )
     known = model_provenance(name)
-    assert [(file.name, file.bytes) for file in known.files] == [("config.json", 2), ("sub/model.safetensors", 7)]
+    assert [(file.name, file.bytes) for file in known.files] == [
+        ("config.json", 2),
+        ("sub/model.safetensors", 7),
+    ]
     assert known.files[0].sha256.startswith("44136fa355b3678a")
     forget()
 

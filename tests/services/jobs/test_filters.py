@@ -18,7 +18,14 @@ from jobs.where import Comparison, Condition, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 from tests.support.ledger_kit import done, failed, lease_next, measured, new_job, rows, submit
 
-OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
+OPERATORS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 VALUES = (0.0, 0.5, 1.0, 2.0)
 Facts = Mapping[str, float | None]
 
@@ -34,7 +41,8 @@ def verdict(condition: Condition, facts: Facts) -> bool | None:
 
 
 def made_by(ledger: Ledger, turns: Mapping[int, int] | None = None) -> tuple[Job, dict[int, Facts]]:
-    """A job with items that have some of the scores, items that have none, and items that failed; index -> what is known of it."""
+    """A job with items that have some of the scores, items that have none, and items that failed; index ->
+    what is known of it."""
     dice, size = random.Random(3), 60
     job = ledger.begin_job(new_job(spec=JobSpec("fake", speak="all")))
     names = [(index, f"e{index - (turns or {}).get(index, 0)}") for index in range(size)]
@@ -45,9 +53,13 @@ def made_by(ledger: Ledger, turns: Mapping[int, int] | None = None) -> tuple[Job
     for index in range(size):
         if index % 7 == 0:
             known[index] = {"attempts": 1.0} if index % 2 else {"attempts": 1.0, "seconds": 1.5}
-            ledger.commit(lease.ticket, [failed(index, ErrorCode.INPUT_BAD_JSON) if index % 2 else done(index)])
+            ledger.commit(
+                lease.ticket, [failed(index, ErrorCode.INPUT_BAD_JSON) if index % 2 else done(index)]
+            )
             continue
-        scores = {name: dice.choice((*VALUES, None)) for name in ("wer", "pause", "my-score") if dice.random() < 0.8}
+        scores = {
+            name: dice.choice((*VALUES, None)) for name in ("wer", "pause", "my-score") if dice.random() < 0.8
+        }
         scores["never"] = None
         draw, samples = dice.choice((0, 0, 2)), dice.choice((12_000, 24_000, 48_000))
         ledger.commit(lease.ticket, [measured(index, scores, draw, samples)])
@@ -68,7 +80,9 @@ expressions = st.recursive(
     compared,
     lambda inner: st.one_of(
         inner.map(lambda text: f"not ({text})"),
-        st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda parts: f"({parts[0]}) {parts[1]} ({parts[2]})"),
+        st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(
+            lambda parts: f"({parts[0]}) {parts[1]} ({parts[2]})"
+        ),
     ),
     max_leaves=5,
 )
@@ -85,25 +99,39 @@ def test_the_database_says_what_the_text_says(ledger: Ledger, monkeypatch: pytes
         matching = [index for index, facts in known.items() if verdict(where.condition, facts) is True]
         assert [item.index for item in ledger.items(job.id, where=where)] == matching
         done_items = [index for index in matching if "seconds" in known[index]]
-        assert [item.index for item in ledger.items(job.id, ItemState.DONE, where=where, limit=9)] == done_items[:9]
-        for place, (condition, out) in enumerate(zip(where.conditions, ledger.filtered_out(job.id, where), strict=True)):
+        assert [
+            item.index for item in ledger.items(job.id, ItemState.DONE, where=where, limit=9)
+        ] == done_items[:9]
+        for place, (condition, out) in enumerate(
+            zip(where.conditions, ledger.filtered_out(job.id, where), strict=True)
+        ):
             before = [facts for facts in known.values() if "seconds" in facts]
             for earlier in where.conditions[:place]:
                 before = [facts for facts in before if verdict(earlier, facts) is True]
             found = [verdict(condition, facts) for facts in before]
-            assert (out.condition, out.items, out.without_score) == (str(condition), len(found) - found.count(True), found.count(None))
+            assert (out.condition, out.items, out.without_score) == (
+                str(condition),
+                len(found) - found.count(True),
+                found.count(None),
+            )
 
     holds()
 
 
 @pytest.mark.parametrize("text", ["wer < 1", "seconds > 1.2 or wer == 2", "not wer < 1 and attempts < 2"])
-def test_with_the_other_items_of_their_dialogues(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_with_the_other_items_of_their_dialogues(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setattr(queries, "PAGE_ROWS", 7)
     turns = {index: index % 3 for index in range(60) if index % 3}
     job, known = made_by(ledger, turns)
     where = parse_where(text)
     assert job.speaks_turns
-    matching = {index - turns.get(index, 0) for index, facts in known.items() if verdict(where.condition, facts) is True}
+    matching = {
+        index - turns.get(index, 0)
+        for index, facts in known.items()
+        if verdict(where.condition, facts) is True
+    }
     wanted = [index for index in known if index - turns.get(index, 0) in matching]
     assert [item.index for item in ledger.items(job.id, where=where, dialogues=True)] == wanted
     left = [index for index, facts in known.items() if "seconds" in facts and index not in wanted]
@@ -130,7 +158,15 @@ def test_scores_are_those_of_the_draw_that_is_kept_also_after_a_retry(ledger: Le
     lease = lease_next(ledger)
     refused = measured(0, {"wer": 0.9}).draws[0]
     ledger.commit(
-        lease.ticket, [Failed(0, ErrorCode.QA_WER, "bad", (msgspec.structs.replace(refused, kept=False, code=ErrorCode.QA_WER),))]
+        lease.ticket,
+        [
+            Failed(
+                0,
+                ErrorCode.QA_WER,
+                "bad",
+                (msgspec.structs.replace(refused, kept=False, code=ErrorCode.QA_WER),),
+            )
+        ],
     )
     ledger.commit(lease.ticket, [measured(1, {"wer": 0.3}, draw=1)])
     ledger.finish_shard(lease.ticket)
@@ -161,7 +197,9 @@ def test_a_score_that_no_item_has_is_refused_with_those_that_exist(ledger: Ledge
         ledger.items(job.id, where=parse_where("mos > 1"))
     assert "wer" in caught.value.advice
     lease = lease_next(ledger)
-    ledger.commit(lease.ticket, [measured(0, {"pause": 1.0, "wer": None, "my-score": 3.0}), measured(1, {"pause": 2.0})])
+    ledger.commit(
+        lease.ticket, [measured(0, {"pause": 1.0, "wer": None, "my-score": 3.0}), measured(1, {"pause": 2.0})]
+    )
     ledger.finish_shard(lease.ticket)
     with pytest.raises(ConfigError, match="'wer'") as caught:
         ledger.items(job.id, where=parse_where("pause < 3 and wer < 1"))

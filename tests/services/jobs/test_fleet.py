@@ -1,4 +1,5 @@
-"""`nightjar workers` on SQLite and on PostgreSQL: who works, on what, how fast, and who is quarantined, draining or lost."""
+"""`nightjar workers` on SQLite and on PostgreSQL: who works, on what, how fast, and who is quarantined,
+draining or lost."""
 
 from __future__ import annotations
 
@@ -18,20 +19,26 @@ from jobs.ledger.workers import Quarantine
 from jobs.settings import Settings
 from tests.support.ledger_kit import done, execute, expire, failed, lease_next, rows, submit, worker
 
-BAD = Quarantine("2", "1", "The worker of GPU 2 ended by signal 6 (SIGABRT), 5 times in a row without a finished item.")
+BAD = Quarantine(
+    "2", "1", "The worker of GPU 2 ended by signal 6 (SIGABRT), 5 times in a row without a finished item."
+)
 
 
 def by_id(ledger: Ledger, *, everyone: bool = False) -> dict[str, WorkerStatus]:
     """Read in both ways, which agree."""
     found = ledger.worker_statuses(everyone=everyone)
     plain = read_with_driver(
-        ledger.database.engine.url.render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql")
+        ledger.database.engine.url.render_as_string(hide_password=False).replace(
+            "postgresql+psycopg", "postgresql"
+        )
         if not ledger.database.is_sqlite
         else f"sqlite:///{ledger.database.path}",
         lambda reader: worker_statuses(reader, everyone=everyone),
     )
     assert plain is not None
-    assert [(one.id, one.state, one.held) for one in plain] == [(one.id, one.state, one.held) for one in found]
+    assert [(one.id, one.state, one.held) for one in plain] == [
+        (one.id, one.state, one.held) for one in found
+    ]
     return {one.id: one for one in found}
 
 
@@ -50,7 +57,13 @@ def test_what_a_worker_does_and_did_lately(ledger: Ledger) -> None:
     found = by_id(ledger)
     busy, idle = found["w1"], found["w2"]
     (held,) = busy.held
-    assert (held.job_id, held.job_name, held.shard_no, held.items, held.ended_items) == (job.id, "night", 1, 4, 1)
+    assert (held.job_id, held.job_name, held.shard_no, held.items, held.ended_items) == (
+        job.id,
+        "night",
+        1,
+        4,
+        1,
+    )
     recent = busy.recent
     assert (recent.items_done, recent.items_failed, recent.audio_seconds) == (4, 1, 6.0)
     ((since,),) = rows(ledger, "SELECT started_at FROM attempts WHERE outcome IS NULL")
@@ -74,7 +87,10 @@ def test_a_shard_that_two_workers_made_counts_for_each_by_its_items(ledger: Ledg
     ledger.finish_shard(second.ticket)
     execute(ledger, "UPDATE attempts SET ended_at = (SELECT max(ended_at) FROM attempts)")
     found = by_id(ledger)
-    assert [(found[name].recent.items_done, found[name].recent.audio_seconds) for name in ("w1", "w2")] == [(3, 4.5), (1, 1.5)]
+    assert [(found[name].recent.items_done, found[name].recent.audio_seconds) for name in ("w1", "w2")] == [
+        (3, 4.5),
+        (1, 1.5),
+    ]
 
 
 def test_states_of_workers(ledger: Ledger) -> None:
@@ -84,12 +100,22 @@ def test_states_of_workers(ledger: Ledger) -> None:
     ledger.retire_worker("retired")
     ledger.report_quarantines("here", 7, [BAD])
     for name, seconds in (("silent", 61), ("lost", 3600), ("long-lost", 90_000)):
-        execute(ledger, "UPDATE workers SET heartbeat_at = heartbeat_at - :seconds WHERE id = :name", seconds=seconds, name=name)
+        execute(
+            ledger,
+            "UPDATE workers SET heartbeat_at = heartbeat_at - :seconds WHERE id = :name",
+            seconds=seconds,
+            name=name,
+        )
     execute(ledger, "UPDATE workers SET state = 'lost' WHERE id IN ('lost', 'long-lost')")
     found = by_id(ledger)
     quarantine = found.pop("here-7-quarantine-2")
     assert (quarantine.state, quarantine.gpu, quarantine.state_reason) == ("quarantined", "2", BAD.reason)
-    assert {name: one.state for name, one in found.items()} == {"silent": "lost", "lost": "lost", "draining": "draining", "up": "up"}
+    assert {name: one.state for name, one in found.items()} == {
+        "silent": "lost",
+        "lost": "lost",
+        "draining": "draining",
+        "up": "up",
+    }
     assert found["lost"].silent_seconds >= 3600
     assert by_id(ledger, everyone=True).keys() == {*found, quarantine.id, "long-lost", "retired"}
 
@@ -120,14 +146,25 @@ def test_doctor_warns_of_a_quarantined_worker(tmp_path: Path) -> None:
         assert _workers(settings).health is Health.OK
         ledger.report_quarantines("here", 7, [BAD])
         found = _workers(settings)
-    assert (found.health, found.message, "nightjar workers" in found.advice) == (Health.WARN, "1 at work, 1 quarantined.", True)
+    assert (found.health, found.message, "nightjar workers" in found.advice) == (
+        Health.WARN,
+        "1 at work, 1 quarantined.",
+        True,
+    )
 
 
-def said(ledger: Ledger, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> str:
+def said(
+    ledger: Ledger,
+    words: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> str:
     url = ledger.database.engine.url
     monkeypatch.setenv(
         "SPEECH_DATABASE_URL",
-        f"sqlite:///{ledger.database.path}" if ledger.database.is_sqlite else str(url.render_as_string(False)).replace("+psycopg", ""),
+        f"sqlite:///{ledger.database.path}"
+        if ledger.database.is_sqlite
+        else str(url.render_as_string(False)).replace("+psycopg", ""),
     )
     assert main(words) == 0
     sys.stdout.flush()
@@ -147,11 +184,21 @@ def test_the_command_prints_a_table_and_json(
     (row,) = [line for line in table if " up " in line]
     assert (f"{job.id[:10]}/0 1/2" in row, "fake" in row) == (True, True)
     assert f"here GPU 2 quarantined: {BAD.reason}" in table
-    views = [json.loads(line) for line in said(ledger, ["workers", "--json"], monkeypatch, capsysbinary).splitlines()]
+    views = [
+        json.loads(line)
+        for line in said(ledger, ["workers", "--json"], monkeypatch, capsysbinary).splitlines()
+    ]
     assert {view["schema"] for view in views} == {"nightjar.worker/1"}
     (up,) = [view for view in views if view["state"] == "up"]
     assert up["shards"] == [
-        {"job": job.id, "job_name": "", "shard": 0, "items": 2, "ended_items": 1, "claimed_at": up["shards"][0]["claimed_at"]}
+        {
+            "job": job.id,
+            "job_name": "",
+            "shard": 0,
+            "items": 2,
+            "ended_items": 1,
+            "claimed_at": up["shards"][0]["claimed_at"],
+        }
     ]
     assert (up["recent"]["items_done"], up["recent"]["audio_seconds"], up["model"]) == (1, 1.5, "fake")
     assert "1 quarantined" in said(ledger, ["status", job.id], monkeypatch, capsysbinary)

@@ -1,4 +1,5 @@
-"""Ingest into a real ledger and a folder store: what becomes of good lines, bad lines, crashes and second submits."""
+"""Ingest into a real ledger and a folder store: what becomes of good lines, bad lines, crashes and second
+submits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from jobs.settings import Settings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store import FolderStore
 from jobs.store.base import IDENTITY_KEY
-from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NotFoundError, ServiceError, StoreError
+from pipelines.errors import (
+    ConfigError,
+    ErrorCode,
+    InputError,
+    ModelError,
+    NotFoundError,
+    ServiceError,
+    StoreError,
+)
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Capabilities, Generation, Message
 from tests.support.times import with_times
@@ -67,7 +76,11 @@ class Place:
 @pytest.fixture(params=["sqlite", "postgres"])
 def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
     """A home on each kind of ledger."""
-    url = f"sqlite:///{tmp_path}/ledger.sqlite" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+    url = (
+        f"sqlite:///{tmp_path}/ledger.sqlite"
+        if request.param == "sqlite"
+        else request.getfixturevalue("postgres_url")
+    )
     ledger = Ledger.open(url)
     ledger.migrate()
     settings = with_times(Settings(), shard_items=4)
@@ -136,7 +149,9 @@ def test_an_input_of_which_hardly_any_line_is_good_is_refused(
         dry_run(place.settings, place.store, source, SPEC, input_format)  # type: ignore[arg-type]
 
 
-def test_bad_lines_between_good_ones_are_no_fault(place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_lines_between_good_ones_are_no_fault(
+    place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ingest, "MAX_REFUSED_LINES", 20)
     source = place.write([b"{" if n % 8 else line(f"a{n}") for n in range(80)])
     assert place.submit(source).rejected == 70
@@ -156,10 +171,16 @@ def test_a_file_becomes_a_job(place: Place) -> None:
     assert (job.name, job.priority, job.labels, job.input_uri) == ("nightly", 3, {"team": "a"}, source)
     assert job.spec.model_revision == "r1"
     assert job.input_sha256 == hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    assert [info.key for info in place.store.list(f"jobs/{job.id}/")] == [f"jobs/{job.id}/input/{n:06d}.jsonl.zst" for n in range(3)]
-    assert [(item.index, item.example_id) for item in place.ledger.items(job.id)] == [(n, f"utt {n}") for n in range(10)]
+    assert [info.key for info in place.store.list(f"jobs/{job.id}/")] == [
+        f"jobs/{job.id}/input/{n:06d}.jsonl.zst" for n in range(3)
+    ]
+    assert [(item.index, item.example_id) for item in place.ledger.items(job.id)] == [
+        (n, f"utt {n}") for n in range(10)
+    ]
     payload = place.payload(job.id)
-    assert [(one.index, one.line, one.example_id) for one in payload] == [(n, n + 1, f"utt {n}") for n in range(10)]
+    assert [(one.index, one.line, one.example_id) for one in payload] == [
+        (n, n + 1, f"utt {n}") for n in range(10)
+    ]
     assert payload[0].messages == (Message("user", "text", "hello"),)
 
 
@@ -192,7 +213,16 @@ def test_a_key_of_ones_own_never_names_two_inputs(place: Place) -> None:
 
 
 def test_bad_lines_are_listed_and_left_out(place: Place, small_batches: None) -> None:
-    lines = [line("a"), b"{", line("b", ""), line("a"), b"", line("c", "x" * 300), b"\xff", line("d", generation={"voice": "w"})]
+    lines = [
+        line("a"),
+        b"{",
+        line("b", ""),
+        line("a"),
+        b"",
+        line("c", "x" * 300),
+        b"\xff",
+        line("d", generation={"voice": "w"}),
+    ]
     lines += [line("b"), *[line(f"more {n}") for n in range(20)], line("more 3"), line("d"), line("a")]
     result = place.submit(place.write(lines))
     assert (result.items, result.rejected) == (23, 8)
@@ -209,7 +239,9 @@ def test_bad_lines_are_listed_and_left_out(place: Place, small_batches: None) ->
     payload = place.payload(result.job.id)
     assert [one.index for one in payload] == list(range(23))
     assert payload[-1].example_id == "d"
-    assert [item.example_id for item in place.ledger.items(result.job.id)] == [one.example_id for one in payload]
+    assert [item.example_id for item in place.ledger.items(result.job.id)] == [
+        one.example_id for one in payload
+    ]
 
 
 def test_abort_leaves_nothing(place: Place, small_batches: None) -> None:
@@ -251,7 +283,9 @@ class FailingLedger:
     def __getattr__(self, name: str) -> Callable[..., object]:
         return getattr(self.ledger, name)
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+    def stage(
+        self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
+    ) -> bool:
         self.calls += 1
         if self.calls == self.at_call and not self.after_commit:
             raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The connection was lost.")
@@ -263,7 +297,9 @@ class FailingLedger:
 
 @pytest.mark.parametrize("after_commit", [False, True])
 @pytest.mark.parametrize("at_call", [1, 2, 4])
-def test_an_ingest_that_died_goes_on(place: Place, small_batches: None, at_call: int, after_commit: bool) -> None:
+def test_an_ingest_that_died_goes_on(
+    place: Place, small_batches: None, at_call: int, after_commit: bool
+) -> None:
     lines = [line(str(n)) if n % 7 else b"{" for n in range(33)]
     source = place.write(lines)
     broken = FailingLedger(place.ledger, at_call, after_commit)
@@ -319,9 +355,17 @@ def test_reference_audio_goes_into_the_store_once(place: Place) -> None:
     voice = place.folder / "voices" / "a.wav"
     voice.parent.mkdir()
     soundfile.write(voice, np.zeros(1600, np.float32), 16_000)
-    cloned = [["user", "audio", "voices/a.wav"], ["user", "text", "hi"], ["assistant", "audio", "/not/read.wav"]]
+    cloned = [
+        ["user", "audio", "voices/a.wav"],
+        ["user", "text", "hi"],
+        ["assistant", "audio", "/not/read.wav"],
+    ]
     lines = [json.dumps({"example_id": str(n), "messages": cloned}).encode() for n in range(6)]
-    lines += [json.dumps({"example_id": "x", "messages": [["user", "audio", "../../etc/passwd"], ["user", "text", "hi"]]}).encode()]
+    lines += [
+        json.dumps(
+            {"example_id": "x", "messages": [["user", "audio", "../../etc/passwd"], ["user", "text", "hi"]]}
+        ).encode()
+    ]
     result = place.submit(place.write(lines))
     assert (result.items, result.rejected) == (6, 1)
     assert next(iter(place.ledger.rejected_lines(result.job.id))).code is ErrorCode.INPUT_AUDIO_FORBIDDEN
@@ -349,13 +393,19 @@ def test_what_stops_a_submit_before_it_begins(place: Place) -> None:
         place.ledger.job("none")
 
 
-def test_a_dry_run_says_what_a_submit_would_do(place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_what_a_submit_would_do(
+    place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jobs.estimate.BATCH_LINES", 10)
     lines = [line(str(n), "x" * 100) for n in range(25)] + [line("3"), b"{", line("4", "")]
     source = place.write(lines)
     estimate = dry_run(place.settings, place.store, source, SPEC)
     assert estimate.items == 25
-    assert estimate.rejected == {ErrorCode.INPUT_DUPLICATE_ID: 1, ErrorCode.INPUT_BAD_JSON: 1, ErrorCode.INPUT_EMPTY_TEXT: 1}
+    assert estimate.rejected == {
+        ErrorCode.INPUT_DUPLICATE_ID: 1,
+        ErrorCode.INPUT_BAD_JSON: 1,
+        ErrorCode.INPUT_EMPTY_TEXT: 1,
+    }
     assert [one.line for one in estimate.rejected_lines] == [26, 27, 28]
     assert (estimate.audio_seconds, estimate.engine_seconds) == (250.0, 125.0)
     assert estimate.bytes == 250 * 16_000 * 2 + 25 * 44

@@ -1,4 +1,5 @@
-"""Jobs of inputs in every format, in whole or in part: frozen in the spec, gone on with after an interruption, read again for a repair."""
+"""Jobs of inputs in every format, in whole or in part: frozen in the spec, gone on with after an
+interruption, read again for a repair."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ def write_as(folder: Path, name: str) -> Path:
         "in.tsv": ["id\ttext", *[f"u{n:02}\t{text}" for n, text in enumerate(SENTENCES)]],
         "in.jsonl": [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in SENTENCES],
         "batch.jsonl": [
-            json.dumps({"custom_id": f"u{n}", "method": "POST", "url": "/v1/audio/speech", "body": {"model": "fake", "input": text}})
+            json.dumps(
+                {
+                    "custom_id": f"u{n}",
+                    "method": "POST",
+                    "url": "/v1/audio/speech",
+                    "body": {"model": "fake", "input": text},
+                }
+            )
             for n, text in enumerate(SENTENCES)
         ],
         "text": [f"u{n:02} {text}" for n, text in enumerate(SENTENCES)],
@@ -49,10 +57,16 @@ def write_as(folder: Path, name: str) -> Path:
 def spoken(rig: Rig, job_id: str) -> dict[int, str]:
     """Line -> text of the items of a job."""
     inputs = sorted(rig.ledger.shard_inputs(job_id).values())
-    return {line.line: line.messages[-1].content for key, sha256 in inputs for line in read_shard(rig.store, key, sha256)}  # type: ignore[misc]
+    return {
+        line.line: line.messages[-1].content
+        for key, sha256 in inputs
+        for line in read_shard(rig.store, key, sha256)
+    }  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["in.txt", "in.csv", "in.tsv", "in.jsonl", "batch.jsonl", "text", "in.parquet"])
+@pytest.mark.parametrize(
+    "name", ["in.txt", "in.csv", "in.tsv", "in.jsonl", "batch.jsonl", "text", "in.parquet"]
+)
 def test_every_format_becomes_the_same_speech(rig: Rig, name: str) -> None:
     path = write_as(rig.folder, name)
     options = SubmitOptions(input_format="kaldi") if name == "text" else AUTO
@@ -72,16 +86,23 @@ def test_every_format_becomes_the_same_speech(rig: Rig, name: str) -> None:
 def test_what_was_chosen_is_part_of_the_job(rig: Rig) -> None:
     path = str(write_as(rig.folder, "in.csv"))
     asked = [Reading(), Reading(limit=7), Reading(limit=8), Reading(sample=7)]
-    specs = [JobSpec("fake", reading=reading) for reading in asked] + [JobSpec("fake", reading=Reading(sample=7), seed=1)]
+    specs = [JobSpec("fake", reading=reading) for reading in asked] + [
+        JobSpec("fake", reading=Reading(sample=7), seed=1)
+    ]
     made = [submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO) for spec in specs]
     assert len({result.job.id for result in made}) == 5
     assert [result.items for result in made] == [60, 7, 8, 7, 7]
     again = [submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO) for spec in specs]
-    assert [(result.job.id, result.created) for result in again] == [(result.job.id, False) for result in made]
+    assert [(result.job.id, result.created) for result in again] == [
+        (result.job.id, False) for result in made
+    ]
     assert spoken(rig, made[3].job.id).keys() != spoken(rig, made[4].job.id).keys()
     assert len({result.job.spec_sha for result in made}) == 5
     # A spec that chooses nothing has the hash that it had before one could choose.
-    assert made[0].job.spec_sha == submit(rig.settings, rig.ledger, rig.store, path, JobSpec("fake"), options=AUTO).job.spec_sha
+    assert (
+        made[0].job.spec_sha
+        == submit(rig.settings, rig.ledger, rig.store, path, JobSpec("fake"), options=AUTO).job.spec_sha
+    )
 
 
 def test_other_speakers_are_another_job(rig: Rig) -> None:
@@ -94,7 +115,9 @@ def test_other_speakers_are_another_job(rig: Rig) -> None:
     first = submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options)
     assert (first.items, first.rejected) == (60, 0)
     (rig.folder / "utt2spk").write_text("".join(f"u{n:02} ben\n" for n in range(60)))
-    assert submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options).job.id != first.job.id
+    assert (
+        submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options).job.id != first.job.id
+    )
 
 
 class _Broken:
@@ -107,7 +130,9 @@ class _Broken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ledger, name)
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+    def stage(
+        self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
+    ) -> bool:
         self._calls += 1
         if self._calls == 2:
             raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The connection was lost.")
@@ -118,7 +143,14 @@ class _Broken:
 def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(write_as(rig.folder, name))
     spec = JobSpec("fake", reading=Reading(sample=40), seed=3)
-    whole = submit(rig.settings, rig.ledger, rig.store, path, spec, options=SubmitOptions(input_format="auto", idempotency_key="whole"))
+    whole = submit(
+        rig.settings,
+        rig.ledger,
+        rig.store,
+        path,
+        spec,
+        options=SubmitOptions(input_format="auto", idempotency_key="whole"),
+    )
     monkeypatch.setattr(ingest, "BATCH_LINES", 10)
     with pytest.raises(ServiceError):
         submit(rig.settings, _Broken(rig), rig.store, path, spec, options=AUTO)  # type: ignore[arg-type]
@@ -150,7 +182,9 @@ def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None
         (Reading(voices={"anna": "sine"}), "dialogues", "no speakers"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused_before_anything_is_read(rig: Rig, reading: Reading, format: Any, words: str) -> None:
+def test_what_cannot_be_chosen_is_refused_before_anything_is_read(
+    rig: Rig, reading: Reading, format: Any, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(JobSpec("fake", reading=reading), format)
 

@@ -30,7 +30,8 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
 
 
 def work_as_process(url: str, number: int) -> None:
-    """A worker: every message is delivered twice, now and then a lease is dropped or expires under its feet."""
+    """A worker: every message is delivered twice, now and then a lease is dropped or expires under its
+    feet."""
     ledger = Ledger.open(url)
     failures: list[BaseException] = []
 
@@ -56,7 +57,11 @@ def work(ledger: Ledger, name: str, dice: random.Random) -> None:
         tickets = ledger.take_ready(3)
         if not tickets and all(job.state.final for job in ledger.jobs()):
             return
-        leases = [lease for ticket in tickets * 2 if (lease := ledger.claim(ticket, name, LEASE_SECONDS)) is not None]
+        leases = [
+            lease
+            for ticket in tickets * 2
+            if (lease := ledger.claim(ticket, name, LEASE_SECONDS)) is not None
+        ]
         assert len(leases) == len(tickets)
         for lease in leases:
             work_on(ledger, name, lease, dice)
@@ -69,12 +74,19 @@ def work_on(ledger: Ledger, name: str, lease: Lease, dice: random.Random) -> Non
     indexes = list(lease.open_items)
     half = len(indexes) // 2
     ledger.commit(lease.ticket, [done(index) for index in indexes[:half]])
-    assert ledger.heartbeat(name, [lease.ticket, Ticket(lease.job.id, 0, 999)], LEASE_SECONDS) >= {Ticket(lease.job.id, 0, 999)}
+    assert ledger.heartbeat(name, [lease.ticket, Ticket(lease.job.id, 0, 999)], LEASE_SECONDS) >= {
+        Ticket(lease.job.id, 0, 999)
+    }
     fate = dice.random()
     if fate < 0.1:
         assert ledger.release(lease.ticket, "drain")
     elif fate < 0.2:
-        execute(ledger, "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no", job=lease.job.id, no=lease.shard_no)
+        execute(
+            ledger,
+            "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no",
+            job=lease.job.id,
+            no=lease.shard_no,
+        )
         ledger.reconcile()
         assert ledger.commit(lease.ticket, [done(index) for index in indexes]).lost
         wake(ledger)
@@ -87,7 +99,10 @@ def work_on(ledger: Ledger, name: str, lease: Lease, dice: random.Random) -> Non
 @pytest.mark.timeout(600)
 def test_processes_that_race_end_every_item_exactly_once(ledger: Ledger, ledger_url: str) -> None:
     jobs = [submit(ledger, (8,) * 12, max_attempts=10), submit(ledger, (5,) * 10, max_attempts=10, weight=2)]
-    processes = [multiprocessing.get_context("spawn").Process(target=work_as_process, args=(ledger_url, n)) for n in range(PROCESSES)]
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=work_as_process, args=(ledger_url, n))
+        for n in range(PROCESSES)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -128,13 +143,16 @@ def test_people_and_reconcilers_meet_workers_without_deadlock(ledger: Ledger) ->
             lease = ledger.claim(ticket, name, LEASE_SECONDS)
             if lease is not None:
                 ledger.heartbeat(name, [lease.ticket], LEASE_SECONDS)
-                ledger.commit(lease.ticket, [failed(i) if random.random() < 0.1 else done(i) for i in lease.open_items])
+                ledger.commit(
+                    lease.ticket, [failed(i) if random.random() < 0.1 else done(i) for i in lease.open_items]
+                )
                 ledger.finish_shard(lease.ticket)
         if ledger.job(job.id).state is JobState.COMPLETED:
             over.set()
 
     def reconciler() -> None:
-        # A shard that is queued while its job is being paused misses the pause, and its claim is refused: its message is lost.
+        # A shard that is queued while its job is being paused misses the pause, and its claim is refused: its
+        # message is lost.
         ledger.reconcile(queued_timeout_seconds=2)
 
     calls = [people, reconciler, *(lambda name=f"w{n}": worker(name) for n in range(4))]
@@ -171,7 +189,11 @@ def test_one_message_claimed_by_many_at_once(ledger: Ledger) -> None:
 def test_the_last_two_shards_finish_at_once_and_complete_the_job(ledger: Ledger) -> None:
     for _ in range(10):
         job = submit(ledger, (1, 1))
-        leases = [lease for ticket in ledger.take_ready(2) if (lease := ledger.claim(ticket, "w", LEASE_SECONDS)) is not None]
+        leases = [
+            lease
+            for ticket in ledger.take_ready(2)
+            if (lease := ledger.claim(ticket, "w", LEASE_SECONDS)) is not None
+        ]
         for lease in leases:
             ledger.commit(lease.ticket, [done(index) for index in lease.open_items])
         barrier = threading.Barrier(2)

@@ -172,7 +172,12 @@ class TestViews:
         mine = submit(ledger, (1,) * 9)
         ledger.register_worker(worker(slots=1))
         ledger.register_worker(replace(worker("w2"), model="other", slots=1))
-        assert [ticket.job_id == mine.id for ticket in ledger.take_ready(ledger.free_window())] == [False, False, True, True]
+        assert [ticket.job_id == mine.id for ticket in ledger.take_ready(ledger.free_window())] == [
+            False,
+            False,
+            True,
+            True,
+        ]
 
     def test_a_job_says_what_it_waits_for(self, ledger: Ledger) -> None:
         job = submit(ledger, (2, 2))
@@ -194,7 +199,9 @@ class TestViews:
         before = ledger.now()
         ledger.register_worker(worker("a"))
         (row,) = ledger.worker_statuses()
-        assert WorkerInfo(**{name: getattr(row, name) for name in WorkerInfo.__dataclass_fields__}) == worker("a")
+        assert WorkerInfo(**{name: getattr(row, name) for name in WorkerInfo.__dataclass_fields__}) == worker(
+            "a"
+        )
         assert before - 0.01 <= row.started_at <= ledger.now() + 0.01
 
     def test_a_night_runs_once(self, ledger: Ledger) -> None:
@@ -238,7 +245,9 @@ class TestBusy:
         assert seen[0].busy_seconds == pytest.approx(running.busy_seconds, abs=30)
         assert seen[0].workers == running.workers == 0
 
-    def test_short_gaps_between_shards_are_work_and_a_lease_counts_no_longer_than_it_held(self, ledger: Ledger) -> None:
+    def test_short_gaps_between_shards_are_work_and_a_lease_counts_no_longer_than_it_held(
+        self, ledger: Ledger
+    ) -> None:
         job = submit(ledger, (1, 1))
         first = lease_next(ledger)
         ledger.commit(first.ticket, [done(0)])

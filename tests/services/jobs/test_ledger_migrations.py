@@ -20,7 +20,9 @@ from tests.support.ledger_kit import execute, submit
 
 def differences(database: Database) -> list[object]:
     with database.engine.connect() as connection:
-        return list(compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata))
+        return list(
+            compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata)
+        )
 
 
 def test_a_new_ledger_has_the_tables_of_the_schema(ledger_url: str) -> None:
@@ -49,9 +51,15 @@ def test_an_older_ledger_is_changed_by_the_migrations(ledger: Ledger) -> None:
 def test_constraints_and_indexes_have_the_names_and_conditions_of_the_schema(ledger: Ledger) -> None:
     inspector = sa.inspect(ledger.database.engine)
     for table in metadata.tables.values():
-        named = {constraint.name for constraint in table.constraints if isinstance(constraint, sa.CheckConstraint)}
+        named = {
+            constraint.name for constraint in table.constraints if isinstance(constraint, sa.CheckConstraint)
+        }
         assert {check["name"] for check in inspector.get_check_constraints(table.name)} == named
-        partial = {index["name"]: index["dialect_options"] for index in inspector.get_indexes(table.name) if not index["unique"]}
+        partial = {
+            index["name"]: index["dialect_options"]
+            for index in inspector.get_indexes(table.name)
+            if not index["unique"]
+        }
         assert set(partial) == {index.name for index in table.indexes}
         assert all(any(option.endswith("_where") for option in options) for options in partial.values())
 

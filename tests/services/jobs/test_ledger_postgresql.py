@@ -89,7 +89,9 @@ def test_deadlocks_are_tried_again(ledger: Ledger) -> None:
         connection.exec_driver_sql(lock, (second,))  # type: ignore[attr-defined]
 
     ids = [job.id for job in jobs]
-    threads = [threading.Thread(target=ledger.database.write, args=(cross, *order)) for order in (ids, ids[::-1])]
+    threads = [
+        threading.Thread(target=ledger.database.write, args=(cross, *order)) for order in (ids, ids[::-1])
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -33,13 +33,23 @@ class TestIngest:
         new = new_job(name="night", labels={"team": "voice"}, error_budget=0.5, max_in_flight=2)
         job = ledger.begin_job(new)
         assert ledger.begin_job(new) == job
-        assert (job.state, job.name, job.labels, job.spec) == (JobState.INGESTING, "night", {"team": "voice"}, new.spec)
+        assert (job.state, job.name, job.labels, job.spec) == (
+            JobState.INGESTING,
+            "night",
+            {"team": "voice"},
+            new.spec,
+        )
         ledger.seal_job(job.id)
         assert ledger.begin_job(new).id == job.id
 
     def test_staged_shards_wait_until_the_job_is_sealed(self, ledger: Ledger) -> None:
         job = ledger.begin_job(new_job())
-        ledger.stage(job.id, shards_of((2, 1)), [RejectedLine(2, ErrorCode.INPUT_BAD_JSON, "No JSON.\x00", "x\x00y")], 4)
+        ledger.stage(
+            job.id,
+            shards_of((2, 1)),
+            [RejectedLine(2, ErrorCode.INPUT_BAD_JSON, "No JSON.\x00", "x\x00y")],
+            4,
+        )
         assert ledger.staged_shards(job.id) == (2, 3, 4)
         assert ledger.take_ready(10) == []
         sealed = ledger.seal_job(job.id)
@@ -61,13 +71,18 @@ class TestIngest:
         job = ledger.begin_job(new_job())
         ledger.stage(job.id, [NewShard(0, ((0, "a"), (1, "b")), "k", "s", 1)], [], 2)
         with pytest.raises(DuplicateExamples) as caught:
-            ledger.stage(job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d"), (5, "d")), "k1", "s1", 1)], [], 6)
+            ledger.stage(
+                job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d"), (5, "d")), "k1", "s1", 1)], [], 6
+            )
         assert caught.value.example_ids == ("b", "d")
         assert caught.value.code is ErrorCode.INPUT_DUPLICATE_ID
         assert ledger.staged_shards(job.id) == (1, 2, 2)
 
-    def test_what_another_process_staged_is_no_duplicate(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two processes meet a batch that repeats an example; one stages the rest of it before the other has looked which it is."""
+    def test_what_another_process_staged_is_no_duplicate(
+        self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two processes meet a batch that repeats an example; one stages the rest of it before the other
+        has looked which it is."""
         job = ledger.begin_job(new_job())
         ledger.stage(job.id, [NewShard(0, ((0, "a"), (1, "b")), "k", "s", 1)], [], 2)
         read = ledger.database.read
@@ -84,7 +99,18 @@ class TestIngest:
         assert ledger.job(job.id).rejected_lines == 1
 
     def test_example_ids_are_data(self, ledger: Ledger) -> None:
-        names = ["../../x", "a\tb", "line\nbreak", "back\\slash", "'; DROP TABLE jobs; --", "\\N", "\\.", "ü" * 300, "日本", ""]
+        names = [
+            "../../x",
+            "a\tb",
+            "line\nbreak",
+            "back\\slash",
+            "'; DROP TABLE jobs; --",
+            "\\N",
+            "\\.",
+            "ü" * 300,
+            "日本",
+            "",
+        ]
         job = ledger.begin_job(new_job())
         ledger.stage(job.id, [NewShard(0, tuple(enumerate(names)), "k", "s", 1)], [], len(names))
         assert [item.example_id for item in ledger.items(job.id)] == names
@@ -104,7 +130,10 @@ class TestIngest:
 
     def test_nothing_is_added_to_a_sealed_job(self, ledger: Ledger) -> None:
         job = submit(ledger)
-        for call in (lambda: ledger.stage(job.id, shards_of((1,), 9), [], 9), lambda: ledger.abandon_job(job.id)):
+        for call in (
+            lambda: ledger.stage(job.id, shards_of((1,), 9), [], 9),
+            lambda: ledger.abandon_job(job.id),
+        ):
             with pytest.raises(ServiceError) as caught:
                 call()
             assert caught.value.code is ErrorCode.LEDGER_STATE
@@ -139,13 +168,17 @@ class TestDispatch:
         taken = [names[ticket.job_id] for ticket in ledger.take_ready(12)]
         assert taken == ["small", "large", *["small"] * 5, "large", *["small"] * 4]
 
-    def test_a_window_full_of_shards_does_not_keep_a_job_of_a_higher_priority_waiting(self, ledger: Ledger) -> None:
+    def test_a_window_full_of_shards_does_not_keep_a_job_of_a_higher_priority_waiting(
+        self, ledger: Ledger
+    ) -> None:
         ledger.register_worker(worker("a", slots=2))
         low = submit(ledger, (1,) * 9)
         assert len(ledger.take_ready(ledger.free_window())) == 4
         assert ledger.free_window() == 0
         high = submit(ledger, (1,) * 3, priority=5)
-        assert [ticket.job_id for ticket in ledger.take_ready(ledger.free_window())] == [high.id] * 3, "and no more of the other one"
+        assert [ticket.job_id for ticket in ledger.take_ready(ledger.free_window())] == [high.id] * 3, (
+            "and no more of the other one"
+        )
         assert ledger.free_window() == 0
         submit(ledger, (1,) * 9, priority=5)
         assert ledger.free_window() == 1
@@ -162,7 +195,10 @@ class TestDispatch:
         assert ledger.measured_rtf("other") is None
         for _ in range(20):
             submit(ledger, (1,))
-        execute(ledger, "UPDATE shards SET state = 'done', engine_ms = 500, audio_ms = 100000 WHERE state = 'ready'")
+        execute(
+            ledger,
+            "UPDATE shards SET state = 'done', engine_ms = 500, audio_ms = 100000 WHERE state = 'ready'",
+        )
         assert ledger.measured_rtf("fake") == pytest.approx(5 / 1000)
 
     def test_a_job_holds_no_more_than_its_limit_in_flight(self, ledger: Ledger) -> None:
@@ -193,7 +229,11 @@ class TestLeases:
         (ticket,) = ledger.take_ready(1)
         lease = ledger.claim(ticket, "w1", LEASE_SECONDS)
         assert lease is not None
-        assert (lease.epoch, lease.open_items, lease.input_key) == (1, {0: ("e0", 0), 1: ("e1", 0)}, "input/0")
+        assert (lease.epoch, lease.open_items, lease.input_key) == (
+            1,
+            {0: ("e0", 0), 1: ("e1", 0)},
+            "input/0",
+        )
         assert lease.job.state is JobState.RUNNING
         assert lease.job.started_at is not None
         assert ledger.claim(ticket, "w2", LEASE_SECONDS) is None
@@ -247,10 +287,20 @@ class TestCommit:
         batch = [done(0), done(0, seed=8), failed(1), failed(2, ErrorCode.SYNTH_OOM)]
         assert ledger.commit(lease.ticket, batch) == CommitResult(3)
         assert ledger.commit(lease.ticket, batch) == CommitResult(0)
-        assert states(ledger, job.id) == [ItemState.DONE, ItemState.FAILED, ItemState.PENDING, ItemState.PENDING]
+        assert states(ledger, job.id) == [
+            ItemState.DONE,
+            ItemState.FAILED,
+            ItemState.PENDING,
+            ItemState.PENDING,
+        ]
         assert_exact(ledger, job.id)
         status = ledger.status(job.id)
-        assert (status.items.total, status.items.done, status.items.failed, status.items.pending) == (4, 1, 1, 2)
+        assert (status.items.total, status.items.done, status.items.failed, status.items.pending) == (
+            4,
+            1,
+            1,
+            2,
+        )
         assert (status.audio_ms, status.bytes_out, status.engine_ms) == (1500, 100, 20 + 7 + 7)
         first = next(ledger.items(job.id))
         assert first.artifact == done(0).artifacts[0]
@@ -319,8 +369,13 @@ class TestFinish:
         finished = ledger.job(job.id)
         assert finished.state is JobState.COMPLETED
         assert finished.finished_at is not None
-        assert rows(ledger, "SELECT manifest_key FROM shards ORDER BY no") == [("manifest/0",), ("manifest/1",)]
-        assert [(audio.index, audio.key) for audio in ledger.shard_audio(job.id, 1)] == [(1, done(1).artifacts[0].key)]
+        assert rows(ledger, "SELECT manifest_key FROM shards ORDER BY no") == [
+            ("manifest/0",),
+            ("manifest/1",),
+        ]
+        assert [(audio.index, audio.key) for audio in ledger.shard_audio(job.id, 1)] == [
+            (1, done(1).artifacts[0].key)
+        ]
 
     def test_rejected_lines_are_errors_of_the_job(self, ledger: Ledger) -> None:
         job = ledger.begin_job(new_job())
@@ -365,14 +420,21 @@ class TestFinish:
         assert not ledger.refuse(first.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "Again.")
         assert (ledger.status(job.id).workers, ledger.others_may_run(job.id, "w1")) == (1, True)
         second = lease_next(ledger, "w2")
-        assert not ledger.refuse(second.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut."), "w1 cannot either"
+        assert not ledger.refuse(second.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut."), (
+            "w1 cannot either"
+        )
         assert ledger.fail_shard(second.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut.")
-        assert {outcome for _, _, outcome, *_ in outcomes_of_attempts(ledger, job.id)} == {"refused", "failed"}
+        assert {outcome for _, _, outcome, *_ in outcomes_of_attempts(ledger, job.id)} == {
+            "refused",
+            "failed",
+        }
         assert sorted(states(ledger, job.id)) == [ItemState.FAILED, ItemState.PENDING]
         assert_exact(ledger, job.id)
 
     @pytest.mark.parametrize("change", ["state = 'draining'", "model = 'other'", "heartbeat_at = 1"])
-    def test_a_worker_that_takes_no_such_shard_is_none_that_may_run_it(self, ledger: Ledger, change: str) -> None:
+    def test_a_worker_that_takes_no_such_shard_is_none_that_may_run_it(
+        self, ledger: Ledger, change: str
+    ) -> None:
         submit(ledger, (1,))
         for worker_id in ("w1", "w2"):
             ledger.register_worker(worker(worker_id))

@@ -30,7 +30,10 @@ class TestReconcile:
         assert (report.expired_leases, report.changed) == (1, True)
         assert not ledger.reconcile().changed
         assert ledger.take_ready(1) == []
-        assert rows(ledger, "SELECT state, attempts, not_before IS NULL FROM shards") in ([("ready", 1, 0)], [("ready", 1, False)])
+        assert rows(ledger, "SELECT state, attempts, not_before IS NULL FROM shards") in (
+            [("ready", 1, 0)],
+            [("ready", 1, False)],
+        )
         assert outcomes_of_attempts(ledger, job.id) == [(0, 1, "expired", 0, 0)]
 
     def test_a_poisoned_item_dies_and_all_others_are_made(self, ledger: Ledger) -> None:
@@ -46,7 +49,9 @@ class TestReconcile:
                 ledger.commit(lease.ticket, [done(index) for index in lease.open_items])
                 assert ledger.finish_shard(lease.ticket)
             assert_exact(ledger, job.id)
-        assert states(ledger, job.id) == [ItemState.DEAD if index == poison else ItemState.DONE for index in range(8)]
+        assert states(ledger, job.id) == [
+            ItemState.DEAD if index == poison else ItemState.DONE for index in range(8)
+        ]
         assert ledger.error_counts(job.id) == {ErrorCode.POISON_WORKER_CRASH: 1}
         assert crashes == 3 + 2 + 3
         assert ledger.job(job.id).state is JobState.COMPLETED_WITH_ERRORS
@@ -81,7 +86,10 @@ class TestReconcile:
     def test_an_engine_that_fails_whole_shards_is_bisected_like_a_crash(self, ledger: Ledger) -> None:
         submit(ledger, (2,), max_attempts=1)
         assert ledger.fail_shard(lease_next(ledger).ticket, ErrorCode.SYNTH_ENGINE, "broken")
-        assert rows(ledger, "SELECT shard_no, count(*) FROM items GROUP BY shard_no ORDER BY shard_no") == [(0, 1), (1, 1)]
+        assert rows(ledger, "SELECT shard_no, count(*) FROM items GROUP BY shard_no ORDER BY shard_no") == [
+            (0, 1),
+            (1, 1),
+        ]
 
     def test_a_lost_message_is_queued_again(self, ledger: Ledger) -> None:
         submit(ledger)
@@ -141,7 +149,9 @@ class TestReconcile:
 class TestTimesAhead:
     """The database's clock was a day ahead while these times were written, and is right again."""
 
-    def test_a_dead_workers_lease_runs_out_in_its_time_and_a_living_ones_goes_on(self, ledger: Ledger) -> None:
+    def test_a_dead_workers_lease_runs_out_in_its_time_and_a_living_ones_goes_on(
+        self, ledger: Ledger
+    ) -> None:
         job = submit(ledger, (1, 1))
         dead, alive = lease_next(ledger), lease_next(ledger, "w2")
         jump(ledger, "shards", "lease_until", "heartbeat_at")
@@ -150,7 +160,8 @@ class TestTimesAhead:
         assert ledger.reconcile().times_ahead == 0
         now = ledger.now()
         assert all(
-            beat <= now and until <= now + LEASE_SECONDS for beat, until in rows(ledger, "SELECT heartbeat_at, lease_until FROM shards")
+            beat <= now and until <= now + LEASE_SECONDS
+            for beat, until in rows(ledger, "SELECT heartbeat_at, lease_until FROM shards")
         )
         assert ledger.heartbeat("w2", [alive.ticket], LEASE_SECONDS) == set()
         pass_time(ledger, "shards", LEASE_SECONDS + 1, "lease_until", "heartbeat_at")

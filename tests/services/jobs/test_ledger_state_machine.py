@@ -17,6 +17,8 @@ def test_the_ledger_moves_as_its_model(ledger_url: str) -> None:
     ledger.migrate()
     machine = type("Machine", (LedgerMachine,), {"ledger": ledger})
     examples = EXAMPLES[ledger_url.partition(":")[0]]
-    quick = settings(max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     run_state_machine_as_test(machine, settings=quick)
     ledger.close()

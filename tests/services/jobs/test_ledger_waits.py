@@ -1,4 +1,5 @@
-"""Nobody waits for ever on a PostgreSQL ledger: processes that are stopped inside a transaction, locks that are held."""
+"""Nobody waits for ever on a PostgreSQL ledger: processes that are stopped inside a transaction, locks
+that are held."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.ledger_kit import assert_exact, done, lease_next, submit
 from tests.support.services import Postgres
 from tests.support.worker_process import REPOSITORY
 
-#: Finishes a shard, or takes ready ones, and is stopped before it commits; then tells how that went, and does it again.
+#: Finishes a shard, or takes ready ones, and is stopped before it commits; then tells how that went, and does
+#: it again.
 STOPPED = """
 import os, signal, sys
 from jobs.ledger import Ledger, dispatch, leases
@@ -107,7 +109,9 @@ def test_a_process_stopped_while_it_dispatches_stops_nobody(
     assert ledger.take_ready(1) == []
 
 
-def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(ledger: Ledger, postgres_url: str) -> None:
+def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
+    ledger: Ledger, postgres_url: str
+) -> None:
     job = submit(ledger)
     hasty = Ledger.open(postgres_url, limits=LedgerLimits(lock_seconds=0.1))
     with psycopg.connect(postgres_url) as holder:
@@ -130,15 +134,25 @@ def test_a_statement_takes_no_longer_than_set(postgres_url: str) -> None:
 
 
 def session(ledger: Ledger) -> dict[str, str]:
-    names = ("idle_in_transaction_session_timeout", "lock_timeout", "statement_timeout", "tcp_keepalives_idle")
+    names = (
+        "idle_in_transaction_session_timeout",
+        "lock_timeout",
+        "statement_timeout",
+        "tcp_keepalives_idle",
+    )
     names += ("tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
-    return ledger.database.read(lambda connection: {name: str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names})
+    return ledger.database.read(
+        lambda connection: {name: str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names}
+    )
 
 
 def test_the_limits_reach_every_session(postgres_url: str) -> None:
     limits = LedgerLimits(idle_transaction_seconds=1.5, lock_seconds=7, statement_seconds=60)
     of_settings = Ledger.of(Settings(database_url=SecretStr(postgres_url)))
-    for ledger, waits in ((of_settings, ("10s", "30s", "1h")), (Ledger.open(postgres_url, limits=limits), ("1500ms", "7s", "1min"))):
+    for ledger, waits in (
+        (of_settings, ("10s", "30s", "1h")),
+        (Ledger.open(postgres_url, limits=limits), ("1500ms", "7s", "1min")),
+    ):
         assert tuple(session(ledger).values()) == (*waits, "30", "10", "3", "30000")
         ledger.close()
 
@@ -181,6 +195,8 @@ def test_a_store_that_is_slow_to_delete_keeps_the_lock_of_the_job(postgres_url: 
             other.execute("SELECT 1 FROM jobs FOR UPDATE NOWAIT")
         deleted.append("deleted")
 
-    assert ledger.delete_orphan(job.id, f"jobs/{job.id}/audio/00000/000000000-e0.wav", ledger.now() + 60, delete)
+    assert ledger.delete_orphan(
+        job.id, f"jobs/{job.id}/audio/00000/000000000-e0.wav", ledger.now() + 60, delete
+    )
     assert deleted == ["deleted"]
     ledger.close()

@@ -26,17 +26,31 @@ BATCH = SubmitOptions(input_format="openai-batch")
 
 
 def line(custom_id: Any, text: Any = "Good evening.", **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/audio/speech", "body": {"model": "fake", "input": text, **body}}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/audio/speech",
+        "body": {"model": "fake", "input": text, **body},
+    }
 
 
 def write(rig: Rig, *lines: dict[str, Any] | bytes) -> Path:
     path = rig.folder / "batch.jsonl"
-    path.write_bytes(b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines))
+    path.write_bytes(
+        b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
+    )
     return path
 
 
 def submitted(rig: Rig, *lines: dict[str, Any] | bytes, **spec: Any) -> SubmitResult:
-    return submit(rig.settings, rig.ledger, rig.store, str(write(rig, *lines)), JobSpec(model="fake", **spec), options=BATCH)
+    return submit(
+        rig.settings,
+        rig.ledger,
+        rig.store,
+        str(write(rig, *lines)),
+        JobSpec(model="fake", **spec),
+        options=BATCH,
+    )
 
 
 def exported(rig: Rig, job: str, format: str) -> list[dict[str, Any]]:
@@ -47,7 +61,10 @@ def exported(rig: Rig, job: str, format: str) -> list[dict[str, Any]]:
 
 def test_a_batch_comes_back_by_its_custom_ids(rig: Rig) -> None:
     ids = ["a1", "../b", "é\n\t", "x" * 1000]
-    asked = [line(one, f"text {number}", voice="sine", response_format="wav", speed=1.0) for number, one in enumerate(ids)]
+    asked = [
+        line(one, f"text {number}", voice="sine", response_format="wav", speed=1.0)
+        for number, one in enumerate(ids)
+    ]
     job = submitted(rig, *asked, line("broken", "[[fail:synth.nan]]"), line("fast", speed=2), b"no json").job
     while not rig.ledger.job(job.id).state.final:
         rig.run_next()
@@ -55,7 +72,9 @@ def test_a_batch_comes_back_by_its_custom_ids(rig: Rig) -> None:
     done = exported(rig, job.id, "openai-batch")
     assert [one["custom_id"] for one in done] == ids
     assert {one["response"]["status_code"] for one in done} == {200}
-    assert [one["response"]["body"]["audio"]["url"].removeprefix(rig.store.url) in rig.audio() for one in done] == [True] * 4
+    assert [
+        one["response"]["body"]["audio"]["url"].removeprefix(rig.store.url) in rig.audio() for one in done
+    ] == [True] * 4
     failed = exported(rig, job.id, "openai-batch-errors")
     assert [(one["custom_id"], one["error"]["code"]) for one in failed] == [
         ("fast", "input.unsupported"),
@@ -65,21 +84,37 @@ def test_a_batch_comes_back_by_its_custom_ids(rig: Rig) -> None:
 
 
 def test_a_custom_id_that_ends_like_a_turns_comes_back_as_it_is(rig: Rig) -> None:
-    job = submitted(rig, line("chat:turn1"), line("lost:turn0", "[[fail:synth.nan]]"), line("fast:turn2", speed=2)).job
+    job = submitted(
+        rig, line("chat:turn1"), line("lost:turn0", "[[fail:synth.nan]]"), line("fast:turn2", speed=2)
+    ).job
     while not rig.ledger.job(job.id).state.final:
         rig.run_next()
     assert [one["custom_id"] for one in exported(rig, job.id, "openai-batch")] == ["chat:turn1"]
-    assert [one["custom_id"] for one in exported(rig, job.id, "openai-batch-errors")] == ["fast:turn2", "lost:turn0"]
+    assert [one["custom_id"] for one in exported(rig, job.id, "openai-batch-errors")] == [
+        "fast:turn2",
+        "lost:turn0",
+    ]
 
 
 def test_what_a_line_says_reaches_the_engine(rig: Rig) -> None:
     result = submitted(
-        rig, line("a", " Good.", voice="sine", instructions="Calm."), line("b", instructions="", voice=""), line("c", voice=None)
+        rig,
+        line("a", " Good.", voice="sine", instructions="Calm."),
+        line("b", instructions="", voice=""),
+        line("c", voice=None),
     )
     ((key, sha256),) = rig.ledger.shard_inputs(result.job.id).values()
     lines = read_shard(rig.store, key, sha256)
-    assert [(one.example_id, one.messages[0].content) for one in lines] == [("a", " Good."), ("b", "Good evening."), ("c", "Good evening.")]
-    assert [one.generation for one in lines] == [Generation(voice="sine", instruct="Calm."), Generation(), Generation()]
+    assert [(one.example_id, one.messages[0].content) for one in lines] == [
+        ("a", " Good."),
+        ("b", "Good evening."),
+        ("c", "Good evening."),
+    ]
+    assert [one.generation for one in lines] == [
+        Generation(voice="sine", instruct="Calm."),
+        Generation(),
+        Generation(),
+    ]
 
 
 REFUSED: list[tuple[dict[str, Any] | bytes, ErrorCode, str | None, str]] = [
@@ -97,13 +132,23 @@ REFUSED: list[tuple[dict[str, Any] | bytes, ErrorCode, str | None, str]] = [
     (line("id", ""), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),
     (line("id", " \u200b"), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),
     (line("id", 7), ErrorCode.INPUT_BAD_LINE, "id", "input"),
-    ({"custom_id": "id", "method": "POST", "url": "/v1/audio/speech"}, ErrorCode.INPUT_BAD_LINE, "id", "body"),
+    (
+        {"custom_id": "id", "method": "POST", "url": "/v1/audio/speech"},
+        ErrorCode.INPUT_BAD_LINE,
+        "id",
+        "body",
+    ),
     (line(7), ErrorCode.INPUT_BAD_LINE, None, "custom_id"),
     (line(""), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` is empty"),
     (line("x" * 1001), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` is longer"),
     (line("nul\0"), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` holds a NUL"),
     (line("good"), ErrorCode.INPUT_DUPLICATE_ID, "good", "custom_id 'good'"),
-    ({"example_id": "id", "messages": [["user", "text", "a"]]}, ErrorCode.INPUT_UNSUPPORTED, None, "example_id"),
+    (
+        {"example_id": "id", "messages": [["user", "text", "a"]]},
+        ErrorCode.INPUT_UNSUPPORTED,
+        None,
+        "example_id",
+    ),
     (b"[" * 10_000, ErrorCode.INPUT_BAD_LINE, None, "object"),
     (b'{"custom_id": ' + b"[" * 10_000, ErrorCode.INPUT_BAD_LINE, None, "custom_id"),
     (b'{"custom_id": "\xff"}', ErrorCode.INPUT_BAD_JSON, None, "JSON"),
@@ -120,7 +165,9 @@ def test_what_cannot_be_honoured_is_a_refused_line(
     assert found == RejectedLine(2, code, found.message, example_id)
     assert words in found.message
     if "example_id" not in words:
-        assert not [word for word in ("example_id", "messages", "dialogue", "generation") if word in found.message]
+        assert not [
+            word for word in ("example_id", "messages", "dialogue", "generation") if word in found.message
+        ]
 
 
 def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +176,9 @@ def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.Mo
     result = submitted(rig, line("a"), line("b"), line("a", "again"))
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert (found.line, "custom_id 'a'" in found.message) == (3, True)
-    (estimated,) = dry_run(rig.settings, rig.store, str(rig.folder / "batch.jsonl"), JobSpec(model="fake"), "openai-batch").rejected_lines
+    (estimated,) = dry_run(
+        rig.settings, rig.store, str(rig.folder / "batch.jsonl"), JobSpec(model="fake"), "openai-batch"
+    ).rejected_lines
     assert estimated == found
 
 
@@ -142,7 +191,9 @@ def test_instructions_that_a_model_cannot_follow() -> None:
 
 
 def test_the_encoding_of_the_job_is_what_lines_may_ask_for(rig: Rig) -> None:
-    result = submitted(rig, line("a", response_format="flac"), line("b", response_format="wav"), line("c"), format="flac")
+    result = submitted(
+        rig, line("a", response_format="flac"), line("b", response_format="wav"), line("c"), format="flac"
+    )
     assert (result.items, result.rejected) == (2, 1)
 
 
@@ -168,7 +219,10 @@ def test_the_format_is_part_of_what_a_job_is(rig: Rig) -> None:
 def test_a_dry_run_counts_as_a_submit_does(rig: Rig) -> None:
     path = write(rig, line("a"), line("a"), line("b", speed=3))
     estimate = dry_run(rig.settings, rig.store, str(path), JobSpec(model="fake"), "openai-batch")
-    assert (estimate.items, estimate.rejected) == (1, {ErrorCode.INPUT_UNSUPPORTED: 1, ErrorCode.INPUT_DUPLICATE_ID: 1})
+    assert (estimate.items, estimate.rejected) == (
+        1,
+        {ErrorCode.INPUT_UNSUPPORTED: 1, ErrorCode.INPUT_DUPLICATE_ID: 1},
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,13 +234,17 @@ def test_a_dry_run_counts_as_a_submit_does(rig: Rig) -> None:
         ("--format openai-batch", 2),
     ],
 )
-def test_the_command_line_takes_an_encoding_and_an_input_format(tmp_path: Path, options: str, code: int) -> None:
+def test_the_command_line_takes_an_encoding_and_an_input_format(
+    tmp_path: Path, options: str, code: int
+) -> None:
     request = line("a", response_format="wav")
     request["body"]["model"] = "hibari"
     (tmp_path / "in.jsonl").write_text(json.dumps(request) + "\n")
     command = [sys.executable, "-m", "jobs", "submit", "in.jsonl", "--dry-run", "--json", *options.split()]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == code, done.stderr
     if code == 0:
         assert json.loads(done.stdout)["items"] == 1

@@ -30,7 +30,10 @@ from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import S3
 
 IDS = ["b", "a", "a b", "fails", "Ünder", "../x\n", "a" * 300, "last"]
-LINES = [{"example_id": example_id, "messages": [["user", "text", f"Text number {n}."]]} for n, example_id in enumerate(IDS)]
+LINES = [
+    {"example_id": example_id, "messages": [["user", "text", f"Text number {n}."]]}
+    for n, example_id in enumerate(IDS)
+]
 PACKED = JobSpec("hibari", pack=True)
 
 
@@ -58,7 +61,9 @@ def faults(packed: Finished, *, deep: bool = False) -> list[tuple[str | None, Fa
 
 def replace_pack(packed: Finished, index: int, change: bytes | None) -> str:
     """Puts other bytes in the place of the pack of an item, or nothing; its key."""
-    pack = next(row.artifact.pack for row in packed.ledger.items(packed.job_id) if row.index == index and row.artifact)
+    pack = next(
+        row.artifact.pack for row in packed.ledger.items(packed.job_id) if row.index == index and row.artifact
+    )
     assert pack is not None
     packed.store.delete(pack)
     if change is not None:
@@ -68,7 +73,9 @@ def replace_pack(packed: Finished, index: int, change: bytes | None) -> str:
 
 def pack_of(packed: Finished, index: int) -> tuple[bytes, Expected]:
     """The pack of an item, and what the ledger says of the item."""
-    expected = next(one for one in expected_objects(packed.ledger, packed.job_id, ("audio",)) if one.index == index)
+    expected = next(
+        one for one in expected_objects(packed.ledger, packed.job_id, ("audio",)) if one.index == index
+    )
     return packed.store.get(expected.object_key), expected
 
 
@@ -113,7 +120,11 @@ def test_listings_find_packs_that_are_gone_or_too_short(packed: Finished) -> Non
     replace_pack(packed, 1, data[: expected.end - 1])
     replace_pack(packed, 7, None)
     found = listed_faults(packed.store, expected_objects(packed.ledger, packed.job_id))
-    assert [(lost.index, fault) for lost, fault in found] == [(1, Fault.CHANGED), (6, Fault.MISSING), (7, Fault.MISSING)]
+    assert [(lost.index, fault) for lost, fault in found] == [
+        (1, Fault.CHANGED),
+        (6, Fault.MISSING),
+        (7, Fault.MISSING),
+    ]
     with pytest.raises(StoreError) as refused:
         export(packed.ledger, packed.store, packed.job_id, "webdataset", str(packed.folder / "out"))
     assert refused.value.code is ErrorCode.STORE_MISSING
@@ -144,7 +155,9 @@ def test_what_is_made_again_leaves_its_pack(tmp_path: Path, store: ObjectStore) 
         assert rows[0] is not None
         assert rows[0].pack is not None
         assert faults(packed) == []
-        assert [item.match for item in reproduce(packed.ledger, store, job, pipeline, 3)].count(Match.SAME) == 1
+        assert [item.match for item in reproduce(packed.ledger, store, job, pipeline, 3)].count(
+            Match.SAME
+        ) == 1
         # What comes out as it was moves out of its pack all the same: the pack may be gone.
         execute(packed.ledger, "UPDATE artifacts SET pack = 'gone.tar', pack_offset = 0 WHERE idx = 1")
         lost = [one for one in expected_objects(packed.ledger, job.id, ("audio",)) if one.index == 1]
@@ -184,13 +197,19 @@ def test_a_report_plays_what_is_in_packs(packed: Finished) -> None:
 
 
 def pack_in_place(finished: Finished) -> None:
-    """Moves the objects of a loose job into one pack; spec and hashes stay, so every export has to stay as it is."""
+    """Moves the objects of a loose job into one pack; spec and hashes stay, so every export has to stay as
+    it is."""
     builder = PackBuilder()
     artifacts = list(finished.ledger.artifact_facts(finished.job_id, "audio"))
     for one in artifacts:
         data = finished.store.get(one.key)
         offset = builder.add(one.key, data, sha256=one.sha256, index=one.index, example_id="")
-        execute(finished.ledger, "UPDATE artifacts SET pack_offset = :offset WHERE idx = :index", offset=offset, index=one.index)
+        execute(
+            finished.ledger,
+            "UPDATE artifacts SET pack_offset = :offset WHERE idx = :index",
+            offset=offset,
+            index=one.index,
+        )
         finished.store.delete(one.key)
     whole = builder.finish(pack_index_name(finished.job_id, 0, 1, 0))
     pack = pack_key(finished.job_id, 0, 1, 0, hashlib.sha256(whole).hexdigest())
@@ -212,7 +231,9 @@ def files_of(finished: Finished, format: str, to: Path) -> dict[str, bytes]:
         if format == "manifest" or name == "manifest.jsonl.gz":
             plain = gzip.decompress(data) if name.endswith(".gz") else data
             lines = [json.loads(line) for line in plain.splitlines()] if name != "provenance.json" else []
-            files[name] = repr([{key: value for key, value in line.items() if "pack" not in key} for line in lines]).encode()
+            files[name] = repr(
+                [{key: value for key, value in line.items() if "pack" not in key} for line in lines]
+            ).encode()
     return files
 
 
@@ -225,7 +246,10 @@ def test_every_format_is_the_same_from_packs(tmp_path: Path, format: str) -> Non
     pack_in_place(finished)
     assert not list((tmp_path / "store").rglob("*.wav"))
     packed = files_of(finished, format, tmp_path / "packed")
-    assert {name.replace("packed", "loose"): data.replace(b"/packed/", b"/loose/") for name, data in packed.items()} == loose
+    assert {
+        name.replace("packed", "loose"): data.replace(b"/packed/", b"/loose/")
+        for name, data in packed.items()
+    } == loose
     finished.ledger.close()
 
 

@@ -1,4 +1,5 @@
-"""The report in a real browser: opened from disk, by keyboard, in the dark, on a narrow screen, and with hostile texts."""
+"""The report in a real browser: opened from disk, by keyboard, in the dark, on a narrow screen, and with
+hostile texts."""
 
 from __future__ import annotations
 
@@ -13,13 +14,10 @@ from tests.support.report_kit import HOSTILE, open_desk
 
 TEXTS = [*["a" * (10 + 7 * n % 60) for n in range(46)], HOSTILE, "[[fail:synth.nan]]", "b" * 450]
 #: Lengths in the table of items, in the order of its rows.
-LENGTHS = (
-    "[...document.querySelectorAll('tr[data-rank]')].map(row => row.querySelectorAll('td')[4].dataset.value).filter(Boolean).map(Number)"
-)
-SORTED_BY = (
-    "[...document.querySelectorAll('th[aria-sort]')].filter(th => th.ariaSort !== 'none').map(th => [th.innerText.trim(), th.ariaSort])"
-)
-#: Luminance contrast after WCAG 2.2 of every element that has text of its own, against the nearest opaque ground.
+LENGTHS = "[...document.querySelectorAll('tr[data-rank]')].map(row => row.querySelectorAll('td')[4].dataset.value).filter(Boolean).map(Number)"
+SORTED_BY = "[...document.querySelectorAll('th[aria-sort]')].filter(th => th.ariaSort !== 'none').map(th => [th.innerText.trim(), th.ariaSort])"
+#: Luminance contrast after WCAG 2.2 of every element that has text of its own, against the nearest opaque
+#: ground.
 CONTRASTS = """
 (() => {
   const parse = text => text.match(/[\\d.]+/g).map(Number);
@@ -77,7 +75,12 @@ def browser() -> Iterator[Browser]:
 
 
 def complaints(browser: Browser) -> list[object]:
-    kinds = {"Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Page.javascriptDialogOpening"}
+    kinds = {
+        "Log.entryAdded",
+        "Runtime.exceptionThrown",
+        "Runtime.consoleAPICalled",
+        "Page.javascriptDialogOpening",
+    }
     return [event for event in browser.events if event[0] in kinds]
 
 
@@ -92,7 +95,11 @@ def test_it_opens_from_disk_without_a_complaint(browser: Browser, page: Path) ->
     assert browser.value("[...document.images].every(image => image.complete && image.naturalWidth > 1)")
     assert browser.value("window.hit") is None
     assert complaints(browser) == []
-    asked = [parameters["request"]["url"] for method, parameters in browser.events if method == "Network.requestWillBeSent"]
+    asked = [
+        parameters["request"]["url"]
+        for method, parameters in browser.events
+        if method == "Network.requestWillBeSent"
+    ]
     assert all(url.startswith(("data:", page.parent.as_uri())) for url in asked), asked
 
 
@@ -120,7 +127,9 @@ def test_it_is_used_by_keyboard(browser: Browser, page: Path) -> None:
     browser.open(page.as_uri())
     browser.press("Tab")
     assert browser.value("document.activeElement.className") == "skip"
-    assert browser.value("document.activeElement.getBoundingClientRect().left >= 0"), "the skip link is not seen when focused"
+    assert browser.value("document.activeElement.getBoundingClientRect().left >= 0"), (
+        "the skip link is not seen when focused"
+    )
     browser.press("Enter")
     assert browser.value("document.activeElement.id") == "items"
     for _ in range(20):
@@ -133,9 +142,14 @@ def test_it_is_used_by_keyboard(browser: Browser, page: Path) -> None:
     assert lengths != sorted(lengths)
     browser.press("Enter")
     assert (browser.value(SORTED_BY), browser.value(LENGTHS)) == ([["Length", "ascending"]], sorted(lengths))
-    assert browser.value("document.getElementById('items-sorted').textContent") == "Sorted by Length, ascending."
+    assert (
+        browser.value("document.getElementById('items-sorted').textContent") == "Sorted by Length, ascending."
+    )
     browser.press("Space")
-    assert (browser.value(SORTED_BY), browser.value(LENGTHS)) == ([["Length", "descending"]], sorted(lengths, reverse=True))
+    assert (browser.value(SORTED_BY), browser.value(LENGTHS)) == (
+        [["Length", "descending"]],
+        sorted(lengths, reverse=True),
+    )
     # An item without a length is last either way.
     assert browser.value("document.querySelector('tr[data-rank]:last-child').className") == "failed"
     assert browser.value("document.activeElement.innerText") == "Length"
@@ -144,12 +158,16 @@ def test_it_is_used_by_keyboard(browser: Browser, page: Path) -> None:
 def test_a_screen_reader_finds_names(browser: Browser, page: Path) -> None:
     browser.open(page.as_uri())
     nodes = [node for node in browser.call("Accessibility.getFullAXTree")["nodes"] if not node.get("ignored")]
-    named = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if "role" in node}
+    named = {
+        (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if "role" in node
+    }
     for role in ("image", "button", "table", "region", "columnheader", "rowheader", "heading"):
         names = [name for kind, name in named if kind == role]
         assert names, role
         assert role == "table" or all(name.strip() for name in names), role
-    assert any(name.startswith("Throughput") and "items a second" in name for kind, name in named if kind == "image")
+    assert any(
+        name.startswith("Throughput") and "items a second" in name for kind, name in named if kind == "image"
+    )
     assert any(name.startswith("Waveform and spectrogram of item") for kind, name in named if kind == "image")
 
 
@@ -159,9 +177,15 @@ def test_it_can_be_read_in_any_light_and_width(page: Path, width: int, dark: boo
         browser.open(page.as_uri())
         assert browser.value(CONTRASTS) == []
         # As a job of hours says it.
-        browser.value("document.querySelectorAll('figure td').forEach(cell => { cell.textContent = '123 min 45 s' })")
-        assert browser.value("document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
-        ground = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+        browser.value(
+            "document.querySelectorAll('figure td').forEach(cell => { cell.textContent = '123 min 45 s' })"
+        )
+        assert browser.value("document.documentElement.scrollWidth") <= width, (
+            "the page is wider than the screen"
+        )
+        ground = browser.value(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+        )
         assert (ground < 128) == dark
         browser.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000
@@ -178,9 +202,16 @@ def test_scores_behind_the_edge_are_reached_on_a_wide_screen(width: int, tmp_pat
         # The bar that moves it is on the screen, however many rows there are.
         assert browser.value(f"{table}.parentElement.getBoundingClientRect().bottom <= innerHeight")
         browser.value(f"{table}.parentElement.scrollTo({table}.offsetWidth, 300)")
-        for name, cell in (("the last score", "thead th:last-child button"), ("the item of a row", "tbody tr:nth-child(4) th")):
-            browser.value(f"window.cell = {table}.querySelector('{cell}'), window.at = cell.getBoundingClientRect()")
-            assert browser.value("cell.contains(document.elementFromPoint(at.x + at.width / 2, at.y + at.height / 2))"), name
+        for name, cell in (
+            ("the last score", "thead th:last-child button"),
+            ("the item of a row", "tbody tr:nth-child(4) th"),
+        ):
+            browser.value(
+                f"window.cell = {table}.querySelector('{cell}'), window.at = cell.getBoundingClientRect()"
+            )
+            assert browser.value(
+                "cell.contains(document.elementFromPoint(at.x + at.width / 2, at.y + at.height / 2))"
+            ), name
 
 
 @pytest.mark.parametrize("width", [320, 360, 600])
@@ -188,11 +219,15 @@ def test_nothing_has_to_be_moved_sideways_on_a_narrow_screen(page: Path, width: 
     with Browser(require_browser(), width=width) as browser:
         browser.open(page.as_uri())
         browser.value("document.querySelectorAll('details').forEach(details => { details.open = true })")
-        browser.value("document.querySelectorAll('figure td').forEach(cell => { cell.textContent = '123 min 45 s' })")
+        browser.value(
+            "document.querySelectorAll('figure td').forEach(cell => { cell.textContent = '123 min 45 s' })"
+        )
         assert browser.value(SIDEWAYS) == []
         assert browser.value(OUTSIDE) == []
         # Each cell says what it is, and the columns can still be sorted by.
         label = "getComputedStyle(document.querySelector('tr[data-rank] td.words'), '::before').content"
         assert browser.value(label) == '"Text"'
-        browser.value("[...document.querySelectorAll('th button')].find(button => button.innerText === 'Length').click()")
+        browser.value(
+            "[...document.querySelectorAll('th button')].find(button => button.innerText === 'Length').click()"
+        )
         assert browser.value(LENGTHS) == sorted(browser.value(LENGTHS))

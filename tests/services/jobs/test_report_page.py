@@ -81,7 +81,9 @@ def test_the_header_says_input_model_and_voice(desk: Desk) -> None:
         register_pipeline("fake", fake_card(), FakePipeline)
 
 
-def test_the_report_of_a_run_shows_as_many_items_as_the_command(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_run_shows_as_many_items_as_the_command(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from jobs import local_run
     from jobs.cli.run import Signals, _Events  # pyright: ignore[reportPrivateUsage]
 
@@ -89,7 +91,9 @@ def test_the_report_of_a_run_shows_as_many_items_as_the_command(desk: Desk, monk
     monkeypatch.setattr("jobs.report.default_place", lambda *_: desk.rig.folder / "run.html")
     status = desk.rig.ledger.status(job.id)
     with Progress(quiet=True) as progress:
-        assert local_run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, _Events(Signals(), progress))  # pyright: ignore[reportPrivateUsage]
+        assert local_run._report(
+            desk.rig.ledger, desk.rig.store, status, desk.rig.settings, _Events(Signals(), progress)
+        )  # pyright: ignore[reportPrivateUsage]
     assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
     option = next(option for option in report.params if option.name == "items")
     assert option.default == SHOWN_ITEMS == ReportOptions().items
@@ -99,7 +103,9 @@ def test_a_gap_before_a_retry_is_no_time_of_work(desk: Desk) -> None:
     job = desk.job([*TEXTS[:30], "[[fail_once:synth.no_eos]]"])
     execute(desk.rig.ledger, "UPDATE attempts SET started_at = started_at - 7200, ended_at = ended_at - 7200")
     execute(desk.rig.ledger, "UPDATE artifacts SET made_at = made_at - 7200")
-    execute(desk.rig.ledger, "UPDATE jobs SET started_at = started_at - 7200, finished_at = finished_at - 7200")
+    execute(
+        desk.rig.ledger, "UPDATE jobs SET started_at = started_at - 7200, finished_at = finished_at - 7200"
+    )
     assert desk.rig.ledger.retry(job.id, None) == 1
     desk.rig.run_next()
     document, _ = desk.report(job)
@@ -131,7 +137,10 @@ def test_the_worst_items_come_first(desk: Desk) -> None:
     states = [row.attributes["class"] for row in rows]
     assert states == ["failed"] * 3 + ["done"] * 9
     # Half of the failed ones' room is for each code.
-    assert {row.all("td", class_="result")[0].attributes["data-value"] for row in rows[:3]} == {"synth.nan", "synth.no_eos"}
+    assert {row.all("td", class_="result")[0].attributes["data-value"] for row in rows[:3]} == {
+        "synth.nan",
+        "synth.no_eos",
+    }
     # The long text of a few units more than its 500th has a pace of its own.
     assert any("pace" in row.all("td", class_="result")[0].whole_text() for row in rows[3:])
 
@@ -148,12 +157,18 @@ def test_scores_and_draws_of_the_checks_are_shown(desk: Desk) -> None:
 def test_hostile_texts_stay_texts(desk: Desk) -> None:
     document, _ = desk.report(desk.job([HOSTILE, HOSTILE + "[[fail:synth.nan]]"]))
     assert len(document.all("script")) == 1
-    assert not [image for image in document.all("img") if not image.attributes["src"].startswith("data:image/png;base64,")]
+    assert not [
+        image
+        for image in document.all("img")
+        if not image.attributes["src"].startswith("data:image/png;base64,")
+    ]
     texts = [cell.text for cell in document.all("td", class_="words")]
     assert any(text.startswith("</script></td></table><script>") and "{{ 7*7 }}" in text for text in texts)
     assert not any("\u202e" in text or "\x07" in text for text in texts)
     for element in document.all():
-        assert not [name for name in element.attributes if name.startswith("on") or name == "style"], element.name
+        assert not [name for name in element.attributes if name.startswith("on") or name == "style"], (
+            element.name
+        )
 
 
 def test_the_policy_allows_what_is_in_the_page_and_nothing_else(desk: Desk) -> None:
@@ -182,7 +197,10 @@ def test_the_page_is_open_to_keyboards_and_screen_readers(desk: Desk) -> None:
             assert element.attributes.keys() & {"aria-label", "aria-labelledby"}
     assert document.all("html")[0].attributes["lang"] == "en"
     assert document.all("title")[0].text
-    assert [int(heading.name[1]) for heading in document.all() if heading.name in ("h1", "h2", "h3")][:2] == [1, 2]
+    assert [int(heading.name[1]) for heading in document.all() if heading.name in ("h1", "h2", "h3")][:2] == [
+        1,
+        2,
+    ]
     skip = document.all("a", class_="skip")[0]
     assert skip.attributes["href"].removeprefix("#") in ids
     assert all("alt" in image.attributes for image in document.all("img"))
@@ -193,7 +211,10 @@ def test_the_page_is_open_to_keyboards_and_screen_readers(desk: Desk) -> None:
     sortable = [heading for heading in items.all("th") if heading.all("button")]
     assert {heading.attributes["aria-sort"] for heading in sortable} == {"ascending", "none"}
     assert all(heading.all("button", type="button") for heading in sortable)
-    assert all(len(row.all("td")) + len(row.all("th")) == len(items.all("th", scope="col")) for row in rows_of(document))
+    assert all(
+        len(row.all("td")) + len(row.all("th")) == len(items.all("th", scope="col"))
+        for row in rows_of(document)
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +297,9 @@ def test_a_job_that_waits_or_runs_has_a_report_too(desk: Desk) -> None:
 def test_the_eta_is_held_against_the_truth(desk: Desk) -> None:
     document, _ = desk.report(desk.job(TEXTS))
     captions = [caption.text.strip() for caption in document.all("figcaption")]
-    assert {"Throughput", "RTFx", "ETA against the truth", "ETA accuracy"} <= {text.split(" (")[0] for text in captions}
+    assert {"Throughput", "RTFx", "ETA against the truth", "ETA accuracy"} <= {
+        text.split(" (")[0] for text in captions
+    }
     assert len(document.all("polyline")) == 4
 
 
@@ -325,17 +348,24 @@ def test_a_ledger_on_postgresql_has_the_same_report(desk: Desk, postgres_url: st
     rig.runner = rig.runner_on(rig.ledger)
     on_postgresql, _ = desk.report(desk.job(MIXED, quality=PRESETS["basic"]))
     for document in (on_sqlite, on_postgresql):
-        assert {"Throughput", "ETA accuracy"} <= {caption.text.split(" (")[0].strip() for caption in document.all("figcaption")}
+        assert {"Throughput", "ETA accuracy"} <= {
+            caption.text.split(" (")[0].strip() for caption in document.all("figcaption")
+        }
     first, second = (
-        [row.all("td", class_="result")[0].whole_text().split() for row in rows_of(page)] for page in (on_sqlite, on_postgresql)
+        [row.all("td", class_="result")[0].whole_text().split() for row in rows_of(page)]
+        for page in (on_sqlite, on_postgresql)
     )
     assert first == second
 
 
-def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_it_into_the_home(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job = desk.job(TEXTS[:4])
-    done = CliRunner().invoke(cli, ["report", job.id[:12], "--home", str(tmp_path), "--price", "0.02", "--items", "3", "--json"])
+    done = CliRunner().invoke(
+        cli, ["report", job.id[:12], "--home", str(tmp_path), "--price", "0.02", "--items", "3", "--json"]
+    )
     assert done.exit_code == 0, done.output
     view = json.loads(done.stdout)
     place = tmp_path / "reports" / f"{job.id}.html"
@@ -348,7 +378,9 @@ def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeyp
         "measured": 4,
     }
     assert facts(read_page(place.read_text()))["Cost"] == "0.00"
-    assert CliRunner().invoke(cli, ["report", job.id, "--home", str(tmp_path), "--items", "501"]).exit_code == 2
+    assert (
+        CliRunner().invoke(cli, ["report", job.id, "--home", str(tmp_path), "--items", "501"]).exit_code == 2
+    )
 
 
 def test_signs_that_turn_text_round_are_shown_and_do_nothing(desk: Desk) -> None:
@@ -357,9 +389,16 @@ def test_signs_that_turn_text_round_are_shown_and_do_nothing(desk: Desk) -> None
     path = desk.rig.folder / "in.jsonl"
     ids = [f"{sign}example{number}" for number, sign in enumerate(signs)]
     texts = [f"good {sign} night" for sign in signs[:-1]] + ["[[fail:synth.nan]]" + signs]
-    path.write_text("".join(json.dumps({"example_id": one, "messages": [["user", "text", text]]}) + "\n" for one, text in zip(ids, texts)))
+    path.write_text(
+        "".join(
+            json.dumps({"example_id": one, "messages": [["user", "text", text]]}) + "\n"
+            for one, text in zip(ids, texts)
+        )
+    )
     options = SubmitOptions(name=name)
-    job = submit(desk.rig.settings, desk.rig.ledger, desk.rig.store, str(path), JobSpec(model="fake"), options=options).job
+    job = submit(
+        desk.rig.settings, desk.rig.ledger, desk.rig.store, str(path), JobSpec(model="fake"), options=options
+    ).job
     while not desk.rig.ledger.job(job.id).state.final:
         desk.rig.run_next()
     document, _ = desk.report(job)
@@ -376,5 +415,7 @@ def test_signs_that_turn_text_round_are_shown_and_do_nothing(desk: Desk) -> None
 def test_names_are_kept_apart_from_the_text_around_them(desk: Desk) -> None:
     document, _ = desk.report(desk.job([*TEXTS[:8], "[[silent]]"], quality=PRESETS["basic"]))
     (items,) = [table for table in document.all("table") if "data-sortable" in table.attributes]
-    assert {"silence", "ended"} <= {button.all("bdi")[0].text for button in items.all("button") if button.all("bdi")}
+    assert {"silence", "ended"} <= {
+        button.all("bdi")[0].text for button in items.all("button") if button.all("bdi")
+    }
     assert [one.text for one in document.all("header")[0].all("bdi")] == ["in.jsonl", "fake", "sine"]

@@ -1,4 +1,5 @@
-"""Which ends of jobs are reported, on SQLite and on PostgreSQL: each one, by one sender at a time, and again after a retry."""
+"""Which ends of jobs are reported, on SQLite and on PostgreSQL: each one, by one sender at a time, and
+again after a retry."""
 
 from __future__ import annotations
 
@@ -87,10 +88,15 @@ def test_a_time_of_a_wrong_clock_holds_nothing_up(ledger: Ledger) -> None:
     assert ledger.claim_end(end, SECONDS) == 1
 
 
-def test_the_end_of_a_run_is_reported_before_it_returns_and_a_hook_that_fails_is_asked_again(shell: Shell) -> None:
+def test_the_end_of_a_run_is_reported_before_it_returns_and_a_hook_that_fails_is_asked_again(
+    shell: Shell,
+) -> None:
     write_input(shell.folder / "in.jsonl", 1)
     refused = shell.run("run", "in.jsonl", SPEECH_NOTIFY__COMMAND="false")
-    assert (refused.returncode, "was not reported: the command ended with status 1" in refused.stderr) == (0, True), refused.stderr
+    assert (refused.returncode, "was not reported: the command ended with status 1" in refused.stderr) == (
+        0,
+        True,
+    ), refused.stderr
     # The report of the job is there when its end is told.
     hook = "sh -c 'test -e out/reports/$NIGHTJAR_JOB.html && cat >> ends && echo >> ends'"
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""`nightjar run` as its users meet it: a real process, a real Valkey, a real worker; items made, made again, and those that fail."""
+"""`nightjar run` as its users meet it: a real process, a real Valkey, a real worker; items made, made
+again, and those that fail."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
         samples, rate = soundfile.read(shell.folder / "out" / str(row["key"]))
         assert (len(samples) * 1000 / rate, rate) == (pytest.approx(row["duration_ms"], abs=1), 24000)
     assert not list((shell.folder / "out/.nightjar").glob("broker.json"))
-    assert (Path(view["audio"]).is_dir(), Path(view["manifest"]).is_file(), view["text"]) == (True, True, None)
+    assert (Path(view["audio"]).is_dir(), Path(view["manifest"]).is_file(), view["text"]) == (
+        True,
+        True,
+        None,
+    )
     report = Path(view["report"])
     assert report == shell.folder / "out" / "reports" / f"{view['job']}.html"
     page = read_page(report.read_text())
@@ -37,17 +42,23 @@ def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
 def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 3)
     first = shell.run("run", "in.jsonl", "-q")
-    written = {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+    written = {
+        path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()
+    }
     second = shell.run("run", "in.jsonl", "-q")
     assert (first.returncode, second.returncode) == (0, 0), second.stderr
     assert first.stdout == second.stdout
     assert first.stderr == second.stderr == ""
-    assert written == {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+    assert written == {
+        path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()
+    }
 
 
 def test_lines_and_items_that_fail_end_with_1_and_are_listed(shell: Shell) -> None:
     good = write_input(shell.folder / "in.jsonl", 2).read_text()
-    (shell.folder / "in.jsonl").write_text(good + "not json\n" + good.splitlines()[0] + "\n" + '{"example_id": "e", "messages": []}\n')
+    (shell.folder / "in.jsonl").write_text(
+        good + "not json\n" + good.splitlines()[0] + "\n" + '{"example_id": "e", "messages": []}\n'
+    )
     run = shell.run("run", "in.jsonl", "--json")
     assert run.returncode == 1, run.stderr
     view = json.loads(run.stdout)
@@ -70,7 +81,11 @@ def test_abort_on_a_bad_line_leaves_nothing(shell: Shell) -> None:
 def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 4)
     job = shell.run("run", "in.jsonl", "-q").stdout.strip()
-    made = {path: path.read_bytes() for path in (shell.folder / "out" / "jobs" / job).rglob("*") if path.suffix in (".wav", ".zst")}
+    made = {
+        path: path.read_bytes()
+        for path in (shell.folder / "out" / "jobs" / job).rglob("*")
+        if path.suffix in (".wav", ".zst")
+    }
     gone, empty, *_ = sorted(path for path in made if path.suffix == ".wav")
     (lines,) = (path for path in made if path.suffix == ".zst")
     gone.unlink()
@@ -79,7 +94,10 @@ def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
     refused = shell.run("export", job, "--format", "nemo", "--to", "x.jsonl")
     assert refused.returncode == 5
     assert "store.missing" in refused.stderr
-    assert f"missing {gone.relative_to(shell.folder / 'out')}, changed {empty.relative_to(shell.folder / 'out')}" in refused.stderr
+    assert (
+        f"missing {gone.relative_to(shell.folder / 'out')}, changed {empty.relative_to(shell.folder / 'out')}"
+        in refused.stderr
+    )
     assert f"nightjar verify {job} --repair" in refused.stderr
     again = shell.run("run", "in.jsonl", "--json")
     assert again.returncode == 0, again.stderr

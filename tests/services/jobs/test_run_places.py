@@ -1,4 +1,5 @@
-"""Where `nightjar run` writes and reads: its folder, a store, a bucket, a folder that was moved, and nowhere else."""
+"""Where `nightjar run` writes and reads: its folder, a store, a bucket, a folder that was moved, and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_example_ids_cannot_leave_the_folder(shell: Shell) -> None:
         "CON",
         "\x1b[31m",
     ]
-    lines = [json.dumps({"example_id": example_id, "messages": [["user", "text", "Hello there."]]}) for example_id in ids]
+    lines = [
+        json.dumps({"example_id": example_id, "messages": [["user", "text", "Hello there."]]})
+        for example_id in ids
+    ]
     (shell.folder / "in.jsonl").write_text("\n".join(lines))
     run = shell.run("run", "in.jsonl", "--json")
     assert run.returncode in (0, 1), run.stderr
@@ -78,7 +82,9 @@ def test_a_run_into_a_bucket(shell: Shell, moto: MotoS3) -> None:
 
 def test_a_run_uses_the_store_that_is_set(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 2)
-    run = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store", SPEECH_BROKER_URL="redis://127.0.0.1:9/0")
+    run = shell.run(
+        "run", "in.jsonl", "--json", SPEECH_STORE_URL="the store", SPEECH_BROKER_URL="redis://127.0.0.1:9/0"
+    )
     assert run.returncode == 0, run.stderr
     view = json.loads(run.stdout)
     assert "set by store_url (environment)" in run.stderr
@@ -121,7 +127,8 @@ def test_a_ledger_elsewhere_is_refused_before_anything_is_written(shell: Shell, 
 
 
 def test_a_run_writes_only_where_it_says(shell: Shell, tmp_path: Path) -> None:
-    """An empty home of the user: nothing but the pointer to the job is left there, and nothing in the folder of temporary files."""
+    """An empty home of the user: nothing but the pointer to the job is left there, and nothing in the
+    folder of temporary files."""
     write_input(shell.folder / "in.jsonl", 2)
     user, temporary = tmp_path / "user", tmp_path / "temporary"
     user.mkdir()
@@ -219,7 +226,11 @@ def test_a_folder_that_another_store_was_copied_over_is_refused(shell: Shell) ->
     own = file.read_text()
     file.write_text("7" * 32)
     refused = shell.run("run", "in.jsonl")
-    assert (refused.returncode, "store.unreachable" in refused.stderr, own in refused.stderr) == (5, True, True), refused.stderr
+    assert (refused.returncode, "store.unreachable" in refused.stderr, own in refused.stderr) == (
+        5,
+        True,
+        True,
+    ), refused.stderr
     file.write_text(own)
     assert shell.run("run", "in.jsonl").returncode == 0
 

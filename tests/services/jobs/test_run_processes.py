@@ -1,4 +1,5 @@
-"""The processes of `nightjar run`: ended in every way, unable to start, several at once on GPUs, and nothing left behind."""
+"""The processes of `nightjar run`: ended in every way, unable to start, several at once on GPUs, and
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
         assert home._workers is not None
         (worker,) = home._workers.processes
         pipe = int(
-            dict(one.split(b"=", 1) for one in Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0") if one)[b"NIGHTJAR_START_PIPE"]
+            dict(
+                one.split(b"=", 1)
+                for one in Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
+                if one
+            )[b"NIGHTJAR_START_PIPE"]
         )
         until(lambda: ledger.worker_statuses() or blocked_on(worker.pid) == pipe, "the worker is not up")
         assert ledger.worker_statuses() == []
@@ -41,13 +46,18 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
 
 
 def blocked_on(pid: int) -> int | None:
-    """The file that the main thread of a process waits to read, write or poll; None where it does something else."""
+    """The file that the main thread of a process waits to read, write or poll; None where it does
+    something else."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
     return int(words[1], 16) if len(words) > 2 else None
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(slow: Shell, number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(
+    slow: Shell, number: signal.Signals, status: int
+) -> None:
     total = 60
     write_input(slow.folder / "in.jsonl", total)
     slow.hold("line-0")
@@ -133,9 +143,17 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
         taken.listen()
         port = taken.getsockname()[1]
         run = slow.start(*SLOW, "--gpu", "0,1", **gpus, SPEECH_WORKER__METRICS_PORT=str(port - 1))
-        until(lambda: log.exists() and log.read_text().count("cannot be served") == FAILED_STARTS, "the worker started", 100)
+        until(
+            lambda: log.exists() and log.read_text().count("cannot be served") == FAILED_STARTS,
+            "the worker started",
+            100,
+        )
         running = slow.folder / "out/.nightjar/worker.json"
-        until(lambda: len(json.loads(running.read_text())["pids"]) == 1, "the end of the worker was not seen", 100)
+        until(
+            lambda: len(json.loads(running.read_text())["pids"]) == 1,
+            "the end of the worker was not seen",
+            100,
+        )
         slow.let_go()
         _, said = run.communicate(timeout=100)
     assert run.returncode == 0, said
@@ -148,11 +166,24 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
 def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 3)
     model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
-    run = shell.run("run", "in.jsonl", "--model", model, SPEECH_ENGINE__SLOTS="3", SPEECH_ENGINE__EXECUTOR="graph", CUDA_VISIBLE_DEVICES="")
+    run = shell.run(
+        "run",
+        "in.jsonl",
+        "--model",
+        model,
+        SPEECH_ENGINE__SLOTS="3",
+        SPEECH_ENGINE__EXECUTOR="graph",
+        CUDA_VISIBLE_DEVICES="",
+    )
     assert run.returncode == 4, run.stderr
-    assert "Error config.invalid: The graph executor needs a CUDA device.\nSet SPEECH_ENGINE__EXECUTOR to eager, or unset it." in run.stderr
+    assert (
+        "Error config.invalid: The graph executor needs a CUDA device.\nSet SPEECH_ENGINE__EXECUTOR to eager, or unset it."
+        in run.stderr
+    )
     assert "give the same command again to continue" in run.stderr
-    assert (shell.folder / "out/.nightjar/worker.log").read_text().count("worker up") == 1, "another start would end in the same way"
+    assert (shell.folder / "out/.nightjar/worker.log").read_text().count("worker up") == 1, (
+        "another start would end in the same way"
+    )
     assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
 
 
@@ -189,7 +220,9 @@ def test_a_run_on_one_of_several_gpus_says_how_to_use_all(shell: Shell, visible:
     both = {"CUDA_VISIBLE_DEVICES": visible, "SPEECH_VLLM__TENSOR_PARALLEL": "2"}
     spark = str(Path(__file__).parents[2] / "golden/spark/checkpoint")
     alone = shell.run("run", "in.jsonl", "--model", spark, "--dry-run", **both)
-    assert ("uses one of 2 GPUs" in alone.stderr) is says, "the native engine takes one, whatever vLLM would take"
+    assert ("uses one of 2 GPUs" in alone.stderr) is says, (
+        "the native engine takes one, whatever vLLM would take"
+    )
     shared = shell.run("run", "in.jsonl", "--model", spark, "--dry-run", SPEECH_ENGINE__KIND="vllm", **both)
     assert shared.returncode == 0, shared.stderr
     assert "GPUs" not in shared.stderr
@@ -225,7 +258,8 @@ def test_ctrl_c_at_any_time_leaves_nothing(slow: Shell) -> None:
         time.sleep(chooser.uniform(0.02, 4.0))
         run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=240)
-        # Before any line of ours runs, Python itself ends by the signal, or with 1 while it imports `site`; both with a traceback.
+        # Before any line of ours runs, Python itself ends by the signal, or with 1 while it imports `site`;
+        # both with a traceback.
         assert run.returncode in (130, -2) or "init_import_site" in said, said
         assert "Traceback" not in said or run.returncode != 130, said
         until(lambda: not slow.processes(), "processes are left")

@@ -30,7 +30,10 @@ def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bu
         ),
     )
     settings = with_times(settings, shard_items=7)
-    lines = [json.dumps({"example_id": str(n), "messages": [["user", "text", "hello"]]}).encode() + b"\n" for n in range(100)]
+    lines = [
+        json.dumps({"example_id": str(n), "messages": [["user", "text", "hello"]]}).encode() + b"\n"
+        for n in range(100)
+    ]
     s3.client().put_object(Bucket=bucket, Key="in/.odd name//x.jsonl.gz", Body=gzip.compress(b"".join(lines)))
     ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")
     ledger.migrate()
@@ -38,9 +41,15 @@ def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bu
 
     result = submit(settings, ledger, store, f"s3://{bucket}/in/.odd name//x.jsonl.gz", JobSpec("hibari"))
     assert (result.items, result.job.total_shards) == (100, 15)
-    payload = [line for _, (key, sha) in sorted(ledger.shard_inputs(result.job.id).items()) for line in read_shard(store, key, sha)]
+    payload = [
+        line
+        for _, (key, sha) in sorted(ledger.shard_inputs(result.job.id).items())
+        for line in read_shard(store, key, sha)
+    ]
     assert [(line.index, line.example_id) for line in payload] == [(n, str(n)) for n in range(100)]
-    assert not submit(settings, ledger, store, f"s3://{bucket}/in/.odd name//x.jsonl.gz", JobSpec("hibari")).created
+    assert not submit(
+        settings, ledger, store, f"s3://{bucket}/in/.odd name//x.jsonl.gz", JobSpec("hibari")
+    ).created
     with pytest.raises(InputError) as caught:
         submit(settings, ledger, store, f"s3://{bucket}/missing", JobSpec("hibari"))
     assert caught.value.code is ErrorCode.INPUT_UNREADABLE

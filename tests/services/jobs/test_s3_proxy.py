@@ -1,4 +1,5 @@
-"""The proxy of the soak's S3 server: it passes on what it gets, forgets for a while, and flips one bit of one answer."""
+"""The proxy of the soak's S3 server: it passes on what it gets, forgets for a while, and flips one bit of
+one answer."""
 
 from __future__ import annotations
 
@@ -27,13 +28,20 @@ def proxy(s3: S3) -> Iterator[S3Proxy]:
 
 @pytest.fixture
 def client(proxy: S3Proxy, s3: S3) -> Any:
-    keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key, "region_name": s3.region}
+    keys = {
+        "aws_access_key_id": s3.access_key,
+        "aws_secret_access_key": s3.secret_key,
+        "region_name": s3.region,
+    }
     return boto3.client("s3", endpoint_url=proxy.endpoint, config=Config(retries={"max_attempts": 1}), **keys)
 
 
 def test_a_store_behind_the_proxy_is_as_it_is_without(proxy: S3Proxy, s3: S3, bucket: str) -> None:
     settings = S3Settings(
-        endpoint_url=proxy.endpoint, access_key_id=s3.access_key, secret_access_key=SecretStr(s3.secret_key), region=s3.region
+        endpoint_url=proxy.endpoint,
+        access_key_id=s3.access_key,
+        secret_access_key=SecretStr(s3.secret_key),
+        region=s3.region,
     )
     store = open_store(f"s3://{bucket}", settings)
     store.check()
@@ -51,7 +59,9 @@ def test_a_store_behind_the_proxy_is_as_it_is_without(proxy: S3Proxy, s3: S3, bu
 
 
 @pytest.mark.parametrize("code", ["NoSuchKey", "NoSuchBucket"])
-def test_every_request_is_answered_with_404_while_the_server_is_forgotten(proxy: S3Proxy, client: Any, bucket: str, code: str) -> None:
+def test_every_request_is_answered_with_404_while_the_server_is_forgotten(
+    proxy: S3Proxy, client: Any, bucket: str, code: str
+) -> None:
     client.put_object(Bucket=bucket, Key=KEY, Body=b"content")
     calls: dict[str, Callable[[], Any]] = {
         "get": lambda: client.get_object(Bucket=bucket, Key=KEY),

@@ -1,4 +1,5 @@
-"""The S3 store against real servers: write-once, checksums, metadata, streams, and closed codes for what goes wrong."""
+"""The S3 store against real servers: write-once, checksums, metadata, streams, and closed codes for what
+goes wrong."""
 
 from __future__ import annotations
 
@@ -70,7 +71,14 @@ def test_a_job_is_deleted_by_requests_for_many_objects(
 def test_a_range_is_the_bytes_that_are_there(store: S3Store) -> None:
     store.put("a/pack.tar", b"0123456789")
     asked = [(0, 10), (3, 4), (8, 4), (10, 1), (20, 5), (4, 0)]
-    assert [store.get_range("a/pack.tar", *one) for one in asked] == [b"0123456789", b"3456", b"89", b"", b"", b""]
+    assert [store.get_range("a/pack.tar", *one) for one in asked] == [
+        b"0123456789",
+        b"3456",
+        b"89",
+        b"",
+        b"",
+        b"",
+    ]
     with pytest.raises(StoreError) as caught:
         store.get_range("a/none.tar", 0, 1)
     assert caught.value.code is ErrorCode.STORE_MISSING
@@ -118,7 +126,12 @@ def test_listing_crosses_pages(store: S3Store, s3: S3) -> None:
     names = [f"x/{number:05d}" for number in range(1100)]
     client = s3.client()
     with ThreadPoolExecutor(8) as putters:
-        list(putters.map(lambda name: client.put_object(Bucket=store.bucket, Key=store.prefix + name, Body=b"12"), names))
+        list(
+            putters.map(
+                lambda name: client.put_object(Bucket=store.bucket, Key=store.prefix + name, Body=b"12"),
+                names,
+            )
+        )
     store.put("y", b"1")
     listed = list(store.list("x/"))
     assert [info.key for info in listed] == names
@@ -170,6 +183,8 @@ def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent, pytest.raises(StoreError) as caught:
         # Taken, so that nobody else does, but not listened at.
         silent.bind(("127.0.0.1", 0))
-        open_store("s3://bucket", Access(f"http://127.0.0.1:{silent.getsockname()[1]}", "secret")).put("x", b"1")
+        open_store("s3://bucket", Access(f"http://127.0.0.1:{silent.getsockname()[1]}", "secret")).put(
+            "x", b"1"
+        )
     assert caught.value.code is ErrorCode.STORE_UNREACHABLE
     assert caught.value.code.retryable

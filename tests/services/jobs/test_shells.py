@@ -1,4 +1,5 @@
-"""The command in the shells that people use: `jobs` is a builtin there, so `nightjar` is the name, and completion brings ours back."""
+"""The command in the shells that people use: `jobs` is a builtin there, so `nightjar` is the name, and
+completion brings ours back."""
 
 from __future__ import annotations
 
@@ -41,14 +42,24 @@ def needs(shell: str) -> None:
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SPEECH_", "FPATH"))}
-    home = {"HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+    home = {
+        "HOME": str(folder),
+        "XDG_STATE_HOME": str(folder / "state"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+    }
     return clean | home | {"PATH": f"{BIN}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "> "} | more
 
 
 def run(shell: str, script: str, folder: Path, **more: str) -> str:
     needs(shell)
     done = subprocess.run(
-        [*SCRIPT[shell], script], cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=240, check=False
+        [*SCRIPT[shell], script],
+        cwd=folder,
+        env=environment(folder, **more),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -88,7 +99,10 @@ def test_jobs_without_is_the_builtin(shell: str, tmp_path: Path) -> None:
 
 def test_fish_completes_both_names(tmp_path: Path) -> None:
     said = run(
-        "fish", EVAL % "fish" + "complete -C 'nightjar verif'\ncomplete -C 'jobs verif'\ncomplete -C 'jobs export --form'\n", tmp_path
+        "fish",
+        EVAL % "fish"
+        + "complete -C 'nightjar verif'\ncomplete -C 'jobs verif'\ncomplete -C 'jobs export --form'\n",
+        tmp_path,
     )
     assert [line.partition("\t")[0] for line in said.splitlines()] == ["verify", "verify", "--format"]
 
@@ -154,7 +168,9 @@ def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("shell", list(PROMPT))
-def test_a_prompt_completes_files_models_voices_formats_and_jobs(shell: str, desk: tuple[Path, list[tuple[str, str]]]) -> None:
+def test_a_prompt_completes_files_models_voices_formats_and_jobs(
+    shell: str, desk: tuple[Path, list[tuple[str, str]]]
+) -> None:
     needs(shell)
     folder, cases = desk
     child, terminal = pty.fork()
@@ -173,19 +189,32 @@ def test_a_prompt_completes_files_models_voices_formats_and_jobs(shell: str, des
         os.close(terminal)
 
 
-def test_fish_completes_files_models_voices_formats_and_jobs(desk: tuple[Path, list[tuple[str, str]]]) -> None:
+def test_fish_completes_files_models_voices_formats_and_jobs(
+    desk: tuple[Path, list[tuple[str, str]]],
+) -> None:
     folder, cases = desk
-    said = run("fish", EVAL % "fish" + "".join(f"complete -C '{typed}'; echo end\n" for typed, _ in cases), folder)
-    answers = [[line.partition("\t")[0].rstrip("/") for line in part.splitlines() if line] for part in said.split("end\n")[:-1]]
+    said = run(
+        "fish", EVAL % "fish" + "".join(f"complete -C '{typed}'; echo end\n" for typed, _ in cases), folder
+    )
+    answers = [
+        [line.partition("\t")[0].rstrip("/") for line in part.splitlines() if line]
+        for part in said.split("end\n")[:-1]
+    ]
     assert answers == [[whole] for _, whole in cases]
 
 
 def test_a_completion_pays_for_no_library(desk: tuple[Path, list[tuple[str, str]]]) -> None:
     folder, cases = desk
     for typed, whole in cases:
-        asked = {"_NIGHTJAR_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        asked = {
+            "_NIGHTJAR_COMPLETE": "bash_complete",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(len(typed.split()) - 1),
+        }
         command = [sys.executable, "-c", IMPORTED]
-        said = subprocess.run(command, cwd=folder, env=environment(folder, **asked), capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            command, cwd=folder, env=environment(folder, **asked), capture_output=True, text=True, check=True
+        ).stdout
         *completed, costly = said.splitlines()
         assert completed in ([f"plain,{whole}"], [f"file,{typed.split()[-1]}"]), typed
         assert costly == "[]", typed
@@ -222,5 +251,8 @@ def identity(view: str) -> str:
 
 
 def test_a_program_calls_either_name() -> None:
-    said = [subprocess.run([BIN / name, "--version"], capture_output=True, text=True, check=True).stdout for name in ("nightjar", "jobs")]
+    said = [
+        subprocess.run([BIN / name, "--version"], capture_output=True, text=True, check=True).stdout
+        for name in ("nightjar", "jobs")
+    ]
     assert said[0] == said[1] != ""

@@ -1,4 +1,5 @@
-"""Jobs from Python: the same as those of the command line, item by item, gone on with after an interruption."""
+"""Jobs from Python: the same as those of the command line, item by item, gone on with after an
+interruption."""
 
 from __future__ import annotations
 
@@ -48,11 +49,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(shell: Shell, code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=shell.folder, env=shell.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=shell.folder,
+        env=shell.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def test_a_run_whose_folder_is_moved_writes_no_report_in_its_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_folder_is_moved_writes_no_report_in_its_place(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store is elsewhere, and tells nothing of it."""
     monkeypatch.setenv("SPEECH_STORE_URL", str(here / "store"))
     made = jobs.local_run._made
@@ -85,7 +93,9 @@ def test_a_job_gives_each_item_as_it_ends(here: Path, shell: Shell) -> None:
     # The command line shows the same job, and makes nothing again.
     status = shell.run("status", job.id, "--out", "out", "--json")
     assert json.loads(status.stdout)["items"]["done"] == job.status.items.done
-    assert [one.id for one in job.items(state="done")] == [one.id for one in nightjar.find_job(job.id, out="out").items(state="done")]
+    assert [one.id for one in job.items(state="done")] == [
+        one.id for one in nightjar.find_job(job.id, out="out").items(state="done")
+    ]
     assert len(list(job.items(limit=1))) == 1
     shorter, longer = sorted(items.values(), key=lambda one: one.seconds)
     where = f"loudness > -200 and not seconds <= {shorter.seconds!r}"
@@ -114,7 +124,9 @@ def test_datasets_cuts_and_a_report(here: Path) -> None:
     assert dataset["example_id"][:] == ["line-1", "line-2"]
     cuts = list(job.to_lhotse())
     assert [cut.supervisions[0].text for cut in cuts] == ["Good evening.", "Good night."]
-    assert [cut.load_audio().shape[1] / cut.sampling_rate for cut in cuts] == [item.seconds for item in job.items()]
+    assert [cut.load_audio().shape[1] / cut.sampling_rate for cut in cuts] == [
+        item.seconds for item in job.items()
+    ]
     report = job.report()
     assert report.path.read_text().startswith("<!doctype html>")
     assert report._repr_html_().startswith("<iframe")
@@ -162,7 +174,10 @@ def test_an_interrupted_program_leaves_nothing_and_the_same_call_goes_on(slow: S
 def test_a_program_that_does_not_wait_is_waited_for_and_one_that_fails_is_not(slow: Shell) -> None:
     write_input(slow.folder / "in.jsonl", 20)
     slow.hold("line-19")
-    failing = python(slow, "import nightjar\nnightjar.run('in.jsonl', out='out', model='slow', quiet=True)\nraise ValueError('mine')")
+    failing = python(
+        slow,
+        "import nightjar\nnightjar.run('in.jsonl', out='out', model='slow', quiet=True)\nraise ValueError('mine')",
+    )
     _, said = failing.communicate(timeout=240)
     assert (failing.returncode, "mine" in said) == (1, True)
     until(lambda: not slow.processes(), "processes are left")
@@ -178,7 +193,11 @@ def test_an_interrupt_in_a_notebook_stops_the_run(slow: Shell) -> None:
     """There the program goes on after Ctrl-C."""
     write_input(slow.folder / "in.jsonl", 60)
     slow.hold("line-0")
-    program = python(slow, SLOW.replace("for item", "try:\n  for item").replace("    print(item.id", "    print(item.id") + CAUGHT)
+    program = python(
+        slow,
+        SLOW.replace("for item", "try:\n  for item").replace("    print(item.id", "    print(item.id")
+        + CAUGHT,
+    )
     until(lambda: slow.done() >= 10, "no item was made")
     program.send_signal(signal.SIGINT)
     said, wrong = program.communicate(timeout=240)
@@ -205,7 +224,10 @@ def test_a_job_for_a_fleet(here: Path, valkey_url: str, monkeypatch: pytest.Monk
     for again in (nightjar.submit, nightjar.run):
         with pytest.raises(NightjarError, match="cancelled") as caught:
             again(["Good evening."], out="fleet", quiet=True, labels={"corpus": "evening"})
-        assert (caught.value.code, '`idempotency_key="KEY"`' in caught.value.advice) == (ErrorCode.LEDGER_CANCELLED, True)
+        assert (caught.value.code, '`idempotency_key="KEY"`' in caught.value.advice) == (
+            ErrorCode.LEDGER_CANCELLED,
+            True,
+        )
     assert nightjar.submit(["Good evening."], out="fleet", quiet=True, idempotency_key="again").id != job.id
     job.close()
 
@@ -248,7 +270,13 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text("\n".join(script))
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "cells.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("SHOWN") == 6

@@ -1,4 +1,5 @@
-"""What an attacker or a stuck model can take from a server: connections, descriptors, threads, its end, and a part for the whole."""
+"""What an attacker or a stuck model can take from a server: connections, descriptors, threads, its end,
+and a part for the whole."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SOON_SECONDS = 30.0
 
 
 class Voice(CalledPipeline):
-    """Speaks a short tone. In the text: `hold` blocks `submit` until `let_go`, `break` fails a stream in its middle, `stop` halts it."""
+    """Speaks a short tone. In the text: `hold` blocks `submit` until `let_go`, `break` fails a stream in
+    its middle, `stop` halts it."""
 
     name = "tone"
     sample_rate = 16_000
@@ -112,7 +114,8 @@ def connect(url: str) -> socket.socket:
 def request_bytes(text: str, path: str = SPEECH, **fields: Any) -> bytes:
     data = json.dumps({"model": "tone", "input": text, **fields}).encode()
     return (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
     )
 
 
@@ -185,7 +188,10 @@ class TestConnections:
                 assert b" 503 " in head.splitlines()[0]
                 assert json.loads(body)["error"]["code"] == "too_many_connections"
                 voice.let_go()
-                assert [answer_of(connection)[0].split()[1] for connection in (first, second)] == [b"200", b"200"]
+                assert [answer_of(connection)[0].split()[1] for connection in (first, second)] == [
+                    b"200",
+                    b"200",
+                ]
 
     def test_headers_that_do_not_come_in_time_end_the_connection(self, voice: Voice) -> None:
         with Running(voice, header_seconds=1.0) as server, ExitStack() as stack:
@@ -220,7 +226,9 @@ class TestConnections:
         assert 1 <= len(lines) <= 3, said[:2000]
         assert len(said.splitlines()) < 20, said[:2000]
 
-    def test_an_accept_that_is_tried_again_after_the_end_says_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_accept_that_is_tried_again_after_the_end_says_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """asyncio tries one that failed again after a second; the server may have stopped by then."""
 
         async def run() -> None:
@@ -243,7 +251,8 @@ class TestConnections:
             assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
 
 
-#: A server of `Voice` in a process of its own, for what would take its descriptors or its end from the tests' process.
+#: A server of `Voice` in a process of its own, for what would take its descriptors or its end from the tests'
+#: process.
 PROCESS = """
 import logging, sys
 from pipelines.serving.options import ServeOptions
@@ -260,7 +269,9 @@ server.run()
 
 
 @contextmanager
-def process(log: Path, options: str, descriptors: tuple[int, int] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    log: Path, options: str, descriptors: tuple[int, int] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-c", PROCESS.replace("OPTIONS", options)]
     if descriptors is not None:
         soft, hard = descriptors
@@ -270,7 +281,9 @@ def process(log: Path, options: str, descriptors: tuple[int, int] | None = None)
     try:
         assert running.stdout is not None
         url = running.stdout.readline().strip()
-        wait_until(lambda: httpx2.get(f"{url}/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code == 200)
+        wait_until(
+            lambda: httpx2.get(f"{url}/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code == 200
+        )
         yield running, url
     finally:
         running.kill()
@@ -303,7 +316,9 @@ class TestStuckModels:
                 assert (head.split()[1], json.loads(body)["error"]["code"]) == (b"503", "shutting_down")
         assert "Traceback" not in log.read_text()
 
-    def test_a_request_whose_client_leaves_while_the_pipeline_takes_it_gives_its_slot_back(self, voice: Voice) -> None:
+    def test_a_request_whose_client_leaves_while_the_pipeline_takes_it_gives_its_slot_back(
+        self, voice: Voice
+    ) -> None:
         with Running(voice) as server:
             with connect(server.url) as connection:
                 connection.sendall(request_bytes("hold"))
@@ -311,7 +326,9 @@ class TestStuckModels:
             voice.let_go()
             server.until_idle()
 
-    def test_a_model_that_does_not_close_is_left_behind(self, voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_model_that_does_not_close_is_left_behind(
+        self, voice: Voice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("pipelines.serving.model._CLOSE_SECONDS", 0.2)
         monkeypatch.setattr(voice, "close", lambda: voice.let_go_of(SOON_SECONDS))
         with Running(voice) as server:
@@ -322,9 +339,12 @@ class TestStuckModels:
 
 class TestReferences:
     @pytest.mark.parametrize(
-        ("seconds", "rate", "code"), [(60, 8_000, None), (61, 8_000, "input.too_long"), (1, 200_000, "input.audio_unreadable")]
+        ("seconds", "rate", "code"),
+        [(60, 8_000, None), (61, 8_000, "input.too_long"), (1, 200_000, "input.audio_unreadable")],
     )
-    def test_a_voice_to_clone_is_bounded_by_its_header(self, voice: Voice, seconds: int, rate: int, code: str | None) -> None:
+    def test_a_voice_to_clone_is_bounded_by_its_header(
+        self, voice: Voice, seconds: int, rate: int, code: str | None
+    ) -> None:
         with Running(voice) as server:
             answer = server.speak("Good morning.", reference_audio=b64(wav(seconds, rate)))
             assert answer.status_code == (200 if code is None else 400)
@@ -333,7 +353,15 @@ class TestReferences:
 
 class TestPaths:
     @pytest.mark.parametrize(
-        "path", [f"{SPEECH}%0a", "/v1/chat/completions%0A", f"{SPEECH}%0d", f"{SPEECH}%00", "/health%0a", f"{SPEECH}%0a%0a"]
+        "path",
+        [
+            f"{SPEECH}%0a",
+            "/v1/chat/completions%0A",
+            f"{SPEECH}%0d",
+            f"{SPEECH}%00",
+            "/health%0a",
+            f"{SPEECH}%0a%0a",
+        ],
     )
     def test_a_path_with_control_characters_is_unknown(self, voice: Voice, path: str) -> None:
         with Running(voice) as server:
@@ -350,7 +378,8 @@ class TestPaths:
 
 
 class TestBrokenStreams:
-    """A client can tell an answer that broke off from a whole one: its last chunk, which has no bytes, never comes."""
+    """A client can tell an answer that broke off from a whole one: its last chunk, which has no bytes,
+    never comes."""
 
     @pytest.mark.parametrize("text", ["break", "stop"])
     @pytest.mark.parametrize("kind", ["pcm", "wav", "flac"])
@@ -371,7 +400,9 @@ class TestBrokenStreams:
 
     def test_what_is_whole_is_terminated(self, voice: Voice) -> None:
         with Running(voice) as server, connect(server.url) as connection:
-            connection.sendall(request_bytes("All.", response_format="pcm").replace(b"Host:", b"Connection: close\r\nHost:"))
+            connection.sendall(
+                request_bytes("All.", response_format="pcm").replace(b"Host:", b"Connection: close\r\nHost:")
+            )
             _, body = answer_of(connection)
             assert body.endswith(b"0\r\n\r\n")
             assert len(server.speak("All.", response_format="pcm").content) == 2 * 2 * 1600
@@ -425,17 +456,35 @@ class TestOtherSites:
             assert asked.status_code == 200
 
     @pytest.mark.parametrize(
-        "kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded", "jsonx", "", None]
+        "kind",
+        [
+            "text/plain",
+            "text/plain; a=application/json",
+            "application/x-www-form-urlencoded",
+            "jsonx",
+            "",
+            None,
+        ],
     )
-    def test_routes_of_json_take_no_type_that_every_page_may_send(self, voice: Voice, kind: str | None) -> None:
+    def test_routes_of_json_take_no_type_that_every_page_may_send(
+        self, voice: Voice, kind: str | None
+    ) -> None:
         with Running(voice) as server:
             headers = {} if kind is None else {"content-type": kind}
             for path in (SPEECH, "/v1/chat/completions", "/tts/bytes", "/v1/audio/voices"):
-                refused = server.http.post(path, content=b'{"model": "tone", "input": "Hello.", "transcript": "Hello."}', headers=headers)
-                assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type"), path
+                refused = server.http.post(
+                    path,
+                    content=b'{"model": "tone", "input": "Hello.", "transcript": "Hello."}',
+                    headers=headers,
+                )
+                assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type"), (
+                    path
+                )
         assert voice.seen == []
 
-    @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json;a=b"])
+    @pytest.mark.parametrize(
+        "kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json;a=b"]
+    )
     def test_all_types_of_json_are_json(self, voice: Voice, kind: str) -> None:
         with Running(voice) as server:
             body = json.dumps({"model": "tone", "input": "Hello."}).encode()
@@ -460,13 +509,20 @@ class TestBodies:
             for text in ("", " ", 50_001 * "a"):
                 assert error_of(server.speak(text))["param"] == "input"
                 for path in ("/tts/bytes", "/tts/sse"):
-                    assert error_of(server.http.post(path, json={"transcript": text}))["param"] == "transcript"
+                    assert (
+                        error_of(server.http.post(path, json={"transcript": text}))["param"] == "transcript"
+                    )
             wav_events = {"transcript": "Hello.", "output_format": {"container": "wav"}}
-            assert error_of(server.http.post("/tts/sse", json=wav_events))["param"] == "output_format.container"
+            assert (
+                error_of(server.http.post("/tts/sse", json=wav_events))["param"] == "output_format.container"
+            )
             voice.let_go()
 
     def test_a_voice_is_added_in_a_slot(self, voice: Voice, tmp_path: Path) -> None:
-        with Running(voice, slots=1, waiting_room=0, voices_folder=tmp_path) as server, connect(server.url) as held:
+        with (
+            Running(voice, slots=1, waiting_room=0, voices_folder=tmp_path) as server,
+            connect(server.url) as held,
+        ):
             held.sendall(request_bytes("hold"))
             server.until(lambda: voice.held == 1)
             body = {"name": "anna", "recording": b64(wav(1))}

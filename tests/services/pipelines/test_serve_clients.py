@@ -1,4 +1,5 @@
-"""What clients of other servers send over HTTP: Cartesia's bytes, formats and voices of OpenAI, fields of vLLM-Omni, long texts."""
+"""What clients of other servers send over HTTP: Cartesia's bytes, formats and voices of OpenAI, fields of
+vLLM-Omni, long texts."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def server(voice: StreamVoice) -> Iterator[Running]:
 
 
 def bytes_of(server: Running, transcript: str = TEXT, **fields: Any) -> Any:
-    return server.http.post("/tts/bytes", json={"transcript": transcript, "model_id": "tone", **SEEDED, **fields})
+    return server.http.post(
+        "/tts/bytes", json={"transcript": transcript, "model_id": "tone", **SEEDED, **fields}
+    )
 
 
 def test_bytes_are_the_speech_of_the_websocket(server: Running) -> None:
@@ -68,19 +71,30 @@ OFFICIAL: dict[str, Any] = {
 
 
 def sse_of(server: Running, **fields: Any) -> list[dict[str, Any]]:
-    with server.http.stream("POST", "/tts/sse", json={**OFFICIAL, **SEEDED, **fields}, headers={"accept": "text/event-stream"}) as answer:
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream"), answer.read()
+    with server.http.stream(
+        "POST", "/tts/sse", json={**OFFICIAL, **SEEDED, **fields}, headers={"accept": "text/event-stream"}
+    ) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream"), (
+            answer.read()
+        )
         return list(events(answer.iter_lines()))
 
 
 def test_requests_of_cartesias_own_client_are_spoken(server: Running, voice: StreamVoice) -> None:
-    answer = server.http.post("/tts/bytes", json={**OFFICIAL, **SEEDED, "locale": "en-US"}, headers={"accept": "audio/wav"})
+    answer = server.http.post(
+        "/tts/bytes", json={**OFFICIAL, **SEEDED, "locale": "en-US"}, headers={"accept": "audio/wav"}
+    )
     assert answer.content == spoken(UNITS)
     *chunks, last = sse_of(server, voice={"id": "bob"}, context_id="c1", add_timestamps=None)
     assert b"".join(base64.b64decode(one["data"]) for one in chunks) == spoken(UNITS)
-    assert {(one["type"], one["done"], one["status_code"], one["context_id"]) for one in chunks} == {("chunk", False, 206, "c1")}
+    assert {(one["type"], one["done"], one["status_code"], one["context_id"]) for one in chunks} == {
+        ("chunk", False, 206, "c1")
+    }
     assert (last["type"], last["done"], last["context_id"]) == ("done", True, "c1")
-    assert {(request.generation.voice, request.generation.language) for request in voice.requests} == {("bob", "en-US"), ("bob", None)}
+    assert {(request.generation.voice, request.generation.language) for request in voice.requests} == {
+        ("bob", "en-US"),
+        ("bob", None),
+    }
     with talk(server.url) as client:
         client.say("a", **{**OFFICIAL, **SEEDED})
         assert client.hear("a") == spoken(UNITS)
@@ -89,7 +103,12 @@ def test_requests_of_cartesias_own_client_are_spoken(server: Running, voice: Str
 
 def test_events_end_with_an_error_where_the_speech_does(server: Running) -> None:
     first, last = (found := sse_of(server, transcript="I break."))[0], found[-1]
-    assert (first["type"], last["type"], last["status_code"], last["error_code"]) == ("chunk", "error", 503, "synth.engine")
+    assert (first["type"], last["type"], last["status_code"], last["error_code"]) == (
+        "chunk",
+        "error",
+        503,
+        "synth.engine",
+    )
     assert last["request_id"].startswith("req-")
 
 
@@ -98,7 +117,11 @@ def test_events_end_with_an_error_where_the_speech_does(server: Running) -> None
 def test_what_cartesia_has_and_we_do_not_is_refused_by_name(server: Running, route: str, name: str) -> None:
     for value in (True, "dict-1"):
         refused = server.http.post(route, json={**OFFICIAL, name: value})
-        assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (400, "input.unsupported", name)
+        assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (
+            400,
+            "input.unsupported",
+            name,
+        )
         assert f"`{name}`" in error_of(refused)["message"]
     assert server.http.post(route, json={**OFFICIAL, name: False}).status_code == 200
     wav_events = server.http.post("/tts/sse", json={**OFFICIAL, "output_format": {"container": "wav"}})
@@ -119,7 +142,9 @@ def test_voices_are_listed_in_cartesias_pages(server: Running) -> None:
     assert ([one["id"] for one in whole["data"]], whole["has_more"]) == (["ada", "bob"], False)
     first = server.http.get("/voices?limit=1").json()
     assert ([one["id"] for one in first["data"]], first["has_more"]) == (["ada"], True)
-    assert [one["id"] for one in server.http.get("/voices?limit=1&starting_after=ada").json()["data"]] == ["bob"]
+    assert [one["id"] for one in server.http.get("/voices?limit=1&starting_after=ada").json()["data"]] == [
+        "bob"
+    ]
     # The client asks for pages until one is empty.
     assert server.http.get("/voices?starting_after=bob").json() == {"data": [], "has_more": False}
     assert server.http.get("/voices/ada").json() == whole["data"][0]
@@ -162,7 +187,10 @@ def test_a_server_says_what_it_is_and_has_a_page_that_loads_nothing(server: Runn
 def test_a_form_to_no_route_is_answered_as_such_and_every_post_asks_for_json(server: Running) -> None:
     # Cartesia's own client clones a voice by a form.
     refused = server.http.post("/voices/clone", files={"clip": b"RIFF"}, data={"name": "anna"})
-    assert (refused.status_code, error_of(refused)["message"]) == (405, "There is no POST /voices/clone here. GET / lists the routes.")
+    assert (refused.status_code, error_of(refused)["message"]) == (
+        405,
+        "There is no POST /voices/clone here. GET / lists the routes.",
+    )
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {path for path in paths if "{" not in path} <= set(ROUTES)
     for path in (path for path, methods in paths.items() if "post" in methods):
@@ -182,7 +210,9 @@ def test_a_form_to_no_route_is_answered_as_such_and_every_post_asks_for_json(ser
         ({"output_format": {"container": "mp3"}}, 400, "invalid_value"),
     ],
 )
-def test_bytes_that_cannot_be_are_an_error(server: Running, fields: dict[str, Any], status: int, code: str) -> None:
+def test_bytes_that_cannot_be_are_an_error(
+    server: Running, fields: dict[str, Any], status: int, code: str
+) -> None:
     if fields.get("transcript") == "I break.":
         # Its first bytes are out: what can still be said is that the answer is not whole.
         with pytest.raises(Exception, match=r"peer closed|incomplete|disconnect"):
@@ -193,7 +223,9 @@ def test_bytes_that_cannot_be_are_an_error(server: Running, fields: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"[" * 100_000, '{"model": "café"}'.encode("latin-1"), gzip.compress(b"{}")], ids=["cut", "deep", "latin-1", "gzip"]
+    "body",
+    [b"{", b"[" * 100_000, '{"model": "café"}'.encode("latin-1"), gzip.compress(b"{}")],
+    ids=["cut", "deep", "latin-1", "gzip"],
 )
 @pytest.mark.parametrize("route", ["/tts/bytes", "/v1/audio/speech"])
 def test_what_is_not_json_is_an_error(server: Running, route: str, body: bytes) -> None:
@@ -202,7 +234,9 @@ def test_what_is_not_json_is_an_error(server: Running, route: str, body: bytes) 
 
 
 @pytest.mark.parametrize("kind", ["mp3", "flac"])
-def test_streams_are_compressed_beside_the_event_loop_and_in_order(server: Running, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_streams_are_compressed_beside_the_event_loop_and_in_order(
+    server: Running, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     threads: set[str] = set()
 
     class Watched:
@@ -230,7 +264,11 @@ def test_files_of_openai(server: Running, kind: Any, media: str) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         for stream in (False, True):
             answer = client.audio.speech.with_raw_response.create(
-                model="tone", voice="nova", input=TEXT, response_format=kind, extra_body={"seed": 7, "stream": stream}
+                model="tone",
+                voice="nova",
+                input=TEXT,
+                response_format=kind,
+                extra_body={"seed": 7, "stream": stream},
             )
             assert answer.headers["content-type"] == media
             found, rate = soundfile.read(io.BytesIO(answer.content), dtype="float32")
@@ -243,7 +281,9 @@ def test_files_of_openai(server: Running, kind: Any, media: str) -> None:
 def test_a_client_of_openai_that_names_no_format_gets_an_mp3(server: Running) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         for stream in (False, True):
-            answer = client.audio.speech.with_raw_response.create(model="tone", voice="nova", input=TEXT, extra_body={"stream": stream})
+            answer = client.audio.speech.with_raw_response.create(
+                model="tone", voice="nova", input=TEXT, extra_body={"stream": stream}
+            )
             assert answer.headers["content-type"] == "audio/mpeg"
             assert soundfile.info(io.BytesIO(answer.content)).format == "MP3"
 
@@ -251,7 +291,11 @@ def test_a_client_of_openai_that_names_no_format_gets_an_mp3(server: Running) ->
 def test_an_mp3_is_streamed_while_it_is_made(server: Running) -> None:
     view = {"model": "tone", "input": TEXT, "stream_format": "sse"}
     with server.http.stream("POST", "/v1/audio/speech", json=view) as answer:
-        deltas = [base64.b64decode(one["audio"]) for one in events(answer.iter_lines()) if one["type"] == "speech.audio.delta"]
+        deltas = [
+            base64.b64decode(one["audio"])
+            for one in events(answer.iter_lines())
+            if one["type"] == "speech.audio.delta"
+        ]
     assert len(deltas) > 2
     assert soundfile.info(io.BytesIO(b"".join(deltas))).format == "MP3"
 
@@ -259,26 +303,40 @@ def test_an_mp3_is_streamed_while_it_is_made(server: Running) -> None:
 def test_names_of_openai_are_voices_of_the_model(server: Running, voice: StreamVoice) -> None:
     for name in OPENAI_VOICES:
         assert server.speak("Hello.", voice=name).status_code == 200
-    assert [request.generation.voice for request in voice.requests] == [("ada", "bob")[number % 2] for number in range(len(OPENAI_VOICES))]
+    assert [request.generation.voice for request in voice.requests] == [
+        ("ada", "bob")[number % 2] for number in range(len(OPENAI_VOICES))
+    ]
     assert server.speak("Hello.", voice={"id": "bob"}).status_code == 200
     assert voice.requests[-1].generation.voice == "bob"
     assert error_of(server.speak("Hello.", voice="nobody"))["code"] == "input.unknown_voice"
 
 
 def test_fields_of_other_servers_are_taken_or_ignored() -> None:
-    others = {"task_type": "Base", "max_new_tokens": 2048, "non_streaming_mode": False, "x_vector_only_mode": False}
+    others = {
+        "task_type": "Base",
+        "max_new_tokens": 2048,
+        "non_streaming_mode": False,
+        "x_vector_only_mode": False,
+    }
     cloned = {"ref_audio": b64(wav(1.0)), "ref_text": "A sine."}
     voice = StreamVoice(cloning=True)
     with Running(voice) as server:
         known = server.speak("Hello.", **others, **cloned)
         assert (known.status_code, "x-ignored-fields" in known.headers) == (200, False)
-        assert (len(voice.requests[0].messages), voice.requests[0].generation.reference_text) == (2, "A sine.")
+        assert (len(voice.requests[0].messages), voice.requests[0].generation.reference_text) == (
+            2,
+            "A sine.",
+        )
         unknown = server.speak("Hello.", speeed=1, **{"x\r\ny: z": 2})
         assert (unknown.status_code, unknown.headers["x-ignored-fields"]) == (200, "speeed")
     with Running(StreamVoice(), strict=True) as server:
         assert server.speak("Hello.", **others).status_code == 200
         refused = server.speak("Hello.", speeed=1)
-        assert (refused.status_code, error_of(refused)["param"], error_of(refused)["code"]) == (400, "speeed", "unknown_field")
+        assert (refused.status_code, error_of(refused)["param"], error_of(refused)["code"]) == (
+            400,
+            "speeed",
+            "unknown_field",
+        )
         assert error_of(bytes_of(server, speeed=1))["code"] == "unknown_field"
         with talk(server.url) as client:
             client.say("a", "Hello.", speeed=1)
@@ -301,4 +359,7 @@ def test_events_end_with_the_usage(server: Running) -> None:
     with server.http.stream("POST", "/v1/audio/speech", json=view) as answer:
         found = list(events(answer.iter_lines()))
     assert b"".join(base64.b64decode(one["audio"]) for one in found[:-1]) == spoken(["Hello."])
-    assert found[-1] == {"type": "speech.audio.done", "usage": {"input_tokens": 6, "output_tokens": 0, "total_tokens": 6}}
+    assert found[-1] == {
+        "type": "speech.audio.done",
+        "usage": {"input_tokens": 6, "output_tokens": 0, "total_tokens": 6},
+    }

@@ -35,7 +35,12 @@ def pipeline() -> Iterator[DialoguePipeline]:
 
 
 def body(text: str, **fields: Any) -> dict[str, Any]:
-    return {"model": "dialogues", "messages": [{"role": "user", "content": text}], "vllm_xargs": AUDIO, **fields}
+    return {
+        "model": "dialogues",
+        "messages": [{"role": "user", "content": text}],
+        "vllm_xargs": AUDIO,
+        **fields,
+    }
 
 
 def raw_request(server: Running, view: dict[str, Any]) -> socket.socket:
@@ -43,13 +48,19 @@ def raw_request(server: Running, view: dict[str, Any]) -> socket.socket:
     data = json.dumps(view).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
-    connection.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    connection.sendall(
+        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     connection.sendall(b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return connection
 
 
 def in_thread(pool: ThreadPoolExecutor, server: Running, text: str, **fields: Any) -> Future[httpx2.Response]:
-    return pool.submit(lambda: httpx2.post(server.url + CHAT, json=body(text, **fields), timeout=PATIENCE_SECONDS, trust_env=False))
+    return pool.submit(
+        lambda: httpx2.post(
+            server.url + CHAT, json=body(text, **fields), timeout=PATIENCE_SECONDS, trust_env=False
+        )
+    )
 
 
 def test_a_full_queue_says_when_to_come_back_and_serves_in_order(pipeline: DialoguePipeline) -> None:
@@ -95,7 +106,10 @@ def test_a_client_that_hangs_up_frees_its_slot(pipeline: DialoguePipeline, strea
         for connection in (*running, waiting[0], waiting[2]):
             connection.close()
         server.until_idle()
-        assert server.metrics()[f"speech_http_requests_total{{route={CHAT},status={200 if stream else 499}}}"] >= 2
+        assert (
+            server.metrics()[f"speech_http_requests_total{{route={CHAT},status={200 if stream else 499}}}"]
+            >= 2
+        )
         assert server.chat({"role": "user", "content": "Next."}).status_code == 200
 
 
@@ -120,7 +134,10 @@ def test_time_is_bounded(pipeline: DialoguePipeline) -> None:
         late = server.http.post(CHAT, json=body(LONG))
         assert (late.status_code, error_of(late)["code"]) == (504, "synth.timeout")
         said: list[str] = []
-        with suppress(httpx2.TransportError), server.http.stream("POST", CHAT, json=body(LONG, stream=True)) as answer:
+        with (
+            suppress(httpx2.TransportError),
+            server.http.stream("POST", CHAT, json=body(LONG, stream=True)) as answer,
+        ):
             said += answer.iter_lines()
         assert not any("[DONE]" in line for line in said)
         server.until_idle()
@@ -131,7 +148,9 @@ def test_the_time_of_a_body_is_bounded(pipeline: DialoguePipeline) -> None:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as slow:
             slow.sendall(
-                b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"POST "
+                + CHAT.encode()
+                + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 1000\r\n\r\n{"
             )
             assert b"HTTP/1.1 408" in slow.recv(4000)
@@ -228,26 +247,47 @@ def test_the_end_waits_no_longer_than_it_was_told_to(pipeline: DialoguePipeline)
 
 
 def test_only_those_with_a_key_come_in(pipeline: DialoguePipeline, caplog: pytest.LogCaptureFixture) -> None:
-    with Running(pipeline, keys=("hunter2", "other-key")) as server, caplog.at_level(logging.DEBUG, logger="pipelines"):
+    with (
+        Running(pipeline, keys=("hunter2", "other-key")) as server,
+        caplog.at_level(logging.DEBUG, logger="pipelines"),
+    ):
         for path in ("/metrics", "/v1/models", "/openapi.json", "/nope"):
             assert server.http.get(path).status_code == 401, path
-        for header in ("", "Bearer", "Bearer hunter", "Bearer hunter22", "Basic hunter2", "hunter2", "Bearer \xff"):
-            answer = server.http.post(CHAT, json=body("x"), headers={"authorization": header.encode("latin-1")})
+        for header in (
+            "",
+            "Bearer",
+            "Bearer hunter",
+            "Bearer hunter22",
+            "Basic hunter2",
+            "hunter2",
+            "Bearer \xff",
+        ):
+            answer = server.http.post(
+                CHAT, json=body("x"), headers={"authorization": header.encode("latin-1")}
+            )
             assert (answer.status_code, error_of(answer)["type"]) == (401, "authentication_error"), header
         assert server.http.get("/health").status_code == 200
         assert (server.http.head("/health").status_code, server.http.head("/health").content) == (200, b"")
         for header in ("Bearer hunter2", "bearer other-key", "Bearer  hunter2"):
-            assert server.http.post(CHAT, json=body("x"), headers={"authorization": header}).status_code == 200, header
+            assert (
+                server.http.post(CHAT, json=body("x"), headers={"authorization": header}).status_code == 200
+            ), header
         assert len(pipeline.seen) == 3
     assert "hunter2" not in caplog.text
 
 
 async def storm(server: Running, connections: int, rounds: int) -> dict[str, int]:
-    """Many clients at once that ask for everything, wrong things too, and some of whom leave in the middle."""
+    """Many clients at once that ask for everything, wrong things too, and some of whom leave in the
+    middle."""
     dice = random.Random(5)
     heard = b64(wav(0.2))
     understanding = {**body("x"), "vllm_xargs": {}}
-    understanding["messages"] = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": heard, "format": "wav"}}]}]
+    understanding["messages"] = [
+        {
+            "role": "user",
+            "content": [{"type": "input_audio", "input_audio": {"data": heard, "format": "wav"}}],
+        }
+    ]
     kinds: list[dict[str, Any]] = [
         {**body("Text."), "vllm_xargs": {}},
         body("Audio. [[steps:20]]"),
@@ -276,7 +316,9 @@ async def storm(server: Running, connections: int, rounds: int) -> dict[str, int
             seen[outcome] = seen.get(outcome, 0) + 1
 
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False) as client:
+    async with httpx2.AsyncClient(
+        base_url=server.url, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False
+    ) as client:
         await asyncio.gather(*(one(client) for _ in range(connections)))
     return seen
 

@@ -32,17 +32,29 @@ PATIENT = {"SPEECH_SERVE__DRAIN_SECONDS": "3000"}
 
 
 @contextmanager
-def serving(folder: Path, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+def serving(
+    folder: Path, *words: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     """A server of the embedded voice that is ready, its address and its log."""
     command = [sys.executable, "-m", "jobs", "serve", "--model", "hibari", "--port", "0", "--json", *words]
     log = folder / "log"
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=file, text=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=file, text=True
+        )
     try:
         assert process.stdout is not None
         view = json.loads(process.stdout.readline())
-        assert (view["schema"], view["model"]) == ("nightjar.serve/1", "voice" if "--name" in words else "hibari")
-        until(lambda: httpx2.get(view["url"] + "/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code == 200)
+        assert (view["schema"], view["model"]) == (
+            "nightjar.serve/1",
+            "voice" if "--name" in words else "hibari",
+        )
+        until(
+            lambda: (
+                httpx2.get(view["url"] + "/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code
+                == 200
+            )
+        )
         yield process, view["url"], log
     finally:
         process.kill()
@@ -58,12 +70,18 @@ def until(true: Callable[[], bool]) -> None:
 
 def speak(url: str, text: str, model: str = "hibari", **headers: str) -> httpx2.Response:
     return httpx2.post(
-        url + "/v1/audio/speech", json={"model": model, "input": text}, headers=headers, timeout=PATIENCE_SECONDS, trust_env=False
+        url + "/v1/audio/speech",
+        json={"model": model, "input": text},
+        headers=headers,
+        timeout=PATIENCE_SECONDS,
+        trust_env=False,
     )
 
 
 def metrics(url: str, **headers: str) -> dict[str, float]:
-    return scraped(httpx2.get(f"{url}/metrics", headers=headers, timeout=PATIENCE_SECONDS, trust_env=False).text)
+    return scraped(
+        httpx2.get(f"{url}/metrics", headers=headers, timeout=PATIENCE_SECONDS, trust_env=False).text
+    )
 
 
 def reached_the_engine(url: str, requests: int = 0, **headers: str) -> bool:
@@ -74,11 +92,15 @@ def reached_the_engine(url: str, requests: int = 0, **headers: str) -> bool:
 
 @contextmanager
 def half_a_request(url: str, text: str, **headers: str) -> Iterator[tuple[socket.socket, bytes]]:
-    """A request that the server is in the middle of until its other half is sent: its connection, and that half."""
+    """A request that the server is in the middle of until its other half is sent: its connection, and that
+    half."""
     address = urlsplit(url)
     data = json.dumps({"model": "hibari", "input": text}).encode()
     head = "POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + f"Content-Length: {len(data)}\r\n\r\n"
+    head += (
+        "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        + f"Content-Length: {len(data)}\r\n\r\n"
+    )
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(head.encode() + data[:20])
         yield connection, data[20:]
@@ -128,7 +150,11 @@ def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) ->
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, **PATIENT) as (process, url, _), half_a_request(url, LONG) as (whole, rest), half_a_request(url, LONG):
+    with (
+        serving(tmp_path, **PATIENT) as (process, url, _),
+        half_a_request(url, LONG) as (whole, rest),
+        half_a_request(url, LONG),
+    ):
         whole.sendall(rest)
         until(lambda: reached_the_engine(url))
         process.send_signal(signal.SIGINT)
@@ -138,7 +164,9 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_keeps_a_server_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").write_text("\n")
 
@@ -156,7 +184,12 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.M
     assert start("--model", "hibari", "--address", "nowhere.invalid") == (4, "config.invalid")
     assert start("--model", "hibary") == (4, "model.unknown")
     assert start("--model", str(tmp_path)) == (4, "model.bad_checkpoint")
-    for name, value in (("API_KEY", "é"), ("API_KEY", ""), ("API_KEY_FILE", "missing"), ("API_KEY_FILE", "empty")):
+    for name, value in (
+        ("API_KEY", "é"),
+        ("API_KEY", ""),
+        ("API_KEY_FILE", "missing"),
+        ("API_KEY_FILE", "empty"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(f"SPEECH_SERVE__{name}", value)
             assert start("--model", "hibari") == (4, "config.invalid"), (name, value)
@@ -175,7 +208,11 @@ def test_a_model_is_opened_as_a_worker_opens_it_but_keeps_what_reached_its_limit
 def test_a_model_that_can_is_prepared_for_streams() -> None:
     from pipelines.qwen3_tts.pipeline import PipelineOptions
 
-    assert {family.name for family in FAMILIES if "streams" in family.options} == {"fish_speech", "qwen3_tts", "spark_tts"}
+    assert {family.name for family in FAMILIES if "streams" in family.options} == {
+        "fish_speech",
+        "qwen3_tts",
+        "spark_tts",
+    }
     assert "streams" in {one.name for one in fields(PipelineOptions)}
     card = PUBLISHED["qwen3-tts-0.6b-base"][1].card
     assert engine_options(load_settings(), card)["streams"] in (8, 128)
@@ -187,5 +224,11 @@ def test_a_model_that_can_is_prepared_for_streams() -> None:
 
 def test_other_commands_pay_for_no_server() -> None:
     code = "import sys; from jobs.cli import main; main([sys.argv[1], '--help']); sys.stderr.write(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
     assert not {"fastapi", "uvicorn", "torch", "soundfile"} & set(done.stderr.split())

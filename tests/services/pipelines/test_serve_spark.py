@@ -1,4 +1,5 @@
-"""SparkTTS on our own engine behind the server, in an engine process as `nightjar serve` opens it: streams beside whole answers."""
+"""SparkTTS on our own engine behind the server, in an engine process as `nightjar serve` opens it: streams
+beside whole answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def server() -> Iterator[Running]:
 
 def test_streams_are_the_speech_of_whole_answers_in_any_company(server: Running) -> None:
     recording = b64((GOLDEN / "wavs/ref_a.wav").read_bytes())
-    voices = [{"voice": "female/high/low"}, {"voice": "male/very_low/very_high"}, {"voice": "default", "reference_audio": recording}]
+    voices = [
+        {"voice": "female/high/low"},
+        {"voice": "male/very_low/very_high"},
+        {"voice": "default", "reference_audio": recording},
+    ]
     asked = [voice | {"temperature": 0.0, "seed": 1} for voice in voices]
     whole = [server.speak(TEXT, **one) for one in asked]
     assert [one.status_code for one in whole] == [200] * 3, whole[0].text

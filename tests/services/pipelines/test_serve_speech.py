@@ -1,4 +1,5 @@
-"""Speech over HTTP by pipelines that really speak: the embedded voice, and Qwen3-TTS on small checkpoints, streamed and cloned."""
+"""Speech over HTTP by pipelines that really speak: the embedded voice, and Qwen3-TTS on small checkpoints,
+streamed and cloned."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from tests.support.qwen3_golden import GOLDEN
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, events, heard
 
 SPEECH = "/v1/audio/speech"
-SIZES: dict[str, Any] = {"slots": 4, "pages": 96, "page_size": 16, "max_context": 512, "keep_unfinished": True}
+SIZES: dict[str, Any] = {
+    "slots": 4,
+    "pages": 96,
+    "page_size": 16,
+    "max_context": 512,
+    "keep_unfinished": True,
+}
 REFERENCE = (GOLDEN / "refs" / "ref_a_24k_mono.wav").read_bytes()
 SHORT = {"max_seconds": 0.48, "seed": 3}
 
@@ -101,7 +108,9 @@ def test_a_seed_that_was_told_makes_the_same_speech_again(hibari: Running) -> No
         ({"input": 5}, "input", "invalid_value"),
     ],
 )
-def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running, fields: dict[str, Any], param: str, code: str) -> None:
+def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(
+    hibari: Running, fields: dict[str, Any], param: str, code: str
+) -> None:
     answer = hibari.speak(**{"text": fields.pop("input")} if "input" in fields else {}, **fields)
     error = error_of(answer)
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
@@ -120,12 +129,17 @@ def test_a_model_that_clones_asks_for_the_field_of_the_route() -> None:
     with Running(qwen("base")) as server:
         error = error_of(server.speak("Good morning."))
     assert (error["param"], error["code"]) == ("reference_audio", "input.audio_missing")
-    assert error["message"] == "This model needs a voice to clone. Name a stored voice, or send `reference_audio`."
+    assert (
+        error["message"]
+        == "This model needs a voice to clone. Name a stored voice, or send `reference_audio`."
+    )
 
 
 def test_the_embedded_voice_streams_sentence_by_sentence(hibari: Running) -> None:
     text = "Good morning. How are you today?"
-    whole_speech = np.frombuffer(hibari.speak(text, response_format="pcm", stream=False, seed=7).content, "<i2")
+    whole_speech = np.frombuffer(
+        hibari.speak(text, response_format="pcm", stream=False, seed=7).content, "<i2"
+    )
     view = {"model": "hibari", "input": text, "seed": 7, "stream_format": "sse", "response_format": "pcm"}
     with hibari.http.stream("POST", SPEECH, json=view) as answer:
         assert answer.headers["content-type"] == "text/event-stream"
@@ -152,7 +166,9 @@ def test_a_stream_is_the_whole_speech_in_pieces(custom: Running) -> None:
     fields = {"voice": custom.pipeline.capabilities.voices[0], **SHORT}
     once = custom.speak("Good morning.", response_format="pcm", stream=False, **fields)
     with custom.http.stream(
-        "POST", SPEECH, json={"model": custom.pipeline.name, "input": "Good morning.", "response_format": "pcm", **fields}
+        "POST",
+        SPEECH,
+        json={"model": custom.pipeline.name, "input": "Good morning.", "response_format": "pcm", **fields},
     ) as answer:
         assert "content-length" not in answer.headers
         pieces = list(answer.iter_raw())
@@ -172,7 +188,9 @@ def test_a_stream_is_the_whole_speech_in_pieces(custom: Running) -> None:
 def test_a_cloned_voice_comes_from_base64_or_a_data_url(base: Running) -> None:
     settings = {"voice": "default", "reference_text": "It was a bright day.", **SHORT}
     plain = base.speak("Good morning.", reference_audio=b64(REFERENCE), **settings)
-    link = base.speak("Good morning.", reference_audio=[f"data:audio/wav;base64,{b64(REFERENCE)}"], **settings)
+    link = base.speak(
+        "Good morning.", reference_audio=[f"data:audio/wav;base64,{b64(REFERENCE)}"], **settings
+    )
     assert (plain.status_code, link.content) == (200, plain.content)
     missing = base.speak("Good morning.", **SHORT)
     assert (missing.status_code, error_of(missing)["param"]) == (400, "reference_audio")
@@ -204,7 +222,12 @@ def test_a_listener_who_leaves_frees_engine_and_slot(custom: Running) -> None:
 def test_many_listeners_hear_what_each_hears_alone(custom: Running) -> None:
     def ask(number: int) -> bytes:
         kind = ("wav", "pcm", "flac")[number % 3]
-        view = {"model": custom.pipeline.name, "input": f"Line {number % 6}.", "response_format": kind, "stream": number % 2 == 0}
+        view = {
+            "model": custom.pipeline.name,
+            "input": f"Line {number % 6}.",
+            "response_format": kind,
+            "stream": number % 2 == 0,
+        }
         view |= {"voice": custom.pipeline.capabilities.voices[0], "seed": number % 6, "max_seconds": 0.16}
         answer = httpx2.post(custom.url + SPEECH, json=view, timeout=PATIENCE_SECONDS, trust_env=False)
         assert answer.status_code == 200, answer.text

@@ -1,4 +1,5 @@
-"""Streams of a server whose engine is a process of its own: what is measured, who hangs up, and an engine that is killed."""
+"""Streams of a server whose engine is a process of its own: what is measured, who hangs up, and an engine
+that is killed."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def serving(engines: Engines, **options: Any) -> Running:
 
 def head(text: str, **fields: Any) -> tuple[bytes, bytes]:
     """The head and the body of a request."""
-    body = json.dumps({"model": streaming_fake.NAME, "input": text, "response_format": "pcm", **fields}).encode()
+    body = json.dumps(
+        {"model": streaming_fake.NAME, "input": text, "response_format": "pcm", **fields}
+    ).encode()
     return (
         f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
         body,
@@ -103,7 +106,9 @@ def test_a_requests_time_begins_with_its_first_byte(engines: Engines) -> None:
             sent_after = time.monotonic() - began
             connection.sendall(first[10:] + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-            server.until(lambda: server.metrics().get(f"speech_first_audio_seconds_count{{route={SPEECH}}}") == 1)
+            server.until(
+                lambda: server.metrics().get(f"speech_first_audio_seconds_count{{route={SPEECH}}}") == 1
+            )
             found = server.metrics()
         assert found[f"speech_first_audio_seconds_sum{{route={SPEECH}}}"] >= sent_after
         assert f"speech_first_audio_seconds_bucket{{le=0.005,route={SPEECH}}}" in found
@@ -141,7 +146,10 @@ def test_the_server_reopens_an_engine_that_is_killed_under_a_hundred_streams(eng
 
 def test_an_engine_that_is_frozen_is_replaced_and_its_clients_hear_of_it(engines: Engines) -> None:
     with serving(engines, stuck_seconds=2.0) as server, talk(server.url) as client:
-        with asked(server, LIVELY, stream_format="sse") as events, asked(server, "[[encode:/nowhere/at/all]]") as silent:
+        with (
+            asked(server, LIVELY, stream_format="sse") as events,
+            asked(server, "[[encode:/nowhere/at/all]]") as silent,
+        ):
             client.say("c", LIVELY)
             server.until(lambda: server.busy()[0] == 3)
             os.kill(engines.pid, signal.SIGSTOP)
@@ -210,14 +218,17 @@ def test_a_client_that_hangs_up_frees_its_slot_wherever_its_stream_is(engines: E
 
 
 def test_a_client_that_reads_nothing_keeps_no_slot_and_can_hang_up(engines: Engines) -> None:
-    """Its stream is longer than what sockets hold; the engine makes it, the server keeps it, and the slot is free."""
+    """Its stream is longer than what sockets hold; the engine makes it, the server keeps it, and the slot
+    is free."""
     with serving(engines, slots=1) as server, asked(server, "[[chunks:40000]]") as slow:
         server.until(lambda: server.metrics()["speech_engine_requests_total"] == 1)
         server.until_idle()
         assert server.speak("hello", response_format="pcm").status_code == 200
         assert slow.recv(12) == b"HTTP/1.1 200"
         slow.close()
-        server.until(lambda: server.metrics()[f"speech_http_requests_total{{route={SPEECH},status=200}}"] == 2)
+        server.until(
+            lambda: server.metrics()[f"speech_http_requests_total{{route={SPEECH},status=200}}"] == 2
+        )
 
 
 def test_a_stream_that_would_wait_for_long_is_refused_and_a_file_waits(engines: Engines) -> None:
@@ -235,7 +246,10 @@ def test_a_stream_that_would_wait_for_long_is_refused_and_a_file_waits(engines: 
 
 
 def test_a_stream_that_waited_for_long_is_refused(engines: Engines) -> None:
-    with serving(engines, slots=1, waiting_room=8, stream_queue_seconds=1.5) as server, asked(server, ENDLESS) as speaking:
+    with (
+        serving(engines, slots=1, waiting_room=8, stream_queue_seconds=1.5) as server,
+        asked(server, ENDLESS) as speaking,
+    ):
         assert speaking.recv(12) == b"HTTP/1.1 200"
         began = time.monotonic()
         refused = server.speak("hello", response_format="pcm")
@@ -276,7 +290,12 @@ def test_streams_that_are_cancelled_at_any_moment_leave_nothing_behind(engines: 
                         data += piece
                     assert not data or data.startswith(b"HTTP/1.1 200"), data
         server.until_idle()
-        # How many of its pools' threads a process has started depends on how busy the machine was; a leak is one for each stream.
+        # How many of its pools' threads a process has started depends on how busy the machine was; a leak is
+        # one for each stream.
         more = (40, 1, 4, 1)
-        server.until(lambda: all(now <= then + some for now, then, some in zip(counts(engines), before, more, strict=True)))
+        server.until(
+            lambda: all(
+                now <= then + some for now, then, some in zip(counts(engines), before, more, strict=True)
+            )
+        )
         assert engines.opened[0].stats().state == "ready"

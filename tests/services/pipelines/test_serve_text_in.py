@@ -1,4 +1,5 @@
-"""A context whose text is spoken while it is written, by a checkpoint: one utterance, the same speech in any pieces, and its slot."""
+"""A context whose text is spoken while it is written, by a checkpoint: one utterance, the same speech in
+any pieces, and its slot."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ TEXT = "Good morning. Is it 3 o'clock? Not yet."
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    pipeline: Any = open_pipeline(whole(GOLDEN / "checkpoint-custom"), **{**SIZES, "text_first": False, "keep_unfinished": True})
+    pipeline: Any = open_pipeline(
+        whole(GOLDEN / "checkpoint-custom"), **{**SIZES, "text_first": False, "keep_unfinished": True}
+    )
     with Running(pipeline, slots=4, waiting_room=8) as running:
         yield running
 
@@ -49,7 +52,9 @@ def until(server: Running, count: int) -> None:
     server.until(lambda: running(server) == count)
 
 
-def test_text_in_pieces_is_one_utterance_and_the_speech_of_the_joined_text(server: Running, client: Talk) -> None:
+def test_text_in_pieces_is_one_utterance_and_the_speech_of_the_joined_text(
+    server: Running, client: Talk
+) -> None:
     rng, fields = random.Random(2), settings(server)
     client.say("once", TEXT, **fields)
     once = client.hear("once")
@@ -79,7 +84,9 @@ def test_speech_begins_before_its_sentence_ends_and_waits_for_the_rest(server: R
     assert client.hear("a")
 
 
-def test_a_context_that_is_cancelled_while_it_waits_for_text_frees_its_slot(server: Running, client: Talk) -> None:
+def test_a_context_that_is_cancelled_while_it_waits_for_text_frees_its_slot(
+    server: Running, client: Talk
+) -> None:
     client.say("a", "Good morning, my ", more=True, **settings(server))
     assert client.next("a")["type"] == "chunk"
     client.cancel("a")
@@ -87,7 +94,9 @@ def test_a_context_that_is_cancelled_while_it_waits_for_text_frees_its_slot(serv
     until(server, 0)
 
 
-def test_a_passage_ends_at_a_flush_and_when_no_text_comes(server: Running, client: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passage_ends_at_a_flush_and_when_no_text_comes(
+    server: Running, client: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client.say("a", "Good morning, my", more=True, flush=True, **settings(server))
     assert client.hear("a", until="flush_done")
     until(server, 0)
@@ -114,8 +123,14 @@ def test_a_pause_ends_a_passage_behind_a_whole_word(server: Running, client: Tal
 
 def test_a_clone_with_its_text_is_one_utterance_in_any_pieces_where_that_is_asked_for(tmp_path: Path) -> None:
     pipeline: Any = open_pipeline(GOLDEN / "checkpoint-base", **{**SIZES, "keep_unfinished": True})
-    rng, fields = random.Random(5), {"voice": {"mode": "id", "id": "anna"}, "generation_config": {"seed": 3, "max_seconds": 2.0}}
-    with Running(pipeline, slots=4, waiting_room=8, text_in=True, voices_folder=tmp_path) as server, talk(server.url) as client:
+    rng, fields = (
+        random.Random(5),
+        {"voice": {"mode": "id", "id": "anna"}, "generation_config": {"seed": 3, "max_seconds": 2.0}},
+    )
+    with (
+        Running(pipeline, slots=4, waiting_room=8, text_in=True, voices_folder=tmp_path) as server,
+        talk(server.url) as client,
+    ):
         voice = {"name": "anna", "recording": b64(reference()), "text": "It was."}
         assert server.http.post("/v1/audio/voices", json=voice).status_code == 200
         client.say("once", TEXT, **fields)

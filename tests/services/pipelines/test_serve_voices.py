@@ -28,7 +28,9 @@ def cloning(folder: Path, **options: Any) -> tuple[StreamVoice, Running]:
 
 
 def post(server: Running, name: str = "anna", **fields: Any) -> Any:
-    return server.http.post(VOICES, json={"name": name, "recording": b64(RECORDING), "text": "A sine.", **fields})
+    return server.http.post(
+        VOICES, json={"name": name, "recording": b64(RECORDING), "text": "A sine.", **fields}
+    )
 
 
 def test_a_stored_voice_outlives_the_server_and_speaks_on_every_route(tmp_path: Path) -> None:
@@ -51,11 +53,19 @@ def test_a_stored_voice_outlives_the_server_and_speaks_on_every_route(tmp_path: 
             client.hear("a")
         for request in voice.requests:
             assert request.messages[0] == Message("user", "audio", RECORDING)
-            assert (request.generation.voice, request.generation.reference_text, spoken_text(request)) == (None, "A sine.", "Hello.")
+            assert (request.generation.voice, request.generation.reference_text, spoken_text(request)) == (
+                None,
+                "A sine.",
+                "Hello.",
+            )
         assert len(voice.requests) == 3
         both = server.speak("Hello.", voice="anna", reference_audio=b64(RECORDING))
         assert error_of(both)["code"] == "input.unsupported"
-        assert server.http.delete(f"{VOICES}/anna").json() == {"id": "anna", "object": "voice", "deleted": True}
+        assert server.http.delete(f"{VOICES}/anna").json() == {
+            "id": "anna",
+            "object": "voice",
+            "deleted": True,
+        }
         assert error_of(server.speak("Hello.", voice="anna"))["code"] == "input.unknown_voice"
         assert server.http.delete(f"{VOICES}/anna").status_code == 404
     assert list(file.parent.iterdir()) == []
@@ -87,7 +97,9 @@ def test_a_stored_voice_outlives_the_server_and_speaks_on_every_route(tmp_path: 
         ({"colour": "red"}, 400, "unknown_field"),
     ],
 )
-def test_what_is_no_voice_is_refused(tmp_path: Path, fields: dict[str, Any], status: int, code: str | None) -> None:
+def test_what_is_no_voice_is_refused(
+    tmp_path: Path, fields: dict[str, Any], status: int, code: str | None
+) -> None:
     _, running = cloning(tmp_path)
     with running as server:
         answer = post(server, **fields)
@@ -115,7 +127,10 @@ def test_voices_are_bounded_in_count_and_bytes_and_replaced_only_when_asked(tmp_
         assert [post(server, name).status_code for name in ("a", "b", "c")] == [200, 200, 400]
         assert post(server, "a").status_code == 409
         assert post(server, "a", replace=True, text="Another.").status_code == 200
-        assert error_of(post(server, "a", replace=True, recording=b64(wav(1.1))))["code"] == "input.reference_length"
+        assert (
+            error_of(post(server, "a", replace=True, recording=b64(wav(1.1))))["code"]
+            == "input.reference_length"
+        )
     folder = VoiceFolder(tmp_path / "voices", 2, 1)
     assert folder.names() == ["a", "b"]
     found = folder.get("a")
@@ -166,7 +181,9 @@ def test_a_recording_is_read_beside_the_event_loop(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("voices", [(), ("Anna", "bob")])
-def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path, voices: tuple[str, ...]) -> None:
+def test_an_unknown_name_is_answered_with_those_that_there_are(
+    tmp_path: Path, voices: tuple[str, ...]
+) -> None:
     voice = StreamVoice(cloning=True, voices=voices, needs_reference=not voices)
     with Running(voice, voices_folder=tmp_path) as server:
         unknown = error_of(server.speak("Hello.", voice="carl"))
@@ -202,4 +219,8 @@ def test_a_model_that_cannot_clone_keeps_no_voices(tmp_path: Path) -> None:
 def test_voices_need_the_key(tmp_path: Path) -> None:
     _, running = cloning(tmp_path, keys=("secret",))
     with running as server:
-        assert [server.http.get(VOICES).status_code, post(server).status_code, server.http.delete(f"{VOICES}/a").status_code] == [401] * 3
+        assert [
+            server.http.get(VOICES).status_code,
+            post(server).status_code,
+            server.http.delete(f"{VOICES}/a").status_code,
+        ] == [401] * 3

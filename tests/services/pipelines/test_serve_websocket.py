@@ -51,7 +51,9 @@ def client(server: Running) -> Iterator[Talk]:
 
 def samples_of(units: list[str], seed: int = 7, rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
     whole = [tone(unit, unit_seed(seed, number)) for number, unit in enumerate(units)]
-    return np.concatenate([soxr.resample(one, SAMPLE_RATE, rate, quality="HQ") if rate != SAMPLE_RATE else one for one in whole])
+    return np.concatenate(
+        [soxr.resample(one, SAMPLE_RATE, rate, quality="HQ") if rate != SAMPLE_RATE else one for one in whole]
+    )
 
 
 def spoken(units: list[str], seed: int = 7) -> bytes:
@@ -84,14 +86,21 @@ def test_words_are_spoken_when_their_time_is_over_and_at_a_flush(client: Talk, v
     client.hear("a", until="flush_done")
     client.say("a", "", flush=True, more=True)
     flushed = client.next("a")
-    assert (flushed["type"], flushed["flush_id"], flushed["flush_done"], flushed["done"]) == ("flush_done", 2, True, False)
+    assert (flushed["type"], flushed["flush_id"], flushed["flush_done"], flushed["done"]) == (
+        "flush_done",
+        2,
+        True,
+        False,
+    )
     client.say("a", "Five", more=True, max_buffer_delay_ms=0)
     client.say("a")
     client.hear("a")
     assert voice.texts == ["One two", "three four", "Five"]
 
 
-def test_contexts_share_a_connection_and_not_a_slot(client: Talk, server: Running, voice: StreamVoice) -> None:
+def test_contexts_share_a_connection_and_not_a_slot(
+    client: Talk, server: Running, voice: StreamVoice
+) -> None:
     for name in ("a", "b", "c"):
         client.say(name, f"Please hold {name}.", **SEEDED)
         assert client.next(name)["type"] == "chunk"
@@ -115,14 +124,22 @@ def test_every_encoding_and_rate(client: Talk, encoding: str, rate: int) -> None
     client.say("a", TEXT, **SEEDED, **output(encoding, rate))
     data = client.hear("a")
     subtype = {"pcm_s16le": "PCM_16", "pcm_f32le": "FLOAT", "pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}[encoding]
-    raw: dict[str, Any] = {"format": "RAW", "channels": 1, "samplerate": rate, "subtype": subtype, "endian": "LITTLE"}
+    raw: dict[str, Any] = {
+        "format": "RAW",
+        "channels": 1,
+        "samplerate": rate,
+        "subtype": subtype,
+        "endian": "LITTLE",
+    }
     found, _ = soundfile.read(io.BytesIO(data), dtype="float32", **raw)
     wanted = samples_of(UNITS, rate=rate)
     assert len(found) == len(wanted)
     assert np.abs(found - wanted).max() < (0.02 if subtype in ("ULAW", "ALAW") else 1e-4)
 
 
-def test_a_long_chunk_comes_in_messages_that_clients_take(client: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chunk_comes_in_messages_that_clients_take(
+    client: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(context, "MAX_PIECE_BYTES", 1_000)
     client.say("a", UNITS[0], **SEEDED)
     pieces: list[bytes] = []
@@ -157,7 +174,9 @@ def test_what_fails_ends_its_context_and_no_other(client: Talk, server: Running,
     voice.let_go()
     assert client.hear("kept") == spoken(["Please hold."])
     counted = server.metrics()
-    assert [counted[f"speech_http_requests_total{{route={PATH},status={status}}}"] for status in (200, 400, 503)] == [2, 1, 1]
+    assert [
+        counted[f"speech_http_requests_total{{route={PATH},status={status}}}"] for status in (200, 400, 503)
+    ] == [2, 1, 1]
 
 
 def test_an_error_of_the_system_in_the_engine_is_no_client_that_left() -> None:
@@ -228,7 +247,10 @@ def test_a_server_whose_engine_is_away_says_so_and_loses_no_slot(voice: StreamVo
         opened.wait()
         return voice
 
-    with Running(voice, wait=False, open_model=open_model, slots=1) as server, contextlib.ExitStack() as ending:
+    with (
+        Running(voice, wait=False, open_model=open_model, slots=1) as server,
+        contextlib.ExitStack() as ending,
+    ):
         ending.callback(opened.set)
         server.until(lambda: server.health() == 503)
         client = ending.enter_context(talk(server.url))
@@ -257,8 +279,13 @@ def test_a_connection_without_a_context_makes_room_and_no_other(voice: StreamVoi
         assert busy.hear("a")
 
 
-def test_a_context_without_text_and_a_connection_without_a_context_end_by_themselves(voice: StreamVoice) -> None:
-    with Running(voice, context_idle_seconds=0.2, connection_idle_seconds=0.2) as server, talk(server.url) as client:
+def test_a_context_without_text_and_a_connection_without_a_context_end_by_themselves(
+    voice: StreamVoice,
+) -> None:
+    with (
+        Running(voice, context_idle_seconds=0.2, connection_idle_seconds=0.2) as server,
+        talk(server.url) as client,
+    ):
         client.say("a", "Hello. ", more=True, **SEEDED)
         client.say("a", "It is lat", more=True, max_buffer_delay_ms=1)
         # The last word waits for its end, and is whole when the context ends.
@@ -267,7 +294,9 @@ def test_a_context_without_text_and_a_connection_without_a_context_end_by_themse
         assert client.socket.close_code == 1000
 
 
-def test_the_key_comes_as_a_header_or_in_the_query_and_is_in_no_log(voice: StreamVoice, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_comes_as_a_header_or_in_the_query_and_is_in_no_log(
+    voice: StreamVoice, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     with Running(voice, keys=("s3cret", "other"), wait=False) as server:
         server.until(lambda: server.health() == 200)
@@ -294,11 +323,18 @@ def test_the_key_comes_as_a_header_or_in_the_query_and_is_in_no_log(voice: Strea
             assert b"invalid_api_key" in refused.value.response.body
         # Over HTTP too, but not in an address that others may log.
         body = {"model": "tone", "input": "Hello."}
-        assert server.http.post("/v1/audio/speech", json=body, headers={"X-API-Key": "s3cret"}).status_code == 200
+        assert (
+            server.http.post("/v1/audio/speech", json=body, headers={"X-API-Key": "s3cret"}).status_code
+            == 200
+        )
         assert server.http.post("/v1/audio/speech?api_key=s3cret", json=body).status_code == 401
         metrics = server.metrics(authorization="Bearer s3cret")
         assert metrics[f"speech_http_requests_total{{route={PATH},status=401}}"] == 5
-    said = [record.getMessage() for record in caplog.records if record.name.startswith(("pipelines", "uvicorn", "websockets.server"))]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith(("pipelines", "uvicorn", "websockets.server"))
+    ]
     assert any("401" in line for line in said)
     assert not any("s3cre" in line or "handshake" in line for line in said)
 
@@ -329,7 +365,9 @@ def test_contexts_that_are_open_are_said_to_their_end_before_a_server_that_stops
         voice.let_go()
         client.say("a", " are you?")
         rest = client.hear("a")
-        assert base64.b64decode(first["data"]) + rest == spoken(["Please hold.", "Good morning.", "How are you?"])
+        assert base64.b64decode(first["data"]) + rest == spoken(
+            ["Please hold.", "Good morning.", "How are you?"]
+        )
         assert list(client.socket) == []
         assert client.socket.close_code == 1001
 
@@ -338,7 +376,10 @@ def test_a_real_model_says_the_same_over_a_websocket_and_http() -> None:
     with Running(qwen("custom"), slots=6, waiting_room=100) as server, talk(server.url) as client:
         name = server.pipeline.capabilities.voices[0]
         over_http = server.speak("Good morning.", response_format="pcm", voice=name, seed=3, max_seconds=0.48)
-        settings = {"voice": {"mode": "id", "id": name}, "generation_config": {"seed": 3, "max_seconds": 0.48}}
+        settings = {
+            "voice": {"mode": "id", "id": name},
+            "generation_config": {"seed": 3, "max_seconds": 0.48},
+        }
         for piece in ("Good", " morn", "ing."):
             client.say("a", piece, more=True, **settings)
         client.say("a", "")

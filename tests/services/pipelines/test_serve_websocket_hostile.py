@@ -1,4 +1,5 @@
-"""Wrong messages over a WebSocket: a clear error for each, no slot is lost, and no other client is disturbed."""
+"""Wrong messages over a WebSocket: a clear error for each, no slot is lost, and no other client is
+disturbed."""
 
 from __future__ import annotations
 
@@ -77,9 +78,19 @@ WRONG: dict[str, tuple[str | bytes, str | None, str, str]] = {
     "true": ("true", None, JSON, "object"),
     "deep lists": ("[" * 100_000, None, JSON, "deep"),
     "deep objects": ('{"a":' * 100_000, None, JSON, "deep"),
-    "deep and closed": ('{"context_id": "c", "voice": ' + "[" * 50_000 + "]" * 50_000 + "}", None, JSON, "deep"),
+    "deep and closed": (
+        '{"context_id": "c", "voice": ' + "[" * 50_000 + "]" * 50_000 + "}",
+        None,
+        JSON,
+        "deep",
+    ),
     "infinity": ('{"context_id": "c", "seed": 1e999}', None, JSON, "range"),
-    "a number of 4,000 digits": ('{"context_id": "c", "generation_config": {"seed": ' + "9" * 4000 + "}}", "c", VALUE, "seed"),
+    "a number of 4,000 digits": (
+        '{"context_id": "c", "generation_config": {"seed": ' + "9" * 4000 + "}}",
+        "c",
+        VALUE,
+        "seed",
+    ),
     "not a number": ('{"context_id": "c", "seed": NaN}', None, JSON, "JSON"),
     "half a surrogate": ('{"context_id": "c", "transcript": "\\ud800"}', None, JSON, "JSON"),
     "binary": (b"\x00\x01\x02", None, VALUE, "binary"),
@@ -100,8 +111,18 @@ WRONG: dict[str, tuple[str | bytes, str | None, str, str]] = {
     "a list as voice": (of(voice=["ada"]), "c", VALUE, "voice"),
     "a voice by embedding": (of(voice={"mode": "embedding", "embedding": [0.1]}), "c", VALUE, "voice.mode"),
     "a number as voice": (of(voice={"mode": "id", "id": 7}), "c", VALUE, "voice.id"),
-    "a voice that nobody has": (of(voice={"mode": "id", "id": "nobody"}), "c", "input.unknown_voice", "nobody"),
-    "a path as voice": (of(voice={"mode": "id", "id": "../../etc/passwd"}), "c", "input.unknown_voice", "Unknown voice"),
+    "a voice that nobody has": (
+        of(voice={"mode": "id", "id": "nobody"}),
+        "c",
+        "input.unknown_voice",
+        "nobody",
+    ),
+    "a path as voice": (
+        of(voice={"mode": "id", "id": "../../etc/passwd"}),
+        "c",
+        "input.unknown_voice",
+        "Unknown voice",
+    ),
     "a number as language": (of(language=5), "c", VALUE, "language"),
     "a language of nobody": (of(language="tlh"), "c", "input.unknown_language", "tlh"),
     "a string as format": (of(output_format="wav"), "c", VALUE, "output_format"),
@@ -155,7 +176,9 @@ def test_an_error_ends_the_context_it_names(server: Running, voice: StreamVoice)
             {"transcript": 5},
             {"transcript": "x" * 5001},
         ):
-            client.say("c", "Please hold.", more=True, max_buffer_delay_ms=1, voice={"mode": "id", "id": "ada"})
+            client.say(
+                "c", "Please hold.", more=True, max_buffer_delay_ms=1, voice={"mode": "id", "id": "ada"}
+            )
             assert client.next("c")["type"] == "chunk"
             client.send({"context_id": "c", **wrong})
             assert client.error("c")["status_code"] == 400
@@ -227,7 +250,17 @@ def test_flushes_without_end_are_bounded_like_text(server: Running) -> None:
         ([(0x88, b"\x03")], 1002),
         ([(0x01, b""), *[(0x00, b"")] * 2000], 1009),
     ],
-    ids=["10 MB", "pieces of 1.2 MB", "no UTF-8", "reserved", "compressed", "no beginning", "long ping", "bad close", "empty pieces"],
+    ids=[
+        "10 MB",
+        "pieces of 1.2 MB",
+        "no UTF-8",
+        "reserved",
+        "compressed",
+        "no beginning",
+        "long ping",
+        "bad close",
+        "empty pieces",
+    ],
 )
 def test_frames_that_break_the_protocol_close_the_connection_with_a_code(
     server: Running, frames: list[tuple[int, bytes]], code: int
@@ -241,7 +274,9 @@ def test_frames_that_break_the_protocol_close_the_connection_with_a_code(
         assert struct.unpack("!H", answer[2:4])[0] == code
 
 
-def test_a_client_that_broke_the_protocol_hears_the_end_at_once_and_may_still_send_the_rest(server: Running) -> None:
+def test_a_client_that_broke_the_protocol_hears_the_end_at_once_and_may_still_send_the_rest(
+    server: Running,
+) -> None:
     with connect(server.url) as wire:
         wire.sendall(UPGRADE)
         assert wire.recv(4096).startswith(b"HTTP/1.1 101 ")
@@ -285,7 +320,11 @@ def test_sockets_that_are_half_open_hold_nothing(server: Running, voice: StreamV
         wire.sendall(UPGRADE[:60] if number % 4 == 0 else UPGRADE)
         if number % 4 >= 2:
             wire.recv(4096)
-            wire.sendall(frame(0x81, of(f"c{number}", transcript="Please hold.").encode())[: None if number % 4 == 3 else 20])
+            wire.sendall(
+                frame(0x81, of(f"c{number}", transcript="Please hold.").encode())[
+                    : None if number % 4 == 3 else 20
+                ]
+            )
     server.until(lambda: server.busy()[:2] == (4, 1))
     for number, wire in enumerate(wires):
         if number % 8 == 3:
@@ -302,7 +341,11 @@ def test_sockets_that_are_half_open_hold_nothing(server: Running, voice: StreamV
 
 
 def test_a_listener_who_reads_nothing_is_let_go() -> None:
-    with Running(StreamVoice(), request_seconds=1.0) as server, connect(server.url) as wire, talk(server.url) as other:
+    with (
+        Running(StreamVoice(), request_seconds=1.0) as server,
+        connect(server.url) as wire,
+        talk(server.url) as other,
+    ):
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.sendall(UPGRADE)
         text = "This is a long sentence for somebody who does not listen. " * 800
@@ -325,8 +368,14 @@ def frame(kind: int, payload: bytes) -> bytes:
     """A frame of a client."""
     mask = os.urandom(4)
     length = len(payload)
-    head = bytes([kind, 0x80 | length]) if length < 126 else bytes([kind, 0x80 | 127]) + struct.pack("!Q", length)
-    masked = bytes(byte ^ mask[place % 4] for place, byte in enumerate(payload)) if length < 2_000_000 else payload
+    head = (
+        bytes([kind, 0x80 | length])
+        if length < 126
+        else bytes([kind, 0x80 | 127]) + struct.pack("!Q", length)
+    )
+    masked = (
+        bytes(byte ^ mask[place % 4] for place, byte in enumerate(payload)) if length < 2_000_000 else payload
+    )
     return head + mask + masked
 
 

@@ -1,4 +1,5 @@
-"""Engine processes, workers and supervisors that are killed: every item is made once, nobody innocent is blamed, nothing stays behind."""
+"""Engine processes, workers and supervisors that are killed: every item is made once, nobody innocent is
+blamed, nothing stays behind."""
 
 from __future__ import annotations
 
@@ -69,12 +70,16 @@ def assert_made_once(site: Site, job: Job, texts: list[str]) -> None:
     status = site.status(job)
     assert (status.items.total, status.items.done, status.items.failed) == (len(texts), len(texts), 0)
     items = list(site.ledger.items(job.id))
-    assert [(row.index, row.state) for row in items] == [(index, ItemState.DONE) for index in range(len(texts))]
+    assert [(row.index, row.state) for row in items] == [
+        (index, ItemState.DONE) for index in range(len(texts))
+    ]
     keys = {info.key for info in site.store.list(f"jobs/{job.id}/audio/")}
     assert keys == {row.artifact.key for row in items if row.artifact}
     for row in items:
         assert row.artifact is not None
-        assert site.store.get(row.artifact.key) == encode(sine(texts[row.index], row.artifact.seed), SAMPLE_RATE, "wav")
+        assert site.store.get(row.artifact.key) == encode(
+            sine(texts[row.index], row.artifact.seed), SAMPLE_RATE, "wav"
+        )
     assert status.audio_ms == sum(row.artifact.duration_ms for row in items if row.artifact)
     assert status.bytes_out == sum(row.artifact.bytes for row in items if row.artifact)
     assert rows(site.ledger, "SELECT count(*) FROM item_errors") == [(0,)]
@@ -150,7 +155,11 @@ def test_an_item_that_kills_the_engine_dies_alone(site: Site) -> None:
     worker = site.worker(engine={"seconds": 0.01})
     status = site.wait_until_final(job)
     assert status.items.done == 5
-    states = {row.index: (row.state, row.error_code) for row in site.ledger.items(job.id) if row.state is not ItemState.DONE}
+    states = {
+        row.index: (row.state, row.error_code)
+        for row in site.ledger.items(job.id)
+        if row.state is not ItemState.DONE
+    }
     assert states == {3: (ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)}
     assert worker.poll() is None
     assert stop(worker) == 0
@@ -226,13 +235,21 @@ def test_a_drain_waits_for_the_engine(site: Site) -> None:
 def test_ctrl_c_ends_a_run_with_its_engine(site: Site) -> None:
     folder = site.folder / "run"
     folder.mkdir()
-    lines = [{"example_id": f"line-{n}", "messages": [["user", "text", f"text {n} [[slow:6000]]"]]} for n in range(4)]
+    lines = [
+        {"example_id": f"line-{n}", "messages": [["user", "text", f"text {n} [[slow:6000]]"]]}
+        for n in range(4)
+    ]
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_")}
-    environment = clean | {"SPEECH_HOME": f"{site.folder}/run-home", "PYTHONPATH": site.environment["PYTHONPATH"]}
+    environment = clean | {
+        "SPEECH_HOME": f"{site.folder}/run-home",
+        "PYTHONPATH": site.environment["PYTHONPATH"],
+    }
     command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--model", NAME]
     with (site.folder / "run.log").open("wb") as log:
-        run = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        run = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     engine = engine_of(site)
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait(240) == 130
@@ -240,18 +257,27 @@ def test_ctrl_c_ends_a_run_with_its_engine(site: Site) -> None:
 
 
 def test_gpus_on_which_no_engine_opens_are_quarantined(site: Site) -> None:
-    """A worker that went on without an engine would fail shard after shard. One GPU is broken, and another program has filled one."""
+    """A worker that went on without an engine would fail shard after shard. One GPU is broken, and another
+    program has filled one."""
     texts = [f"text {n}" for n in range(600)]
     texts[0] = site.held("lasts")
     job = site.submit(texts, model=NAME, options=MANY)
-    supervisor = site.worker("--gpu", "0,1,2", engine={"seconds": 0.6, "slots": 2}, NIGHTJAR_BAD_GPU="1", NIGHTJAR_FULL_GPU="2")
+    supervisor = site.worker(
+        "--gpu", "0,1,2", engine={"seconds": 0.6, "slots": 2}, NIGHTJAR_BAD_GPU="1", NIGHTJAR_FULL_GPU="2"
+    )
     site.wait_for(lambda: site.log_text().count('"worker quarantined"') == 2)
     site.let_go()
     lines = [json.loads(line) for line in site.log_text().splitlines() if '"worker quarantined"' in line]
     reasons = {line["gpu"]: line["reason"] for line in lines}
     assert reasons.keys() == {"1", "2"}
-    for gpu, words in (("1", "The engine's process ended"), ("2", "The GPU ran out of memory while the model was opened.")):
-        assert f"The worker of GPU {gpu} ended with status 1, 5 times in a row without a finished item." in reasons[gpu]
+    for gpu, words in (
+        ("1", "The engine's process ended"),
+        ("2", "The GPU ran out of memory while the model was opened."),
+    ):
+        assert (
+            f"The worker of GPU {gpu} ended with status 1, 5 times in a row without a finished item."
+            in reasons[gpu]
+        )
         assert f"It said: {words}" in reasons[gpu]
     assert site.status(job).items.failed == 0
     assert stop(supervisor) == 1

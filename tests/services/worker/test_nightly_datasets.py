@@ -1,4 +1,5 @@
-"""Nights end to end: a schedule whose clock is moved, real workers and a real broker, and a dataset for every night."""
+"""Nights end to end: a schedule whose clock is moved, real workers and a real broker, and a dataset for
+every night."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def write_night(site: Site, night: datetime, *, held: bool = False) -> None:
     texts = [f"night {night:%d} text {n} {'a' * n}" for n in range(ITEMS)]
     if held:
         texts[-1] = site.held(texts[-1])
-    lines = [{"example_id": f"{night:%d}-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+    lines = [
+        {"example_id": f"{night:%d}-{n}", "messages": [["user", "text", text]]}
+        for n, text in enumerate(texts)
+    ]
     path = site.folder / f"in-{night:%Y-%m-%d}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -67,7 +71,11 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
     for night in (FIRST, SECOND):
         write_night(site, night)
         (ran,) = run_nights(site.settings, None, 0, wait_seconds=300, now=night).nights
-        assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (NightEnd.SUBMITTED, night.date(), ["", "", ""])
+        assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (
+            NightEnd.SUBMITTED,
+            night.date(),
+            ["", "", ""],
+        )
     assert len(site.ledger.jobs()) == 2
     for night in (FIRST, SECOND):
         assert ids_of(site, night) == [[f"{night:%d}-{n}" for n in range(ITEMS)]] * 2
@@ -83,8 +91,19 @@ def test_a_killed_night_resumes(site: Site) -> None:
     write_night(site, FIRST, held=True)
     worker = site.worker(engine={"seconds": 0.25, "slots": 2})
     environment = os.environ | site.environment | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.fake_worker", "nightly", "--night", f"{FIRST:%Y-%m-%d}", "--wait", "1"]
-    nightly = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.fake_worker",
+        "nightly",
+        "--night",
+        f"{FIRST:%Y-%m-%d}",
+        "--wait",
+        "1",
+    ]
+    nightly = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     site.wait_for(lambda: site.ledger.jobs())
     (job,) = site.ledger.jobs()
     site.wait_for(lambda: site.status(job).items.done and site.ledger.schedule_history("news"))
@@ -98,11 +117,16 @@ def test_a_killed_night_resumes(site: Site) -> None:
     assert not (site.folder / "datasets").exists()
 
     waiting = run_nights(site.settings, None, 0, now=FIRST)
-    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting.nights] == [(NightEnd.RAN, (), True)]
+    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting.nights] == [
+        (NightEnd.RAN, (), True)
+    ]
     write_night(site, SECOND)
     site.worker()
     report = run_nights(site.settings, None, 1, wait_seconds=300, now=SECOND)
-    assert [(one.end, len(one.datasets)) for one in report.nights] == [(NightEnd.RAN, 3), (NightEnd.SUBMITTED, 3)]
+    assert [(one.end, len(one.datasets)) for one in report.nights] == [
+        (NightEnd.RAN, 3),
+        (NightEnd.SUBMITTED, 3),
+    ]
     assert not report.failed
     assert report.nights[0].job_id == job.id
     assert site.status(job).job.state is JobState.COMPLETED
@@ -136,8 +160,20 @@ def test_an_export_that_fails_is_told_and_keeps_no_other_back(site: Site) -> Non
     site.worker()
     (site.folder / "datasets" / "2026-11-20" / "espnet.jsonl").mkdir(parents=True)
     environment = os.environ | site.environment
-    command = [sys.executable, "-m", "tests.support.fake_worker", "nightly", "--night", "2026-11-20", "--wait", "0.08", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.fake_worker",
+        "nightly",
+        "--night",
+        "2026-11-20",
+        "--wait",
+        "0.08",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 1, done.stderr
     view = json.loads(done.stdout)
     assert (view["schema"], view["end"]) == ("nightjar.night/1", "submitted")

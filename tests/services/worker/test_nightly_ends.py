@@ -1,4 +1,5 @@
-"""How nights end: jobs that failed, were cancelled or paused, nights that are run again, and datasets of jobs that went on."""
+"""How nights end: jobs that failed, were cancelled or paused, nights that are run again, and datasets of
+jobs that went on."""
 
 from __future__ import annotations
 
@@ -35,10 +36,19 @@ def test_a_night_without_items_is_an_error_and_stays_due(house: House, bad: tupl
         report = house.report()
         (night,) = report.nights
         assert report.failed
-        assert (night.end, night.code, night.state, night.datasets) == (NightEnd.FAILED, ErrorCode.INPUT_NO_ITEMS, JobState.FAILED, ())
+        assert (night.end, night.code, night.state, night.datasets) == (
+            NightEnd.FAILED,
+            ErrorCode.INPUT_NO_ITEMS,
+            JobState.FAILED,
+            (),
+        )
         assert "input.no_items" in str(night)
         assert "run the night again" in str(night)
-        assert (night.view["end"], night.view["code"], night.view["state"]) == ("failed", "input.no_items", "failed")
+        assert (night.view["end"], night.view["code"], night.view["state"]) == (
+            "failed",
+            "input.no_items",
+            "failed",
+        )
     assert len(house.ledger.jobs()) == 1
     assert not house.sets.exists()
     assert house.ledger.schedule_history("news") == []
@@ -49,7 +59,11 @@ def test_a_night_without_items_is_an_error_and_stays_due(house: House, bad: tupl
     assert len(house.ledger.jobs()) == 2
     house.make(night)
     after = house.run()
-    assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (NightEnd.RAN, night.job_id, [""] * 4)
+    assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
+        NightEnd.RAN,
+        night.job_id,
+        [""] * 4,
+    )
     assert house.exported() == ["a", "b"]
     assert house.ledger.schedule_history("news") == [NIGHT.isoformat()]
 
@@ -73,7 +87,11 @@ def test_the_command_ends_with_1_for_a_failed_night(
 
 
 def test_audio_that_is_there_now_mends_the_same_file(house: House) -> None:
-    house.write(json.dumps({"example_id": "a", "messages": [["user", "audio", "voice.wav"], ["user", "text", "Hello."]]}))
+    house.write(
+        json.dumps(
+            {"example_id": "a", "messages": [["user", "audio", "voice.wav"], ["user", "text", "Hello."]]}
+        )
+    )
     assert house.run().code is ErrorCode.INPUT_NO_ITEMS
     (house.folder / "voice.wav").write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
     assert house.run().end is NightEnd.SUBMITTED
@@ -94,7 +112,11 @@ def test_a_night_goes_on_without_its_deleted_first_job(house: House) -> None:
     delete_job(house.ledger, house.store, second.job_id)
     house.make(third)
     after = house.run()
-    assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (NightEnd.RAN, third.job_id, [""] * 4)
+    assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
+        NightEnd.RAN,
+        third.job_id,
+        [""] * 4,
+    )
     assert house.exported() == ["a"]
 
 
@@ -104,7 +126,12 @@ def test_a_cancelled_night_stays_due_until_its_file_changes(house: House) -> Non
     house.ledger.cancel(first.job_id)
     for _ in range(2):
         night = house.run()
-        assert (night.end, night.code, night.job_id, night.datasets) == (NightEnd.FAILED, ErrorCode.LEDGER_STATE, first.job_id, ())
+        assert (night.end, night.code, night.job_id, night.datasets) == (
+            NightEnd.FAILED,
+            ErrorCode.LEDGER_STATE,
+            first.job_id,
+            (),
+        )
         assert "was cancelled" in night.reason
     assert not house.sets.exists()
     house.write(line("c"))
@@ -126,7 +153,11 @@ def test_a_job_cancelled_while_the_night_waits_is_an_error(house: House) -> None
     canceller.start()
     waited = house.run(wait_seconds=400)
     canceller.join()
-    assert (waited.end, waited.state, waited.code) == (NightEnd.FAILED, JobState.CANCELLED, ErrorCode.LEDGER_STATE)
+    assert (waited.end, waited.state, waited.code) == (
+        NightEnd.FAILED,
+        JobState.CANCELLED,
+        ErrorCode.LEDGER_STATE,
+    )
 
 
 def test_a_paused_night_is_told_and_not_finished(house: House) -> None:
@@ -173,7 +204,12 @@ def test_a_night_that_made_nothing_is_no_success(house: House) -> None:
     house.make(house.run())
     report = house.report()
     (night,) = report.nights
-    assert (night.end, night.state, night.done_items, report.failed) == (NightEnd.RAN, JobState.COMPLETED_WITH_ERRORS, 0, True)
+    assert (night.end, night.state, night.done_items, report.failed) == (
+        NightEnd.RAN,
+        JobState.COMPLETED_WITH_ERRORS,
+        0,
+        True,
+    )
     house.ledger.retry(night.job_id, None)
     house.make(night, mended=True)
     report = house.report()
@@ -191,7 +227,10 @@ def test_a_night_that_is_looked_at_again_changes_nothing(house: House) -> None:
     times = {path: path.stat().st_mtime_ns for path in house.sets.rglob("*") if path.is_file()}
     with capture_logs() as logs:
         again = house.run()
-    assert (again.end, [(one.items, one.reason) for one in again.datasets]) == (NightEnd.RAN, [(1, ""), (0, ""), (1, ""), (1, "")])
+    assert (again.end, [(one.items, one.reason) for one in again.datasets]) == (
+        NightEnd.RAN,
+        [(1, ""), (0, ""), (1, ""), (1, "")],
+    )
     assert (house.contents(), {path: path.stat().st_mtime_ns for path in times}) == (before, times)
     assert {log["event"] for log in logs} == {"dataset complete"}
 
@@ -211,7 +250,10 @@ def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:
     after = house.run()
     assert [(one.items, one.reason) for one in after.datasets] == [(3, ""), (0, ""), (3, ""), (3, "")]
     assert house.exported() == ["a", "fails-1", "b"]
-    files = {file["name"]: file["sha256"] for file in json.loads((house.sets / "webdataset" / "export.json").read_text())["files"]}
+    files = {
+        file["name"]: file["sha256"]
+        for file in json.loads((house.sets / "webdataset" / "export.json").read_text())["files"]
+    }
     stands = {name.removeprefix("webdataset/") for name in house.contents() if name.startswith("webdataset/")}
     assert stands == {"export.json", *files}
     second = house.contents()
@@ -238,7 +280,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 @pytest.mark.parametrize("begun", [None, 4])
-def test_a_dataset_that_was_being_written_anew_goes_on(house: House, monkeypatch: pytest.MonkeyPatch, begun: int | None) -> None:
+def test_a_dataset_that_was_being_written_anew_goes_on(
+    house: House, monkeypatch: pytest.MonkeyPatch, begun: int | None
+) -> None:
     schedule = house.settings.schedules["news"].model_copy(update={"exports": ("webdataset",)})
     house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
     house.write(line("a"), line("fails-1"), line("b"))
@@ -262,7 +306,9 @@ def test_a_dataset_that_was_being_written_anew_goes_on(house: House, monkeypatch
             house.run()
             assert calls == 1000
         told = house.sets / "webdataset" / "export.json"
-        assert not told.exists() or all((told.parent / file["name"]).exists() for file in json.loads(told.read_text())["files"])
+        assert not told.exists() or all(
+            (told.parent / file["name"]).exists() for file in json.loads(told.read_text())["files"]
+        )
         (dataset,) = house.run().datasets
         assert (dataset.items, dataset.reason) == (3, "")
         found.append(house.contents())
@@ -293,7 +339,11 @@ def test_a_persons_file_in_a_dataset_is_never_touched(house: House, change: str)
         "webdataset": True,
         "report": False,
     }
-    kept = {name: data for name, data in house.contents().items() if name == "espnet.jsonl" or name.startswith("webdataset/")}
+    kept = {
+        name: data
+        for name, data in house.contents().items()
+        if name == "espnet.jsonl" or name.startswith("webdataset/")
+    }
     assert kept == {name: data for name, data in before.items() if name in kept}
     mine.unlink()
     (house.sets / "espnet.jsonl").unlink()
@@ -312,7 +362,9 @@ def test_a_file_that_was_there_before_is_never_written_over(house: House) -> Non
     assert {(house.sets / name).read_text() for name in ("espnet.jsonl", "report.html")} == {"mine"}
 
 
-def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = jobs.export.export
 
     def export(*given: Any, **options: Any) -> Any:
@@ -324,7 +376,9 @@ def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(house: House, 
     house.write(line("a"))
     house.make(house.run())
     night = house.run()
-    assert [(one.format, "a surprise" in one.reason) for one in night.datasets] == [(name, name == "espnet") for name in EXPORTS]
+    assert [(one.format, "a surprise" in one.reason) for one in night.datasets] == [
+        (name, name == "espnet") for name in EXPORTS
+    ]
     assert {one.items for one in night.datasets if not one.reason} == {0, 1}
 
 
@@ -341,10 +395,15 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     house.make(second)
     assert [one.reason for one in house.run().datasets] == [""] * 4
     assert house.exported() == ["c"]
-    assert json.loads((house.sets / "webdataset" / "export.json").read_text())["identity"]["job"] == second.job_id
+    assert (
+        json.loads((house.sets / "webdataset" / "export.json").read_text())["identity"]["job"]
+        == second.job_id
+    )
 
 
-def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_changed_after_its_submit_was_stopped_is_explained(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house.write(line("a"))
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "seal_job", lambda *_: (_ for _ in ()).throw(StoppedError))
@@ -358,7 +417,9 @@ def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, 
     assert house.run().end is NightEnd.SUBMITTED
 
 
-def test_a_ledger_that_is_away_for_a_moment_ends_no_wait(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_is_away_for_a_moment_ends_no_wait(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house.write(line("a"))
     house.make(house.run())
     monkeypatch.setattr("worker.nightly.POLL_SECONDS", 0.01)
@@ -386,4 +447,8 @@ def test_what_names_hold_cannot_forge_a_line(house: House) -> None:
     nights = house.report().nights
     assert [len(str(one).splitlines()) for one in nights] == [5, 5, 5]
     assert not any("\u202e" in str(one) for one in nights)
-    assert all(Path(one.to).is_relative_to(house.settings.home.absolute() / "datasets") for night in nights for one in night.datasets)
+    assert all(
+        Path(one.to).is_relative_to(house.settings.home.absolute() / "datasets")
+        for night in nights
+        for one in night.datasets
+    )

@@ -15,8 +15,22 @@ from tests.support.night_kit import EXPORTS, House, changed_schedule, line
 @pytest.mark.parametrize(
     ("to", "names"),
     [
-        ("{date}/{format}", [f"2026-11-20/{name}" for name in ("espnet.jsonl", "openai-batch-errors.jsonl", "report.html", "webdataset")]),
-        ("{format}-%Y%m%d", ["espnet-20261120.jsonl", "openai-batch-errors-20261120.jsonl", "report-20261120.html", "webdataset-20261120"]),
+        (
+            "{date}/{format}",
+            [
+                f"2026-11-20/{name}"
+                for name in ("espnet.jsonl", "openai-batch-errors.jsonl", "report.html", "webdataset")
+            ],
+        ),
+        (
+            "{format}-%Y%m%d",
+            [
+                "espnet-20261120.jsonl",
+                "openai-batch-errors-20261120.jsonl",
+                "report-20261120.html",
+                "webdataset-20261120",
+            ],
+        ),
         ("{date}.{format}.set", [f"2026-11-20.{name}.set" for name in sorted(EXPORTS)]),
     ],
 )
@@ -25,7 +39,9 @@ def test_formats_of_one_file_have_their_extension(house: House, to: str, names: 
     house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
     house.write(line("a"))
     house.make(house.run())
-    assert sorted(one.to for one in house.run().datasets) == [str(house.folder / "x" / name) for name in names]
+    assert sorted(one.to for one in house.run().datasets) == [
+        str(house.folder / "x" / name) for name in names
+    ]
     assert all((house.folder / "x" / name).exists() for name in names)
 
 
@@ -49,14 +65,25 @@ def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")}, "nemo: The format nemo is one file"),
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("report",)}, "report: A report is one local file"),
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)}, "espnet-dataset: .* local paths"),
+        (
+            {"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")},
+            "nemo: The format nemo is one file",
+        ),
+        (
+            {"export_to": "s3://b/{date}/{format}", "exports": ("report",)},
+            "report: A report is one local file",
+        ),
+        (
+            {"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)},
+            "espnet-dataset: .* local paths",
+        ),
         ({"pack": True, "exports": ("webdataset", "nemo")}, "nemo: The format nemo names audio by its path"),
         ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
     ],
 )
-def test_formats_that_never_fit_their_place_are_refused_before_the_night(house: House, wrong: dict[str, Any], why: str) -> None:
+def test_formats_that_never_fit_their_place_are_refused_before_the_night(
+    house: House, wrong: dict[str, Any], why: str
+) -> None:
     schedule = changed_schedule(house.settings.schedules["news"], **wrong)
     house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
     house.write(line("a"))
@@ -70,7 +97,8 @@ def test_a_place_inside_another_schedules_is_refused(house: House, first: str, s
     schedule = house.settings.schedules["news"]
     given = {"news": first, "other": second}
     schedules = {
-        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)}) for name, to in given.items()
+        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)})
+        for name, to in given.items()
     }
     house.settings = house.settings.model_copy(update={"schedules": schedules})
     with pytest.raises(ConfigError, match="into the other's"):

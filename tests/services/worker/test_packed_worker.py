@@ -1,4 +1,5 @@
-"""Packed jobs with real worker processes: killed and resumed, against loose jobs, on PostgreSQL with S3, and by the commands."""
+"""Packed jobs with real worker processes: killed and resumed, against loose jobs, on PostgreSQL with S3,
+and by the commands."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
 
 def content(site: Site, job: Job) -> dict[int, str]:
     """Index -> hash of the item's bytes in the store."""
-    return {one.index: hashlib.sha256(read_artifact(site.store, one)).hexdigest() for one in site.ledger.artifact_facts(job.id, "audio")}
+    return {
+        one.index: hashlib.sha256(read_artifact(site.store, one)).hexdigest()
+        for one in site.ledger.artifact_facts(job.id, "audio")
+    }
 
 
 def packs_in(store: ObjectStore, job: Job) -> set[str]:
@@ -43,14 +47,17 @@ def packs_in(store: ObjectStore, job: Job) -> set[str]:
 
 
 def assert_all_done(site: Site, job: Job, items: int) -> None:
-    """Every item is done once, with the right bytes, in a pack that is there; no item is an object of its own."""
+    """Every item is done once, with the right bytes, in a pack that is there; no item is an object of its
+    own."""
     rows = list(site.ledger.items(job.id))
     assert [row.state for row in rows] == [ItemState.DONE] * items
     stored = packs_in(site.store, job)
     for row in rows:
         assert row.artifact is not None
         assert row.artifact.pack in stored
-        assert read_artifact(site.store, row.artifact) == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+        assert read_artifact(site.store, row.artifact) == encode(
+            sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav"
+        )
     assert list(site.store.list(f"jobs/{job.id}/audio/")) == []
     assert [*ObjectCheck(site.ledger, site.store, job)] == []
 
@@ -80,12 +87,16 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(site: Site) -> None:
     assert_all_done(site, job, 80)
 
 
-def test_it_is_the_loose_job_item_by_item_on_postgresql_and_s3(tmp_path: Path, valkey_url: str, postgres_url: str, s3: S3) -> None:
+def test_it_is_the_loose_job_item_by_item_on_postgresql_and_s3(
+    tmp_path: Path, valkey_url: str, postgres_url: str, s3: S3
+) -> None:
     bucket = s3.create_bucket("packed-" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:20])
     access = Access(s3.endpoint, s3.secret_key)
     names = ("endpoint_url", "access_key_id", "secret_access_key", "region", "addressing_style")
     environment = {f"SPEECH_S3__{name.upper()}": getattr(access, name) for name in names}
-    with Site(tmp_path, valkey_url, postgres_url, SPEECH_STORE_URL=f"s3://{bucket}/p", **environment, **SMALL) as site:
+    with Site(
+        tmp_path, valkey_url, postgres_url, SPEECH_STORE_URL=f"s3://{bucket}/p", **environment, **SMALL
+    ) as site:
         texts = [f"text {n}" for n in range(60)]
         packed, loose = site.submit(texts, pack=True), site.submit(texts)
         site.worker(engine={"seconds": 0.01, "slots": 16})
@@ -121,7 +132,9 @@ def test_the_commands_run_verify_and_repair_a_packed_job(shell: Shell) -> None:
     pack.write_bytes(data)
     found = shell.run("verify", job, "--sample", "0", "--json")
     assert found.returncode == 1
-    assert [line["example_id"] for line in map(json.loads, found.stdout.splitlines()) if "fault" in line] == ["line-3"]
+    assert [line["example_id"] for line in map(json.loads, found.stdout.splitlines()) if "fault" in line] == [
+        "line-3"
+    ]
     mended = shell.run("verify", job, "--sample", "0", "--repair")
     assert mended.returncode == 0, mended.stderr
     assert shell.run("verify", job, "--sample", "6").returncode == 0

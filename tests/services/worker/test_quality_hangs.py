@@ -1,4 +1,5 @@
-"""Items that meters hang on, on their whole way: they end, their neighbours are made, and so does their job."""
+"""Items that meters hang on, on their whole way: they end, their neighbours are made, and so does their
+job."""
 
 from __future__ import annotations
 
@@ -48,8 +49,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_items_that_meters_hang_on_spend_their_attempts_and_the_job_ends(rig: Rig, hanging: int) -> None:
     made, attempts = 4, HANGS_IN_A_ROW + 1
     texts = [*(f"text {n}" for n in range(made)), *(f"Hang {n}" for n in range(hanging))]
-    job = rig.submit(texts, quality=quality_of("basic", None, ["vad=silero"]), options=SubmitOptions(max_attempts=attempts))
-    # Each lease tells an outage, so often after each answer, or is one of the attempts of every item that is left.
+    job = rig.submit(
+        texts, quality=quality_of("basic", None, ["vad=silero"]), options=SubmitOptions(max_attempts=attempts)
+    )
+    # Each lease tells an outage, so often after each answer, or is one of the attempts of every item that is
+    # left.
     for _ in range(OUTAGES_IN_A_ROW * (made + 1) + attempts):
         if not rig.status(job).job.state.final:
             wake(rig.ledger)

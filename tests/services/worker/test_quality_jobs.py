@@ -1,4 +1,5 @@
-"""Quality checks on the way of an item: redraws, quarantine, resume, exports, meters that are slow or missing."""
+"""Quality checks on the way of an item: redraws, quarantine, resume, exports, meters that are slow or
+missing."""
 
 from __future__ import annotations
 
@@ -105,14 +106,20 @@ def test_a_bad_draw_is_made_again_with_the_next_seed_and_the_good_one_is_kept(bu
         [ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_EOS, None],
     ]
     assert rig.metrics.registry.get_sample_value("speech_refused_draws_total", {"code": "synth.no_eos"}) == 2
-    assert [[draw.kept for draw in draws[index]] for index in range(3)] == [[True], [False, True], [False, False, True]]
+    assert [[draw.kept for draw in draws[index]] for index in range(3)] == [
+        [True],
+        [False, True],
+        [False, False, True],
+    ]
     for row in rig.items(job):
         last = draws[row.index][-1]
         assert row.artifact is not None
         assert row.artifact.seed == last.seed == item_seed(5, f"item-{row.index}", 0, last.draw)
         assert set(last.scores) == {"ended", "clipped", "silence", "pause", "loudness"}
         assert row.artifact.key.endswith(f"-draw{last.draw}.wav") == (last.draw > 0)
-        assert rig.store.get(row.artifact.key) == encode(sine(text_of(rig, row.index), last.seed), SAMPLE_RATE, "wav")
+        assert rig.store.get(row.artifact.key) == encode(
+            sine(text_of(rig, row.index), last.seed), SAMPLE_RATE, "wav"
+        )
 
 
 def text_of(rig: Rig, index: int) -> str:
@@ -174,7 +181,10 @@ def test_the_best_draw_can_be_kept_instead(build: Build) -> None:
     rig.run_next()
     rows = rig.items(job)
     assert [row.state for row in rows] == [ItemState.DONE, ItemState.FAILED]
-    assert [(draw.code, draw.kept) for draw in draws_of(rig, job)[0]] == [(ErrorCode.QA_CLIPPED, True), (ErrorCode.QA_CLIPPED, False)]
+    assert [(draw.code, draw.kept) for draw in draws_of(rig, job)[0]] == [
+        (ErrorCode.QA_CLIPPED, True),
+        (ErrorCode.QA_CLIPPED, False),
+    ]
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_draws(build: Build) -> None:
@@ -201,7 +211,9 @@ def test_a_run_that_was_cut_off_ends_with_the_same_draws(build: Build) -> None:
     assert {index: [(d.draw, d.seed, d.code, d.kept) for d in drawn] for index, drawn in first.items()} == {
         index: [(d.draw, d.seed, d.code, d.kept) for d in drawn] for index, drawn in second.items()
     }
-    hashes = [[hashlib.sha256(data).hexdigest() for _, data in sorted(rig.audio().items())] for rig in (whole, cut)]
+    hashes = [
+        [hashlib.sha256(data).hexdigest() for _, data in sorted(rig.audio().items())] for rig in (whole, cut)
+    ]
     assert hashes[0] == hashes[1]
 
 
@@ -228,7 +240,9 @@ def test_a_slow_meter_never_keeps_the_engine_from_being_fed(build: Build) -> Non
     assert len(meter.measured) == 120
     for row in rig.items(job):
         assert row.artifact is not None
-        assert rig.store.get(row.artifact.key) == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+        assert rig.store.get(row.artifact.key) == encode(
+            sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav"
+        )
 
 
 def test_a_reading_out_of_bounds_is_drawn_again_and_ends_with_its_code(build: Build) -> None:
@@ -237,7 +251,10 @@ def test_a_reading_out_of_bounds_is_drawn_again_and_ends_with_its_code(build: Bu
     rig.run_next()
     rows, draws = rig.items(job), draws_of(rig, job)
     assert [row.error_code for row in rows] == [None, ErrorCode.QA_SCORE]
-    assert [(draw.scores["score"].value, draw.scores["score"].passed) for draw in draws[1]] == [(0.2, False), (0.2, False)]
+    assert [(draw.scores["score"].value, draw.scores["score"].passed) for draw in draws[1]] == [
+        (0.2, False),
+        (0.2, False),
+    ]
     assert draws[0][0].scores["score"].detail == "as the text says"
 
 
@@ -274,8 +291,12 @@ class LateTrouble(UnluckyPipeline):
         return super().submit(request)
 
 
-@pytest.mark.parametrize(("late", "code"), [("refused", ErrorCode.INPUT_TOO_LONG), ("hang", ErrorCode.SYNTH_TIMEOUT)])
-def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, late: str, code: ErrorCode) -> None:
+@pytest.mark.parametrize(
+    ("late", "code"), [("refused", ErrorCode.INPUT_TOO_LONG), ("hang", ErrorCode.SYNTH_TIMEOUT)]
+)
+def test_draws_that_were_made_stay_known_whatever_ends_the_item(
+    build: Build, late: str, code: ErrorCode
+) -> None:
     clock = FakeClock()
     rig = build(pipeline=LateTrouble(clock), clock=clock, lease_seconds=21_600)
     job = rig.submit([f"[[clipped:1]] [[late:{late}]]"], quality=BASIC, options=SubmitOptions(max_attempts=1))
@@ -284,7 +305,9 @@ def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, la
     assert [(draw.draw, draw.code) for draw in draws_of(rig, job)[0]] == [(0, ErrorCode.QA_CLIPPED)]
 
 
-def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.shard_run.WRITING_SECONDS", 0.0)
     ended = threading.Event()
 
@@ -297,7 +320,9 @@ def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build:
 
     meter = Away()
     rig = build(host=meter)
-    job = rig.submit([f"text {n}" for n in range(20)], quality=metered(), options=SubmitOptions(max_attempts=1))
+    job = rig.submit(
+        [f"text {n}" for n in range(20)], quality=metered(), options=SubmitOptions(max_attempts=1)
+    )
     assert rig.run_next() is ShardEnd.FAILED
     ended.set()
     status = rig.status(job)
@@ -317,7 +342,9 @@ def test_verdicts_and_audio_do_not_depend_on_shards(build: Build, tmp_path: Path
         job = rig.submit(texts, seed=9, quality=BASIC)
         while not rig.status(job).job.state.final:
             rig.run_next()
-        drawn = [(index, d.draw, d.seed, d.code, d.kept) for index, ds in draws_of(rig, job).items() for d in ds]
+        drawn = [
+            (index, d.draw, d.seed, d.code, d.kept) for index, ds in draws_of(rig, job).items() for d in ds
+        ]
         seen.append((drawn, [hashlib.sha256(data).hexdigest() for _, data in sorted(rig.audio().items())]))
     assert seen[0] == seen[1]
 
@@ -352,7 +379,11 @@ def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_
     assert quality is not None
     short = "The river froze last night."
     long = "The captain read a long letter beside the window, although the road to the harbor was still wet."
-    job = rig.submit([short, "Hi.", "John 3:16", "It's 5%", long, short, short, long], model="faulty-hibari", quality=quality)
+    job = rig.submit(
+        [short, "Hi.", "John 3:16", "It's 5%", long, short, short, long],
+        model="faulty-hibari",
+        quality=quality,
+    )
     rig.run_next()
     forget()
     draws = draws_of(rig, job)
@@ -371,7 +402,9 @@ def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_
 def test_an_answer_without_audio_has_nothing_to_check(build: Build) -> None:
     class Writer(FakePipeline):
         def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
-            future.set_result(Speech(np.empty(0, np.float32), SAMPLE_RATE, "asked", "written", {"mode": "text_only"}))
+            future.set_result(
+                Speech(np.empty(0, np.float32), SAMPLE_RATE, "asked", "written", {"mode": "text_only"})
+            )
 
     rig = build(pipeline=Writer())
     job = rig.submit(["asked"], quality=BASIC)

@@ -1,4 +1,5 @@
-"""A job over a Qwen3-TTS checkpoint folder: two shards in one running batch, and audio that does not depend on order or company."""
+"""A job over a Qwen3-TTS checkpoint folder: two shards in one running batch, and audio that does not
+depend on order or company."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ LINES = 60
 def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """`nightjar run` over the folder's input.jsonl."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    environment |= {"OMP_NUM_THREADS": "1", "NIGHTJAR_TIMES__SHARD_ITEMS": "20", "PYTHONPATH": str(Path(__file__).parents[3])}
-    return run_command(folder, ["run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options], environment)
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "NIGHTJAR_TIMES__SHARD_ITEMS": "20",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    return run_command(
+        folder,
+        ["run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options],
+        environment,
+    )
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -43,13 +52,19 @@ def run_job(folder: Path, numbers: list[int]) -> dict[str, bytes]:
     folder.mkdir()
     with (folder / "input.jsonl").open("w") as file:
         for number in numbers:
-            messages = [["system", "text", "A calm voice."], ["user", "text", f"This is line {number}, and it goes on for a bit."]]
+            messages = [
+                ["system", "text", "A calm voice."],
+                ["user", "text", f"This is line {number}, and it goes on for a bit."],
+            ]
             file.write(json.dumps({"example_id": f"line-{number}", "messages": messages}) + "\n")
     done = nightjar_run(folder)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["items"]["done"], summary["items"]["failed"]) == (len(numbers), 0)
-    rows = query(folder, "select i.example_id, a.key from artifacts a join items i on i.job_no = a.job_no and i.idx = a.idx")
+    rows = query(
+        folder,
+        "select i.example_id, a.key from artifacts a join items i on i.job_no = a.job_no and i.idx = a.idx",
+    )
     return {name: (folder / "out" / key).read_bytes() for name, key in rows if key.endswith(".wav")}
 
 
@@ -64,7 +79,9 @@ def test_dialogues_in_shards_and_again_in_another_order(tmp_path: Path) -> None:
     assert len(set(audio.values())) == LINES
     attempts = query(tmp_path / "first", "select started_at, ended_at from attempts order by started_at")
     assert len(attempts) >= 2
-    assert any(later[0] < earlier[1] for earlier, later in pairwise(attempts)), "the shards ran one after the other"
+    assert any(later[0] < earlier[1] for earlier, later in pairwise(attempts)), (
+        "the shards ran one after the other"
+    )
     few = list(range(LINES - 1, 0, -9))
     again = run_job(tmp_path / "second", few)
     assert again == {f"line-{number}": audio[f"line-{number}"] for number in few}
@@ -83,5 +100,7 @@ def test_a_finished_job_that_is_given_again_needs_no_worker(tmp_path: Path) -> N
     run_job(tmp_path / "job", [1, 2])
     again = nightjar_run(tmp_path / "job")
     assert again.returncode == 0, again.stderr
-    assert query(tmp_path / "job", "select count(*) from workers") == [(1,)], "the second run's worker was never let go"
+    assert query(tmp_path / "job", "select count(*) from workers") == [(1,)], (
+        "the second run's worker was never let go"
+    )
     until(lambda: not processes_of(tmp_path / "job"), "processes are left", 60)

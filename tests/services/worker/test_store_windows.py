@@ -1,4 +1,5 @@
-"""An S3 store that answers with 404 for a while is away: no item fails, and what is missing is told from what is away."""
+"""An S3 store that answers with 404 for a while is away: no item fails, and what is missing is told from
+what is away."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ def test_an_object_that_was_missing_for_a_moment_is_there(behind: Bucket) -> Non
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "any"])
 def test_no_item_fails_in_a_window_of_404s(behind: Bucket, rig: Rig, method: str, pack: bool) -> None:
-    """Each window begins with the next request of its kind, and lasts until the worker has met it four times."""
+    """Each window begins with the next request of its kind, and lasts until the worker has met it four
+    times."""
     writers = WriterProcesses(1, behind.access)
     try:
         rig.store = writers.open(behind.url)  # type: ignore[assignment]
@@ -155,13 +157,17 @@ def test_no_item_fails_in_a_window_of_404s(behind: Bucket, rig: Rig, method: str
     finally:
         writers.close()
     status = rig.status(job)
-    assert (status.job.state, status.items.done) == (JobState.COMPLETED, ITEMS), rig.ledger.error_counts(job.id)
+    assert (status.job.state, status.items.done) == (JobState.COMPLETED, ITEMS), rig.ledger.error_counts(
+        job.id
+    )
     assert list(ObjectCheck(rig.ledger, rig.store, job, deep=True)) == []
     assert newest_job_manifest(rig.store, job.id) is not None
     assert behind.proxy.refused > 0 or method == "HEAD"
 
 
-def test_another_bucket_in_its_place_gets_nothing_and_loses_nothing(behind: Bucket, rig: Rig, moto: MotoS3) -> None:
+def test_another_bucket_in_its_place_gets_nothing_and_loses_nothing(
+    behind: Bucket, rig: Rig, moto: MotoS3
+) -> None:
     rig.store = behind.open()  # type: ignore[assignment]
     job = rig.submit([f"text {n}" for n in range(ITEMS)])
     name, prefix = behind.url.removeprefix("s3://").split("/")

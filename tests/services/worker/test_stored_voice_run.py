@@ -1,4 +1,5 @@
-"""A run with a Qwen3-TTS checkpoint that clones a stored voice, which is deleted when the job is there and nothing of it is made."""
+"""A run with a Qwen3-TTS checkpoint that clones a stored voice, which is deleted when the job is there and
+nothing of it is made."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ LINES = [
         "messages": [["user", "audio", "a.wav"], ["user", "text", "Hello there."]],
         "generation": {"seed": 7, "reference_text": TEXT},
     },
-    {"example_id": "unlike", "messages": [["user", "text", "Hello there."]], "generation": {"seed": 7, "voice": "ben"}},
+    {
+        "example_id": "unlike",
+        "messages": [["user", "text", "Hello there."]],
+        "generation": {"seed": 7, "voice": "ben"},
+    },
 ]
 
 
@@ -65,7 +70,9 @@ class DeletesVoices:
     def ending(self) -> None: ...
 
 
-def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.wav").write_bytes(RECORDING)
@@ -77,7 +84,9 @@ def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(tmp_
     model = str(whole(GOLDEN / "checkpoint-base"))
     spec = JobSpec(model, generation=Generation(voice="anna"))
     events = DeletesVoices(voices)
-    result = run_locally(LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions()), events)
+    result = run_locally(
+        LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions()), events
+    )
     assert (result.status.job.state, result.status.items.done) == (JobState.COMPLETED, 3)
     assert events.job is not None
     store = open_store(settings.effective_store_url)

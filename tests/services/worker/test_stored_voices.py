@@ -1,4 +1,5 @@
-"""Stored voices by name in jobs: frozen at submit, whatever becomes of them later, in every format and place that names a voice."""
+"""Stored voices by name in jobs: frozen at submit, whatever becomes of them later, in every format and
+place that names a voice."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Cloner(FakePipeline):
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    forget = register_pipeline("fake", replace(fake_card(), capabilities=ABLE, check_reference=check_encoded), Cloner)
+    forget = register_pipeline(
+        "fake", replace(fake_card(), capabilities=ABLE, check_reference=check_encoded), Cloner
+    )
     rig = Rig(tmp_path, Cloner())
     folder(rig).add("anna", ANNA, "Anna speaks.")
     folder(rig).add("ben", BEN, "")
@@ -78,7 +81,11 @@ def cloner(rig: Rig) -> Cloner:
 
 
 def line(text: str, *before: list[str], **generation: Any) -> dict[str, Any]:
-    return {"example_id": text, "messages": [*before, ["user", "text", text]], **({"generation": generation} if generation else {})}
+    return {
+        "example_id": text,
+        "messages": [*before, ["user", "text", text]],
+        **({"generation": generation} if generation else {}),
+    }
 
 
 def write(rig: Rig, *lines: dict[str, Any], name: str = "in.jsonl") -> Path:
@@ -109,7 +116,9 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
         line("By its own recording.", ["user", "audio", "own.wav"]),
         {"example_id": "talk", "messages": [["user", "text", "Who is it?"], ["assistant", "text", "Ben."]]},
     )
-    job = rig.submit_file(source, generation=Generation(voice="anna", roles={"assistant": Generation(voice="ben")}), speak="all")
+    job = rig.submit_file(
+        source, generation=Generation(voice="anna", roles={"assistant": Generation(voice="ben")}), speak="all"
+    )
     assert (job.total_items, job.rejected_lines) == (7, 0)
     # Two lines with one voice store its recording once.
     assert len(recordings(rig, job)) == 3
@@ -138,7 +147,9 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
     assert lost is not None
     rig.store.delete(lost.key)
     cloner(rig).asked.clear()
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, [Expected(lost.key, lost.sha256, "audio", 1)]) == {"same": 1}
+    assert mend(rig.ledger, rig.store, job, rig.pipeline, [Expected(lost.key, lost.sha256, "audio", 1)]) == {
+        "same": 1
+    }
     assert asked("By the line.") == (None, [BEN], None)
     (key,) = {key for key, _ in rig.ledger.shard_inputs(job.id).values()}
     before = rig.store.get(key)
@@ -150,7 +161,9 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
 def test_another_recording_or_text_is_another_job_and_no_voice_changes_nothing(rig: Rig) -> None:
     named, plain = write(rig, line("Hello.", voice="anna")), write(rig, line("Hello."), name="plain.jsonl")
     first, bare = rig.submit_file(named), rig.submit_file(plain)
-    assert first.spec.stored_voices == {"anna": FrozenVoice(recordings(rig, first)[0].rpartition("/")[2], "Anna speaks.")}
+    assert first.spec.stored_voices == {
+        "anna": FrozenVoice(recordings(rig, first)[0].rpartition("/")[2], "Anna speaks.")
+    }
     assert rig.submit_file(named).id == first.id
     keyed = rig.submit_file(named, options=SubmitOptions(idempotency_key="mine"))
     # A voice that no line names is no part of a job.
@@ -172,17 +185,30 @@ def test_another_recording_or_text_is_another_job_and_no_voice_changes_nothing(r
 def test_tables_kaldi_and_batches_name_stored_voices(rig: Rig) -> None:
     table = rig.folder / "in.csv"
     table.write_text("id,text,voice,speaker\na,One.,anna,x\nb,Two.,,x\nc,Three.,nobody,x\n")
-    job = rig.submit_file(table, options=SubmitOptions(input_format="csv"), reading=Reading(voices={"*": "ben"}))
+    job = rig.submit_file(
+        table, options=SubmitOptions(input_format="csv"), reading=Reading(voices={"*": "ben"})
+    )
     assert (run(rig, job).state, job.rejected_lines) == (JobState.COMPLETED_WITH_ERRORS, 1)
     assert [cloner(rig).voice_of(text)[1] for text in ("One.", "Two.")] == [[ANNA], [BEN]]
     (rig.folder / "text").write_text("u1 Four.\n")
     (rig.folder / "utt2spk").write_text("u1 s1\n")
-    kaldi = rig.submit_file(rig.folder / "text", options=SubmitOptions(input_format="kaldi"), reading=Reading(voices={"s1": "anna"}))
+    kaldi = rig.submit_file(
+        rig.folder / "text",
+        options=SubmitOptions(input_format="kaldi"),
+        reading=Reading(voices={"s1": "anna"}),
+    )
     assert run(rig, kaldi).state is JobState.COMPLETED
     assert cloner(rig).voice_of("Four.")[1] == [ANNA]
     body = {"model": "fake", "input": "Five.", "voice": "anna"}
-    batch = write(rig, {"custom_id": "five", "method": "POST", "url": "/v1/audio/speech", "body": body}, name="batch.jsonl")
-    assert run(rig, rig.submit_file(batch, options=SubmitOptions(input_format="openai-batch"))).state is JobState.COMPLETED
+    batch = write(
+        rig,
+        {"custom_id": "five", "method": "POST", "url": "/v1/audio/speech", "body": body},
+        name="batch.jsonl",
+    )
+    assert (
+        run(rig, rig.submit_file(batch, options=SubmitOptions(input_format="openai-batch"))).state
+        is JobState.COMPLETED
+    )
     assert cloner(rig).voice_of("Five.")[1] == [ANNA]
 
 
@@ -192,15 +218,26 @@ def test_a_dry_run_checks_voices_and_bad_ones_are_refused_by_line(rig: Rig) -> N
     names = ["anna", "ana", "../secret", "secret.voice", "ANNA", "broken", "nobody"]
     own = ["user", "audio", "own.wav"]
     (rig.folder / "own.wav").write_bytes(OTHER)
-    source = write(rig, *[line(name, voice=name) for name in names], line("both", own, voice="anna"), line("escape", voice="b\u0065n"))
+    source = write(
+        rig,
+        *[line(name, voice=name) for name in names],
+        line("both", own, voice="anna"),
+        line("escape", voice="b\u0065n"),
+    )
     source.write_bytes(source.read_bytes().replace(b'"voice": "ben"', b'"v\\u006fice": "ben"'))
-    codes = [ErrorCode.INPUT_UNKNOWN_VOICE] * 4 + [ErrorCode.INPUT_AUDIO_UNREADABLE, ErrorCode.INPUT_UNKNOWN_VOICE]
+    codes = [ErrorCode.INPUT_UNKNOWN_VOICE] * 4 + [
+        ErrorCode.INPUT_AUDIO_UNREADABLE,
+        ErrorCode.INPUT_UNKNOWN_VOICE,
+    ]
     estimate = dry_run(rig.settings, rig.store, str(source), JobSpec("fake"))
     assert estimate.items == 2
     assert [refused.code for refused in estimate.rejected_lines] == [*codes, ErrorCode.INPUT_UNSUPPORTED]
     said = [refused.message for refused in estimate.rejected_lines]
     assert said[0] == "The model fake has no voice 'ana'. It has: Heart. Stored voices: anna, ben, broken."
-    assert said[4] == "The stored voice 'broken' cannot be read: its file is damaged. Delete it, and add it again."
+    assert (
+        said[4]
+        == "The stored voice 'broken' cannot be read: its file is damaged. Delete it, and add it again."
+    )
     assert said[6] == "The voice 'anna' has a recording, and the line another one. Leave one of them out."
     assert rig.store.objects == {}
     job = rig.submit_file(source)
@@ -223,7 +260,9 @@ def test_a_model_that_cannot_clone_refuses_a_stored_voice(rig: Rig) -> None:
         forget()
 
 
-def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = rig.ledger.begin_job
 
     def begun(new: Any) -> Any:
@@ -243,10 +282,18 @@ def test_lengths_are_judged_by_the_pace_of_the_stored_voice(rig: Rig) -> None:
 
     quality = Quality(paces=(pace("anna", 1.0), pace("ben", 2.0), pace("", 3.0)))
     (rig.folder / "own.wav").write_bytes(OTHER)
-    source = write(rig, line("One."), line("Two.", voice="ben"), line("Three.", ["user", "audio", "own.wav"]), line("Four.", voice="heart"))
+    source = write(
+        rig,
+        line("One."),
+        line("Two.", voice="ben"),
+        line("Three.", ["user", "audio", "own.wav"]),
+        line("Four.", voice="heart"),
+    )
     job = rig.submit_file(source, generation=Generation(voice="anna"), quality=quality)
     run(rig, job)
-    expected = {row.index: row.draw.scores["duration"].detail for row in rig.ledger.draws_of(job.id, range(4))}
+    expected = {
+        row.index: row.draw.scores["duration"].detail for row in rig.ledger.draws_of(job.id, range(4))
+    }
     assert [expected[index][0] for index in range(4)] == ["1", "2", "3", "3"]
 
 

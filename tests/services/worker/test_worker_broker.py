@@ -40,7 +40,9 @@ def test_a_message_holds_job_shard_and_epoch_and_nothing_else(valkey_url: str) -
 
 def test_higher_priorities_come_first_and_equals_in_order(valkey_url: str) -> None:
     settings = load_settings(broker_url=valkey_url)
-    Publisher(settings).publish([Ticket("job", n, 0, priority) for n, priority in enumerate([0, 0, -5, 20, 5, 0])])
+    Publisher(settings).publish(
+        [Ticket("job", n, 0, priority) for n, priority in enumerate([0, 0, -5, 20, 5, 0])]
+    )
     assert Publisher(settings).queue_depth() == 6
     assert [body["shard"] for body in received(valkey_url, 6)] == [3, 4, 0, 1, 5, 2]
 
@@ -81,7 +83,18 @@ def socket_url() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="nj-", dir="/tmp"))
     path = folder / "broker"
     process = subprocess.Popen(
-        [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
+        [
+            str(get_binary_path()),
+            "--port",
+            "0",
+            "--unixsocket",
+            str(path),
+            "--save",
+            "",
+            "--dir",
+            str(folder),
+        ],
+        stdout=subprocess.DEVNULL,
     )
     client = redis.Redis(unix_socket_path=str(path))
     deadline = time.monotonic() + 120

@@ -1,4 +1,5 @@
-"""What a worker may meet at its broker: messages of strangers, commands from afar, a replica, errors of any kind."""
+"""What a worker may meet at its broker: messages of strangers, commands from afar, a replica, errors of
+any kind."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def envelope(body: Any = ([], {}, {}), **changes: Any) -> bytes:
         "body": base64.b64encode(json.dumps(body).encode()).decode() if not isinstance(body, str) else body,
         "content-encoding": "utf-8",
         "content-type": "application/json",
-        "headers": {"lang": "py", "task": "nightjar.run_shard", "id": "one", "argsrepr": "", "kwargsrepr": ""},
+        "headers": {
+            "lang": "py",
+            "task": "nightjar.run_shard",
+            "id": "one",
+            "argsrepr": "",
+            "kwargsrepr": "",
+        },
         "properties": {
             "delivery_mode": 2,
             "delivery_info": {"exchange": "", "routing_key": QUEUE},
@@ -71,7 +78,9 @@ STRANGE = [
 
 def dropped(port: int) -> dict[str, float]:
     lines = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(("speech_dropped_", "speech_consumer_")))
+    found = dict(
+        line.rsplit(" ", 1) for line in lines if line.startswith(("speech_dropped_", "speech_consumer_"))
+    )
     return {name: float(value) for name, value in found.items()}
 
 
@@ -86,7 +95,9 @@ def site(tmp_path: Path, valkey_url: str, metrics_port: int) -> Iterator[Site]:
         yield site
 
 
-def test_messages_of_strangers_are_dropped_and_counted(site: Site, valkey_url: str, metrics_port: int) -> None:
+def test_messages_of_strangers_are_dropped_and_counted(
+    site: Site, valkey_url: str, metrics_port: int
+) -> None:
     broker = redis.Redis.from_url(valkey_url)
     worker = site.worker()
     for message in STRANGE:
@@ -115,17 +126,26 @@ def test_nobody_ends_a_worker_from_afar(site: Site) -> None:
     assert stop(worker) == 0
 
 
-def test_a_broker_that_becomes_a_replica_and_comes_back_finds_the_worker(tmp_path: Path, metrics_port: int) -> None:
+def test_a_broker_that_becomes_a_replica_and_comes_back_finds_the_worker(
+    tmp_path: Path, metrics_port: int
+) -> None:
     valkey = Valkey(tmp_path / "valkey")
     valkey.start()
     broker = redis.Redis.from_url(valkey.url)
     try:
-        with Site(tmp_path, valkey.url, SPEECH_WORKER__METRICS_PORT=str(metrics_port)) as site, closed_port() as port:
+        with (
+            Site(tmp_path, valkey.url, SPEECH_WORKER__METRICS_PORT=str(metrics_port)) as site,
+            closed_port() as port,
+        ):
             worker = site.worker()
             job = site.submit(["text 0"])
             site.wait_until_final(job)
             broker.replicaof("127.0.0.1", str(port))
-            site.wait_for(lambda: dropped(metrics_port)["speech_consumer_restarts_total"] >= 2 or worker.poll() is not None)
+            site.wait_for(
+                lambda: (
+                    dropped(metrics_port)["speech_consumer_restarts_total"] >= 2 or worker.poll() is not None
+                )
+            )
             assert worker.poll() is None
             broker.replicaof("NO", "ONE")
             job = site.submit([f"text {n}" for n in range(20)])
@@ -136,7 +156,8 @@ def test_a_broker_that_becomes_a_replica_and_comes_back_finds_the_worker(tmp_pat
 
 
 class Failing:
-    """A consumer's steps that fail while they run and while they are cleaned up, as kombu's do after a broker was killed."""
+    """A consumer's steps that fail while they run and while they are cleaned up, as kombu's do after a
+    broker was killed."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -158,7 +179,9 @@ class Failing:
 def test_the_consumer_starts_again_after_any_error_of_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.celery_app.FIRST_PAUSE_SECONDS", 0.0)
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
-    consumer = SteadyConsumer(lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None))
+    consumer = SteadyConsumer(
+        lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None)
+    )
     consumer.blueprint = blueprint = Failing()  # pyright: ignore[reportAttributeAccessIssue]
     consumer.start()
     assert blueprint.calls == ["start", "clean", "start", "clean", "clean", "start", "clean", "start"]

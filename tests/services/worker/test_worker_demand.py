@@ -1,4 +1,5 @@
-"""A worker takes as many shards as keep its engine full, whatever their sizes, and leaves the others to other workers."""
+"""A worker takes as many shards as keep its engine full, whatever their sizes, and leaves the others to
+other workers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
 
 def leased(site: Site) -> dict[str, int]:
     """Shards in flight of each worker."""
-    return dict(Counter(worker for (worker,) in rows(site.ledger, "SELECT worker_id FROM shards WHERE state = 'leased'")))
+    return dict(
+        Counter(
+            worker for (worker,) in rows(site.ledger, "SELECT worker_id FROM shards WHERE state = 'leased'")
+        )
+    )
 
 
 def in_flight(site: Site, job: Job) -> int:
@@ -40,7 +45,9 @@ def in_flight(site: Site, job: Job) -> int:
 
 @pytest.mark.parametrize(("items", "shard"), [(300, 3), (10_100, 5000)])
 def test_an_engine_of_many_slots_stays_full(tmp_path: Path, valkey_url: str, items: int, shard: int) -> None:
-    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS=str(shard), NIGHTJAR_TIMES__SHARD_SECONDS="1000000") as site:
+    with Site(
+        tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS=str(shard), NIGHTJAR_TIMES__SHARD_SECONDS="1000000"
+    ) as site:
         job = site.submit([f"text {n}" for n in range(items)])
         # Until the tail, this engine ends no item while a slot is empty.
         worker = site.worker(engine={"seconds": 0.001, "slots": 64, "patient_until": items})
@@ -71,7 +78,9 @@ def test_a_full_worker_leaves_shards_and_messages_to_others(site: Site, valkey_u
 
 
 def test_a_job_of_a_higher_priority_has_the_next_shard(tmp_path: Path, valkey_url: str) -> None:
-    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="100", NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS="600") as site:
+    with Site(
+        tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="100", NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS="600"
+    ) as site:
         low = site.submit([site.held(f"text {n}") for n in range(500)])
         # With a model of its own the engine is open before the first claim.
         site.worker("--model", "fake", engine={"slots": 16})
@@ -101,7 +110,9 @@ CROWDED: dict[str, float] = {"slots": 20, "waiting_room": 1}
 @pytest.fixture
 def pairs(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
     """Shards of two items, and a worker that drains at once."""
-    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_WORKER__DRAIN_SECONDS="0.5") as site:
+    with Site(
+        tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_WORKER__DRAIN_SECONDS="0.5"
+    ) as site:
         yield site
 
 
@@ -154,14 +165,19 @@ class Message:
         self.requeued = True
 
 
-@pytest.mark.parametrize(("task", "hungry", "requeued"), [(RUN_SHARD, False, True), (RUN_SHARD, True, False), ("other", False, False)])
+@pytest.mark.parametrize(
+    ("task", "hungry", "requeued"),
+    [(RUN_SHARD, False, True), (RUN_SHARD, True, False), ("other", False, False)],
+)
 def test_a_shard_that_came_too_late_goes_back_to_the_queue(
     monkeypatch: pytest.MonkeyPatch, task: str, hungry: bool, requeued: bool
 ) -> None:
     monkeypatch.setattr(celery_app, "_is_hungry", lambda: hungry)
     received: list[str] = []
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
-    one = SteadyConsumer(lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None))
+    one = SteadyConsumer(
+        lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None)
+    )
     one.strategies = {task: lambda *_: received.append(task)}
     message = Message(task)
     one.create_task_handler()(message)

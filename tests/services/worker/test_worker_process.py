@@ -1,4 +1,5 @@
-"""A real Celery worker on Valkey, SQLite and a folder: kills, drains, lost messages, a broker that goes away."""
+"""A real Celery worker on Valkey, SQLite and a folder: kills, drains, lost messages, a broker that goes
+away."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def assert_all_done(site: Site, job_id: str, items: int) -> None:
     assert keys == {row.artifact.key for row in rows if row.artifact}
     for row in rows:
         assert row.artifact is not None
-        assert site.store.get(row.artifact.key) == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+        assert site.store.get(row.artifact.key) == encode(
+            sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav"
+        )
 
 
 def test_a_job_runs_to_its_end_and_the_worker_drains(site: Site) -> None:
@@ -106,7 +109,9 @@ def test_a_worker_whose_ledger_is_upgraded_finishes_its_shard_and_ends_with_a_se
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
-def test_a_drain_past_its_deadline_gives_shards_back(tmp_path: Path, valkey_url: str, number: signal.Signals) -> None:
+def test_a_drain_past_its_deadline_gives_shards_back(
+    tmp_path: Path, valkey_url: str, number: signal.Signals
+) -> None:
     with Site(tmp_path, valkey_url, SPEECH_WORKER__DRAIN_SECONDS="0.5") as site:
         job = site.submit(["quick", "[[slow:6000]] late"])
         worker = site.worker()
@@ -213,7 +218,11 @@ def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
     command += "time.sleep(600)"
     with site.log.open("ab") as log:
         parent = subprocess.Popen(
-            [sys.executable, "-c", command], cwd=REPOSITORY, env=os.environ | site.environment, stdout=log, stderr=log
+            [sys.executable, "-c", command],
+            cwd=REPOSITORY,
+            env=os.environ | site.environment,
+            stdout=log,
+            stderr=log,
         )
     site.processes.append(parent)
     site.wait_for(lambda: site.status(job).shards.get(ShardState.LEASED))
@@ -240,9 +249,17 @@ def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
         text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
         assert 'speech_items_total{code="",outcome="done"} 1.0' in text
         assert 'speech_items_total{code="synth.no_eos",outcome="failed"} 1.0' in text
-        for name in ("speech_audio_seconds_total", "speech_engine_batch_size", "speech_lease_lost_total", "speech_queue_depth"):
+        for name in (
+            "speech_audio_seconds_total",
+            "speech_engine_batch_size",
+            "speech_lease_lost_total",
+            "speech_queue_depth",
+        ):
             assert f"\n{name} " in text
-        assert 'speech_engine_info{device="",dtype="",executor="",kernels="",model="fake",reproducible="yes"} 1.0' in text
+        assert (
+            'speech_engine_info{device="",dtype="",executor="",kernels="",model="fake",reproducible="yes"} 1.0'
+            in text
+        )
         assert "\nspeech_engine_slots 8.0" in text
         assert "engine ready: fake, 8 slots, reproducible" in site.log_text()
         assert job.id not in text
@@ -261,10 +278,14 @@ def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valke
         assert [line["gpu"] for line in started] == [str(number) for number in range(gpus)]
         assert [line["metrics_port"] for line in started] == list(range(port, port + gpus))
         for line in started:
-            (allowed,) = re.findall(r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{line['pid']}/status").read_text())
+            (allowed,) = re.findall(
+                r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{line['pid']}/status").read_text()
+            )
             assert allowed == line.get("cores", core_text(frozenset(os.sched_getaffinity(0))))
             assert urlopen(f"http://127.0.0.1:{line['metrics_port']}/metrics").status == 200
-        assert sorted(row.gpu for row in site.ledger.worker_statuses(everyone=True)) == sorted(line["gpu"] for line in started)
+        assert sorted(row.gpu for row in site.ledger.worker_statuses(everyone=True)) == sorted(
+            line["gpu"] for line in started
+        )
         assert site.wait_until_final(job).items.done == 40
         assert stop(supervisor) == 0
 
@@ -273,7 +294,9 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
     quick = {"NIGHTJAR_TIMES__RESTART_SECONDS": "0.5", "NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}
     with Site(tmp_path, valkey_url, **quick, **install_nvidia_smi(tmp_path / "bin", 4)) as site:
         job = site.submit([f"text {n}" for n in range(200)], options=SubmitOptions(max_attempts=50))
-        supervisor = site.worker("--gpu", "all", "--model", "fake", engine={"seconds": 0.1, "slots": 2}, NIGHTJAR_BAD_GPU="2")
+        supervisor = site.worker(
+            "--gpu", "all", "--model", "fake", engine={"seconds": 0.1, "slots": 2}, NIGHTJAR_BAD_GPU="2"
+        )
         expire_until_final(site, job)
         assert site.status(job).items.done == 200
         site.wait_for(lambda: '"worker quarantined"' in site.log_text())
@@ -287,7 +310,9 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
         assert_all_done(site, job.id, 200)
         quarantines = lambda: [row for row in site.ledger.worker_statuses() if row.state == "quarantined"]  # noqa: E731
         site.wait_for(quarantines)
-        assert [(row.gpu, row.pid, row.state_reason) for row in quarantines()] == [("2", supervisor.pid, quarantined["reason"])]
+        assert [(row.gpu, row.pid, row.state_reason) for row in quarantines()] == [
+            ("2", supervisor.pid, quarantined["reason"])
+        ]
         assert stop(supervisor) == 1
         assert quarantines() == []
 
@@ -303,9 +328,13 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
     ],
 )
 def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:
-    environment = os.environ | install_nvidia_smi(tmp_path / "bin", 2) | {"SPEECH_HOME": str(tmp_path / "home")}
+    environment = (
+        os.environ | install_nvidia_smi(tmp_path / "bin", 2) | {"SPEECH_HOME": str(tmp_path / "home")}
+    )
     command = [sys.executable, "-m", "worker", "run", f"--gpu={wanted}"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert (done.returncode, done.stdout) == (4, "")
     assert f"config.invalid: {message}" in done.stderr
     assert "--gpu all" in done.stderr

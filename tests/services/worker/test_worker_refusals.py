@@ -1,4 +1,5 @@
-"""Workers of a fleet of which one cannot open the job's model with its settings: it loses no item, and says why it does nothing."""
+"""Workers of a fleet of which one cannot open the job's model with its settings: it loses no item, and
+says why it does nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LINES = 6
 
 @pytest.fixture
 def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
-    with Site(tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_ENGINE__MAX_CONTEXT="256") as site:
+    with Site(
+        tmp_path, valkey_url, NIGHTJAR_TIMES__SHARD_ITEMS="2", SPEECH_ENGINE__MAX_CONTEXT="256"
+    ) as site:
         yield site
 
 
@@ -31,7 +34,9 @@ def submitted(site: Site) -> Job:
 
 def misfit(site: Site) -> Started:
     """A worker whose settings ask for a GPU that its host lacks."""
-    return site.worker(SPEECH_ENGINE__EXECUTOR="graph", NIGHTJAR_TIMES__SHARDS_IN_FLIGHT="1", CUDA_VISIBLE_DEVICES="")
+    return site.worker(
+        SPEECH_ENGINE__EXECUTOR="graph", NIGHTJAR_TIMES__SHARDS_IN_FLIGHT="1", CUDA_VISIBLE_DEVICES=""
+    )
 
 
 def until_up(site: Site, workers: int) -> None:
@@ -57,7 +62,9 @@ def test_one_worker_with_wrong_settings_fails_no_item_of_the_others(site: Site) 
     os.kill(known.pid, signal.SIGCONT)
     status = site.wait_until_final(job)
     assert (status.job.state, status.items.done, status.items.failed) == (JobState.COMPLETED, LINES, 0)
-    assert rows(site.ledger, "SELECT max(attempts) FROM items") == [(1,)], "a shard that was given back counts as no attempt"
+    assert rows(site.ledger, "SELECT max(attempts) FROM items") == [(1,)], (
+        "a shard that was given back counts as no attempt"
+    )
     reasons = [one.state_reason for one in site.ledger.worker_statuses() if one.id != known.id]
     why = "The graph executor needs a CUDA device. Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
     assert reasons == [f"It cannot run job {job.id} (config.invalid): {why}"]

@@ -32,14 +32,20 @@ def start(site: Site, *arguments: str, **environment: str) -> subprocess.Popen[b
     variables = os.environ | site.environment | environment
     with site.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fake_worker", *arguments], cwd=REPOSITORY, env=variables, stdout=log, stderr=log
+            [sys.executable, "-m", "tests.support.fake_worker", *arguments],
+            cwd=REPOSITORY,
+            env=variables,
+            stdout=log,
+            stderr=log,
         )
     site.processes.append(process)
     return process
 
 
 def ask(port: int, path: str, auth: str | None = None, method: str = "GET") -> tuple[int, str]:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, data=b"" if method == "POST" else None)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", method=method, data=b"" if method == "POST" else None
+    )
     if auth is not None:
         request.add_header("Authorization", "Basic " + base64.b64encode(auth.encode()).decode())
     try:
@@ -68,14 +74,19 @@ def test_flower_shows_jobs_and_shards_to_those_with_a_password_and_changes_nothi
     assert "'shard': 0" in shown[0]
     assert ask(port, "/api/tasks")[0] == 401
     assert ask(port, "/", "admin:wrong")[0] == 401
-    assert ask(port, f"/api/worker/shutdown/{next(iter(tasks.values()))['worker']}", "admin:hunter2", "POST")[0] == 403
+    assert (
+        ask(port, f"/api/worker/shutdown/{next(iter(tasks.values()))['worker']}", "admin:hunter2", "POST")[0]
+        == 403
+    )
     assert b"hunter2" not in Path(f"/proc/{flower.pid}/cmdline").read_bytes()
     assert worker.poll() is None
     assert stop(flower) == 0
     assert "hunter2" not in site.log_text()
 
 
-@pytest.mark.parametrize("auth", [None, "", ":", "me:", ":secret", "me", " : ", "me:secret,", "me:secret,:", "me:sec,ret"])
+@pytest.mark.parametrize(
+    "auth", [None, "", ":", "me:", ":secret", "me", " : ", "me:secret,", "me:secret,:", "me:sec,ret"]
+)
 def test_flower_takes_no_empty_user_and_no_empty_password(auth: str | None) -> None:
     settings = load_settings(flower={"basic_auth": auth})
     with pytest.raises(ConfigError, match="without a user and a password"):

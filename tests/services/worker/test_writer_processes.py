@@ -1,4 +1,5 @@
-"""Writer processes in front of real S3 servers: the same results with any number of them, and none is missed when it dies."""
+"""Writer processes in front of real S3 servers: the same results with any number of them, and none is
+missed when it dies."""
 
 from __future__ import annotations
 
@@ -95,8 +96,15 @@ def test_a_job_has_the_same_artifacts_with_any_number_of_processes(rig: Rig, mot
             assert rig.run_next() is ShardEnd.FINISHED
             assert len(pool.pids) == processes
             audio = list(rig.ledger.shard_audio(job.id, 0))
-            found.append([(one.index, one.key.removeprefix(f"jobs/{job.id}"), one.sha256, one.bytes, one.samples) for one in audio])
-            assert {one.sha256 for one in audio} == {hashlib.sha256(rig.store.get(one.key)).hexdigest() for one in audio}
+            found.append(
+                [
+                    (one.index, one.key.removeprefix(f"jobs/{job.id}"), one.sha256, one.bytes, one.samples)
+                    for one in audio
+                ]
+            )
+            assert {one.sha256 for one in audio} == {
+                hashlib.sha256(rig.store.get(one.key)).hexdigest() for one in audio
+            }
     assert len(found[0]) == len(texts)
     assert found[0] == found[1] == found[2]
 
@@ -105,7 +113,9 @@ def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -
     url = f"s3://{own_moto.create_bucket('killed')}"
     with writers(access(own_moto), url, 2) as (pool, store), ThreadPoolExecutor(8) as threads:
         own_moto.pause()
-        puts = [threads.submit(store.put, f"a/{number}", b"%d" % number, metadata=METADATA) for number in range(8)]
+        puts = [
+            threads.submit(store.put, f"a/{number}", b"%d" % number, metadata=METADATA) for number in range(8)
+        ]
         until(lambda: sum(pool.under_way[one] for one in pool.processes) == 8)
         killed = pool.pids
         os.kill(killed[0], signal.SIGKILL)
@@ -115,7 +125,9 @@ def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -
         assert killed[0] not in pool.pids
         content = [store.get(f"a/{number}") for number in range(8)]
     # An object may have been there when the second process came: it is what the first one wrote.
-    assert [one.info.sha256 for one in results] == [hashlib.sha256(b"%d" % number).hexdigest() for number in range(8)]
+    assert [one.info.sha256 for one in results] == [
+        hashlib.sha256(b"%d" % number).hexdigest() for number in range(8)
+    ]
     assert content == [b"%d" % number for number in range(8)]
 
 
@@ -154,7 +166,9 @@ def test_a_store_that_is_away_is_waited_for(rig: Rig, own_moto: MotoS3) -> None:
         assert rig.runner.run(shard) is ShardEnd.FINISHED
 
 
-def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them(rig: Rig, own_moto: MotoS3) -> None:
+def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them(
+    rig: Rig, own_moto: MotoS3
+) -> None:
     url = f"s3://{own_moto.create_bucket('drained')}"
     with writers(access(own_moto), url, 1) as (pool, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
         job = rig.submit([f"This is sentence {number}." for number in range(64)])
@@ -199,7 +213,12 @@ class _Full(BaseHTTPRequestHandler):
 def test_a_full_store_says_so_through_a_process() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Full)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    settings = S3Settings(endpoint_url=f"http://127.0.0.1:{server.server_port}", region="x", access_key_id="a", secret_access_key="b")  # type: ignore[arg-type]
+    settings = S3Settings(
+        endpoint_url=f"http://127.0.0.1:{server.server_port}",
+        region="x",
+        access_key_id="a",
+        secret_access_key="b",
+    )  # type: ignore[arg-type]
     pool = WriterProcesses(1, settings, crowded=0)
     try:
         store = pool.open("s3://full/prefix")
@@ -247,7 +266,9 @@ time.sleep(600)
 
 
 def test_a_process_ends_with_its_worker(moto: MotoS3) -> None:
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, moto.endpoint], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, moto.endpoint], stdout=subprocess.PIPE, text=True
+    )
     assert worker.stdout is not None
     child = int(worker.stdout.readline())
     assert runs(child)

@@ -1,8 +1,9 @@
-"""Python imports this at the start of the processes that `tests.support.vllm_v2` arranges for: Triton then has a backend for CPUs.
+"""Python imports this at the start of the processes that `tests.support.vllm_v2` arranges for: Triton then
+has a backend for CPUs.
 
-vLLM's V2 model runner, which CUDA uses, wants Triton. On a CPU its kernels run in Triton's interpreter; vLLM only has to believe
-that there is a backend. The entry must be there when vLLM is imported, so it is made as `triton.backends` is. Where the command asks for
-it, engine cores are forked.
+vLLM's V2 model runner, which CUDA uses, wants Triton. On a CPU its kernels run in Triton's interpreter;
+vLLM only has to believe that there is a backend. The entry must be there when vLLM is imported, so it is
+made as `triton.backends` is. Where the command asks for it, engine cores are forked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""deploy/grafana: Grafana's own types take the dashboard without a rest, and its queries are PromQL over metrics that exist."""
+"""deploy/grafana: Grafana's own types take the dashboard without a rest, and its queries are PromQL over
+metrics that exist."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def test_grafanas_types_hold_every_field_of_the_dashboard() -> None:
     assert json.loads(json.dumps(board, cls=JSONEncoder)) == BOARD
     panels = board.panels or []
     assert [type(panel) for panel in panels if not isinstance(panel, Panel | RowPanel)] == []
-    assert not any(isinstance(target, UnknownDataquery) for panel in panels if isinstance(panel, Panel) for target in panel.targets or [])
+    assert not any(
+        isinstance(target, UnknownDataquery)
+        for panel in panels
+        if isinstance(panel, Panel)
+        for target in panel.targets or []
+    )
 
 
 def test_a_field_that_grafana_does_not_know_is_seen() -> None:
@@ -48,19 +54,26 @@ def test_a_field_that_grafana_does_not_know_is_seen() -> None:
 
 def test_every_query_is_about_metrics_that_exist() -> None:
     metrics = known()
-    assert [(title, found) for title, expression in QUERIES if (found := faults(filled(expression), metrics))] == []
+    assert [
+        (title, found) for title, expression in QUERIES if (found := faults(filled(expression), metrics))
+    ] == []
     assert len(QUERIES) > 30
 
 
 def test_every_variable_is_defined_and_every_panel_says_what_it_shows() -> None:
     variables = {variable["name"] for variable in BOARD["templating"]["list"]}
-    used = {name for _, expression in QUERIES for name in re.findall(r"\$(\w+)", expression)} - {"__rate_interval"}
+    used = {name for _, expression in QUERIES for name in re.findall(r"\$(\w+)", expression)} - {
+        "__rate_interval"
+    }
     assert used == variables - {"datasource"} == {"worker", "server"}
     for variable in BOARD["templating"]["list"]:
         if variable["type"] == "query":
             (expression,) = re.findall(r"label_values\((.*), instance\)", variable["query"])
             assert faults(expression, known()) == []
-    assert all(panel["title"] and panel["description"] and "unit" in panel["fieldConfig"]["defaults"] for panel in PANELS)
+    assert all(
+        panel["title"] and panel["description"] and "unit" in panel["fieldConfig"]["defaults"]
+        for panel in PANELS
+    )
     assert {panel["datasource"]["uid"] for panel in PANELS} == {"${datasource}"}
 
 
@@ -69,7 +82,11 @@ def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
         grid = panel["gridPos"]
-        cells = {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
+        cells = {
+            (x, y)
+            for x in range(grid["x"], grid["x"] + grid["w"])
+            for y in range(grid["y"], grid["y"] + grid["h"])
+        }
         assert grid["x"] + grid["w"] <= 24
         assert not cells & taken, panel["title"]
         taken |= cells
@@ -79,10 +96,14 @@ def test_compose_gives_grafana_its_files() -> None:
     grafana = SERVICES["grafana"]
     mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
     assert all((ROOT / source).exists() for source in mounts)
-    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/nightjar.yml").read_text())["providers"]
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/nightjar.yml").read_text())[
+        "providers"
+    ]
     place = f"{provider['options']['path']}/nightjar.json"
     assert mounts["./deploy/grafana/nightjar.json"] == place
-    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
     assert source["url"] == "http://prometheus:9090"
     assert "prometheus" in SERVICES
     settings = configparser.ConfigParser()

@@ -1,4 +1,5 @@
-"""deploy/kubernetes: manifests that follow Kubernetes' schemas, and agree with the settings, the image, compose and the server."""
+"""deploy/kubernetes: manifests that follow Kubernetes' schemas, and agree with the settings, the image,
+compose and the server."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ FOLDER = DEPLOY / "kubernetes"
 LISTS = sorted(FOLDER.rglob("kustomization.yaml"))
 FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path not in LISTS)
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    f"{document['kind']}/{document['metadata']['name']}": document for path in FILES for document in yaml.safe_load_all(path.read_text())
+    f"{document['kind']}/{document['metadata']['name']}": document
+    for path in FILES
+    for document in yaml.safe_load_all(path.read_text())
 }
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-WORKERS = ("Deployment/nightjar-worker-cpu", "Deployment/nightjar-worker-gpu", "Deployment/nightjar-worker-vllm")
+WORKERS = (
+    "Deployment/nightjar-worker-cpu",
+    "Deployment/nightjar-worker-gpu",
+    "Deployment/nightjar-worker-vllm",
+)
 SERVE = "Deployment/nightjar-serve"
 ON_GPUS = (*WORKERS[1:], SERVE)
 
@@ -84,7 +91,9 @@ def test_commands_variables_and_what_is_referred_to_exist(name: str) -> None:
             assert f"PersistentVolumeClaim/{claim['claimName']}" in DOCUMENTS
         if (config := volume.get("configMap")) is not None:
             assert f"ConfigMap/{config['name']}" in DOCUMENTS
-    assert {mount["name"] for mount in container(name)["volumeMounts"]} == {volume["name"] for volume in PODS[name]["volumes"]}
+    assert {mount["name"] for mount in container(name)["volumeMounts"]} == {
+        volume["name"] for volume in PODS[name]["volumes"]
+    }
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -93,7 +102,11 @@ def test_images_are_those_of_compose_and_run_as_the_user_of_the_dockerfile(name:
     assert container(name)["image"] in recipes
     security, own = PODS[name]["securityContext"], container(name)["securityContext"]
     (user,) = re.findall(r"useradd --uid (\d+)", DOCKERFILE)
-    assert (security["runAsNonRoot"], security["runAsUser"], security["fsGroup"]) == (True, int(user), int(user))
+    assert (security["runAsNonRoot"], security["runAsUser"], security["fsGroup"]) == (
+        True,
+        int(user),
+        int(user),
+    )
     assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
     # All that is written lies in volumes: the working directory, home, temporary files, caches.
     mounts = {mount["mountPath"] for mount in container(name)["volumeMounts"]}
@@ -157,7 +170,9 @@ def test_selectors_find_their_pods(name: str) -> None:
 def test_no_secret_is_written_down() -> None:
     for name, document in DOCUMENTS.items():
         if document["kind"] != "Secret":
-            assert not re.search(r"PASSWORD|SECRET|API_KEY|DATABASE_URL|BROKER_URL", yaml.safe_dump(document.get("data", {}))), name
+            assert not re.search(
+                r"PASSWORD|SECRET|API_KEY|DATABASE_URL|BROKER_URL", yaml.safe_dump(document.get("data", {}))
+            ), name
             continue
         for variable, value in document["stringData"].items():
             assert re.search(r"\bPASSWORD\b|\.example$|^KEY$|^SECRET$", value), variable
@@ -167,7 +182,9 @@ def test_kubectl_builds_every_kustomization() -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
     for path in LISTS:
-        done = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         for document in yaml.safe_load_all(done.stdout):
             kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)

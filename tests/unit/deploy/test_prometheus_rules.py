@@ -1,4 +1,5 @@
-"""deploy/prometheus: every query is PromQL over metrics and labels that workers and servers export, and every alert has its runbook."""
+"""deploy/prometheus: every query is PromQL over metrics and labels that workers and servers export, and
+every alert has its runbook."""
 
 from __future__ import annotations
 
@@ -15,21 +16,34 @@ import yaml
 from tests.support.deploy_kit import DEPLOY, ROOT, exported, faults, grouped_by
 
 CONFIG: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-FILES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "prometheus/rules").glob("*.yml"))}
+FILES = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((DEPLOY / "prometheus/rules").glob("*.yml"))
+}
 RULES: list[dict[str, Any]] = [rule for group in FILES["nightjar"]["groups"] for rule in group["rules"]]
-ALERTS: list[dict[str, Any]] = [rule for file in FILES.values() for group in file["groups"] for rule in group["rules"] if "alert" in rule]
+ALERTS: list[dict[str, Any]] = [
+    rule for file in FILES.values() for group in file["groups"] for rule in group["rules"] if "alert" in rule
+]
 TESTS = Path(__file__).with_name("rules_test.yml")
 
 
 def known() -> dict[str, set[str]]:
     """Metrics with their labels: exported ones, and those that rules record."""
-    records = {rule["record"]: grouped_by(promql_parser.parse(rule["expr"])) - {"le"} for rule in RULES if "record" in rule}
+    records = {
+        rule["record"]: grouped_by(promql_parser.parse(rule["expr"])) - {"le"}
+        for rule in RULES
+        if "record" in rule
+    }
     return exported() | records
 
 
 def test_rules_name_metrics_that_exist() -> None:
     metrics = known()
-    assert {rule.get("record", rule.get("alert")): found for rule in RULES if (found := faults(rule["expr"], metrics))} == {}
+    assert {
+        rule.get("record", rule.get("alert")): found
+        for rule in RULES
+        if (found := faults(rule["expr"], metrics))
+    } == {}
     assert len(RULES) > 20
 
 
@@ -48,8 +62,16 @@ def test_a_query_of_what_is_not_there_is_seen(expression: str, fault: str) -> No
 
 
 def test_queries_of_hosts_are_promql() -> None:
-    metrics = {name: {"fstype", "mountpoint", "instance"} for name in ("node_filesystem_avail_bytes", "node_filesystem_size_bytes")}
-    assert [found for group in FILES["host"]["groups"] for rule in group["rules"] if (found := faults(rule["expr"], metrics))] == []
+    metrics = {
+        name: {"fstype", "mountpoint", "instance"}
+        for name in ("node_filesystem_avail_bytes", "node_filesystem_size_bytes")
+    }
+    assert [
+        found
+        for group in FILES["host"]["groups"]
+        for rule in group["rules"]
+        if (found := faults(rule["expr"], metrics))
+    ] == []
 
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
@@ -71,7 +93,9 @@ def test_prometheus_loads_the_rules_and_scrapes_the_services_of_compose() -> Non
     first = int(services["worker-gpu"]["environment"]["SPEECH_WORKER__METRICS_PORT"])
     ports = [target["port"] for target in worker["dns_sd_configs"]]
     assert ports == list(range(first, first + 8)), "one for each GPU of a host"
-    assert {name for target in worker["dns_sd_configs"] for name in target["names"]} == {name for name in services if "worker-" in name}
+    assert {name for target in worker["dns_sd_configs"] for name in target["names"]} == {
+        name for name in services if "worker-" in name
+    }
     assert [(target["names"], target["port"]) for target in server["dns_sd_configs"]] == [(["serve"], 8000)]
     (key,) = [config for config in monitor["configs"] if config["source"] == "serve-key"]
     assert key["target"] == server["authorization"]["credentials_file"]
@@ -82,9 +106,14 @@ def test_alerts_fire_when_they_should() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("needs promtool")
-    done = subprocess.run([promtool, "test", "rules", TESTS.name], cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [promtool, "test", "rules", TESTS.name], cwd=TESTS.parent, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     checked = subprocess.run(
-        [promtool, "check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml"], capture_output=True, text=True, check=False
+        [promtool, "check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -37,7 +37,9 @@ def test_a_job_may_be_requeued_and_keeps_its_log(path: Path) -> None:
 
 
 def test_the_warning_leaves_time_for_a_drain() -> None:
-    workers, single = (options(DEPLOY / f"slurm/{name}.sbatch")["signal"] for name in ("nightjar", "nightjar-run"))
+    workers, single = (
+        options(DEPLOY / f"slurm/{name}.sbatch")["signal"] for name in ("nightjar", "nightjar-run")
+    )
     (before,) = re.fullmatch(r"B:USR1@(\d+)", workers).groups()  # type: ignore[union-attr]
     assert int(before) > WorkerSettings().drain_seconds + LAST_SECONDS
     assert re.fullmatch(r"B:USR1@\d+", single)

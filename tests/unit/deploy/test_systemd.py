@@ -20,7 +20,8 @@ from worker.runtime import LAST_SECONDS
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "/opt/nightjar/bin/nightjar"
 WORKERS = ("nightjar-worker@", "nightjar-workers", "nightjar-worker-cpu")
-#: What takes the GPUs from a unit, by itself or since it turns the list of devices into one of what is allowed.
+#: What takes the GPUs from a unit, by itself or since it turns the list of devices into one of what is
+#: allowed.
 HIDES_GPUS = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"}
 
 
@@ -100,7 +101,9 @@ def test_instances_have_a_gpu_and_a_port_of_their_own() -> None:
     assert "CUDA_VISIBLE_DEVICES=%i CUDA_DEVICE_ORDER=PCI_BUS_ID" in one["Environment"]
     (script,) = re.findall(r"/bin/sh -c '(.*)'", one["ExecStart"][0])
     shown = script.replace("$$", "$").replace("%i", "3").replace(f"exec {PROGRAM}", "env")
-    said = subprocess.run(["sh", "-c", shown.replace("worker --gpu 3", "")], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["sh", "-c", shown.replace("worker --gpu 3", "")], capture_output=True, text=True, check=True
+    ).stdout
     assert "SPEECH_WORKER__METRICS_PORT=9111" in said.splitlines()
 
 
@@ -127,5 +130,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         # A template is verified as an instance.
         paths.append(tmp_path / path.name.replace("@.", "@0."))
         paths[-1].write_text(path.read_text().replace(PROGRAM, str(program)))
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

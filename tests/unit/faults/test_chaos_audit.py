@@ -69,14 +69,22 @@ def second_object(site: Finished) -> None:
 
 HARM: dict[str, tuple[Callable[[Finished], object], dict[str, int]]] = {
     "lost item": (
-        lambda site: execute(site.ledger, "UPDATE items SET state = 2, error_code = 'synth.nan' WHERE idx = 0"),
+        lambda site: execute(
+            site.ledger, "UPDATE items SET state = 2, error_code = 'synth.nan' WHERE idx = 0"
+        ),
         {"lost": 1, "orphans": 1},
     ),
     "lost object": (lambda site: site.store.delete(site.audio), {"lost": 1}),
     "other bytes": (other_bytes, {"wrong": 1}),
-    "another hash": (lambda site: execute(site.ledger, "UPDATE artifacts SET sha256 = 'x' WHERE idx = 0"), {"wrong": 1}),
+    "another hash": (
+        lambda site: execute(site.ledger, "UPDATE artifacts SET sha256 = 'x' WHERE idx = 0"),
+        {"wrong": 1},
+    ),
     "a second object": (second_object, {"doubled": 1, "orphans": 1}),
-    "an input that nothing names": (lambda site: site.store.put(f"jobs/{site.job}/input/000000.2.jsonl.zst", b"x"), {"orphans": 1}),
+    "an input that nothing names": (
+        lambda site: site.store.put(f"jobs/{site.job}/input/000000.2.jsonl.zst", b"x"),
+        {"orphans": 1},
+    ),
     "an open job": (lambda site: execute(site.ledger, "UPDATE jobs SET state = 'running'"), {"stuck": 1}),
     "no manifest": (lambda site: site.store.delete(job_manifest_key(site.job)), {"stuck": 1}),
     "a file below a mount point": (lambda site: site.strays.append("stub/jobs/1.wav"), {"outside": 1}),

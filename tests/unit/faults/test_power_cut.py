@@ -1,4 +1,5 @@
-"""What the ledger names is on the disk before it is named, and what a power cut left of an object is replaced."""
+"""What the ledger names is on the disk before it is named, and what a power cut left of an object is
+replaced."""
 
 from __future__ import annotations
 
@@ -39,15 +40,27 @@ class Watching:
         #: What was named: stage, commit or finish.
         self.named: list[str] = []
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+    def stage(
+        self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
+    ) -> bool:
         self._name("stage", {shard.input_key for shard in shards})
         return self._ledger.stage(job_id, shards, rejected, lines_read)
 
     def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
-        self._name("commit", {artifact.key for outcome in outcomes if isinstance(outcome, Done) for artifact in outcome.artifacts})
+        self._name(
+            "commit",
+            {
+                artifact.key
+                for outcome in outcomes
+                if isinstance(outcome, Done)
+                for artifact in outcome.artifacts
+            },
+        )
         return self._ledger.commit(ticket, outcomes)
 
-    def finish_shard(self, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None) -> bool:
+    def finish_shard(
+        self, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None
+    ) -> bool:
         self._name("finish", {manifest_key} if manifest_key else set())
         return self._ledger.finish_shard(ticket, manifest_key, manifest_sha256)
 
@@ -97,7 +110,13 @@ def test_what_a_power_cut_left_is_not_adopted(rig: Rig, left: str, format: str) 
     job = rig.submit(["text"], format=format, seed=1)
     key = f"jobs/{job.id}/audio/00000/000000000-item-0.{format}"
     whole = encode(sine("text", item_seed(1, "item-0", 0)), SAMPLE_RATE, format)  # type: ignore[arg-type]
-    remains = {"": b"", "RIFF": b"RIFF", "cut": whole[: len(whole) // 2], "zeros": bytes(4096), "zeroed": zeroed(whole)}[left]
+    remains = {
+        "": b"",
+        "RIFF": b"RIFF",
+        "cut": whole[: len(whole) // 2],
+        "zeros": bytes(4096),
+        "zeroed": zeroed(whole),
+    }[left]
     rig.store.put(key, remains)
     assert rig.run_next() is ShardEnd.FINISHED
     (item,) = rig.items(job)
@@ -161,7 +180,9 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     assert caught.value.code is ErrorCode.STORE_FULL  # type: ignore[attr-defined]
 
 
-def test_without_a_call_for_all_each_file_and_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_call_for_all_each_file_and_folder_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[tuple[str, bool]] = []
 
     def note(fd: int) -> None:

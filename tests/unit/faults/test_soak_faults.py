@@ -20,7 +20,9 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_folder_is_away_and_back_and_what_was_written_meanwhile_is_known(tmp_path: Path, root: Path) -> None:
+def test_a_folder_is_away_and_back_and_what_was_written_meanwhile_is_known(
+    tmp_path: Path, root: Path
+) -> None:
     stubs = Stubs(tmp_path / "stubs")
     with stubs.instead_of(root):
         assert list(root.iterdir()) == []
@@ -54,7 +56,10 @@ def test_a_copy_lacks_what_came_later(tmp_path: Path, root: Path) -> None:
     for _ in range(2):
         copy_of(root, tmp_path / "copy", but=".nightjar")
     (root / "jobs" / "two").touch()
-    assert [str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")] == ["jobs", "jobs/one"]
+    assert [str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")] == [
+        "jobs",
+        "jobs/one",
+    ]
 
 
 def test_figures_of_other_layouts_are_kept(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def call(rig: Rig, *words: str) -> Result:
         ["submit", "in.jsonl", "--qa-config", ""],
     ],
 )
-def test_a_path_that_is_empty_is_wrong_usage(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_empty_is_wrong_usage(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, words)
     assert (done.exit_code, "the path is empty" in done.output) == (2, True), done.output
@@ -56,12 +58,17 @@ def test_an_option_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """`--out $FOLDER --dry-run` with FOLDER unset would really run, into a folder of that name."""
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["run", "in.jsonl", "--out", "--dry-run"])
-    assert (done.exit_code, "write ./--dry-run for a path of this name" in " ".join(done.output.split())) == (2, True), done.output
+    assert (done.exit_code, "write ./--dry-run for a path of this name" in " ".join(done.output.split())) == (
+        2,
+        True,
+    ), done.output
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["SPEECH_HOME", "SPEECH_STORE_URL"])
-def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_environment_that_is_empty_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "")
     with pytest.raises(ConfigError, match=f"environment {name}.*it is empty"):
         load_settings()
@@ -75,7 +82,9 @@ def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeyp
         ["report", "j", "--to", "s3://bucket/report.html"],
     ],
 )
-def test_an_address_is_no_folder_of_this_host(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_is_no_folder_of_this_host(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a path it would be a folder of that name here, and what is meant for a bucket would lie in it."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text(LINE % ("a", "Hello."))
@@ -92,7 +101,9 @@ def test_an_export_goes_to_a_path_or_to_s3(rig: Rig, tmp_path: Path, monkeypatch
     rig.run_next()
     monkeypatch.setattr("jobs.store.open_store", lambda *_: rig.store)
     for to in ("gs://bucket/x", "s3:/bucket/x"):
-        done = CliRunner().invoke(cli, ["export", job.id, "--format", "webdataset", "--to", to, "--out", str(rig.folder)])
+        done = CliRunner().invoke(
+            cli, ["export", job.id, "--format", "webdataset", "--to", to, "--out", str(rig.folder)]
+        )
         assert isinstance(done.exception, ConfigError), done.output
         assert done.exception.message == f"No export can be written to {to!r}."
     assert not Path("gs:").exists()
@@ -100,7 +111,9 @@ def test_an_export_goes_to_a_path_or_to_s3(rig: Rig, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("url", "words"), [("s3:/bucket/x", "two slashes"), ("file:/tmp/x", "two slashes")])
-def test_an_address_of_a_store_with_one_slash_is_no_folder(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_a_store_with_one_slash_is_no_folder(
+    url: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPEECH_STORE_URL", url)
     with pytest.raises(ConfigError, match=words):
         load_settings()
@@ -108,8 +121,13 @@ def test_an_address_of_a_store_with_one_slash_is_no_folder(url: str, words: str,
 
 def test_jobs_are_found_by_their_labels(rig: Rig) -> None:
     labels = [{"corpus": "evening", "by": "anna"}, {"corpus": "evening", "by": 'b"c'}, {"corpus": "noon"}, {}]
-    jobs = [rig.submit([f"text {n}"], options=SubmitOptions(labels=given)).id for n, given in enumerate(labels)]
-    listed = lambda *words: [json.loads(line)["job"] for line in call(rig, "list", "--json", *words).stdout.splitlines()]  # noqa: E731
+    jobs = [
+        rig.submit([f"text {n}"], options=SubmitOptions(labels=given)).id for n, given in enumerate(labels)
+    ]
+
+    def listed(*words: str) -> list[str]:
+        return [json.loads(line)["job"] for line in call(rig, "list", "--json", *words).stdout.splitlines()]
+
     assert listed("--label", "corpus=evening") == [jobs[1], jobs[0]]
     assert listed("--label", "corpus=evening", "--limit", "1") == [jobs[1]]
     assert listed("--label", "corpus=evening", "--label", 'by=b"c') == [jobs[1]]
@@ -195,12 +213,18 @@ def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> 
 
 
 def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
-    job = rig.submit(["fine", "[[refuse:input.unpronounceable]]", "[[refuse:input.too_long]]", "[[fail:synth.no_eos]]"])
+    job = rig.submit(
+        ["fine", "[[refuse:input.unpronounceable]]", "[[refuse:input.too_long]]", "[[fail:synth.no_eos]]"]
+    )
     rig.run_next()
     states = lambda: [row.state for row in rig.items(job)]  # noqa: E731
     done, failed, pending = ItemState.DONE, ItemState.FAILED, ItemState.PENDING
     nothing = json.loads(call(rig, "retry", job.id, "--code", "input.too_long", "--json").stdout)
-    assert (nothing["reopened"], nothing["left"], nothing["state"]) == (0, {"input.too_long": 1}, "completed_with_errors")
+    assert (nothing["reopened"], nothing["left"], nothing["state"]) == (
+        0,
+        {"input.too_long": 1},
+        "completed_with_errors",
+    )
     told = call(rig, "retry", job.id)
     assert told.stdout.startswith(f"Opened 1 item of {job.id} again.")
     assert "1 x input.unpronounceable" in told.stderr
@@ -213,7 +237,9 @@ def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
 
 def test_codes_that_no_retry_mends_are_those_of_the_line() -> None:
     hopeless = {code for code in ErrorCode if code.hopeless}
-    assert hopeless == {code for code in ErrorCode if code.value.startswith("input.")} | {ErrorCode.STORE_BAD_KEY}
+    assert hopeless == {code for code in ErrorCode if code.value.startswith("input.")} | {
+        ErrorCode.STORE_BAD_KEY
+    }
     assert not any(code.retryable for code in hopeless)
 
 
@@ -236,7 +262,9 @@ def test_a_dry_run_of_which_nothing_is_left_counts_what_it_does_not_show(rig: Ri
     assert isinstance(done.exception, InputError)
     assert exit_code(done.exception) == 4
     path.write_text("")
-    assert str(CliRunner().invoke(cli, words, standalone_mode=False).exception).startswith("The input is empty.")
+    assert str(CliRunner().invoke(cli, words, standalone_mode=False).exception).startswith(
+        "The input is empty."
+    )
 
 
 def test_abort_refuses_what_an_earlier_submit_left_out(rig: Rig) -> None:
@@ -257,7 +285,10 @@ def test_abort_refuses_what_an_earlier_submit_left_out(rig: Rig) -> None:
 
 
 def test_items_and_their_errors_name_the_line_of_the_file(rig: Rig) -> None:
-    lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(("a", "[[fail:synth.nan]]", "b"))]
+    lines = [
+        {"example_id": f"item-{n}", "messages": [["user", "text", text]]}
+        for n, text in enumerate(("a", "[[fail:synth.nan]]", "b"))
+    ]
     path = rig.folder / "in.jsonl"
     path.write_text("broken\n" + "".join(f"\n{json.dumps(line)}\n" for line in lines))
     home = open_store(str(rig.folder))
@@ -265,7 +296,10 @@ def test_items_and_their_errors_name_the_line_of_the_file(rig: Rig) -> None:
     job = rig.submit_file(path)
     rig.run_next()
     views = lambda *words: [json.loads(line) for line in call(rig, *words, "--json").stdout.splitlines()]  # noqa: E731
-    assert [(view["kind"], view["line"], view["index"]) for view in views("errors", job.id)] == [("line", 1, None), ("item", 5, 1)]
+    assert [(view["kind"], view["line"], view["index"]) for view in views("errors", job.id)] == [
+        ("line", 1, None),
+        ("item", 5, 1),
+    ]
     assert [view["line"] for view in views("items", job.id)] == [3, 5, 7]
     assert [view["line"] for view in views("items", job.id, "--after", "1")] == [7]
     assert "\nline 5\tsynth.nan\titem-1\t" in call(rig, "errors", job.id).stdout
@@ -284,8 +318,12 @@ def test_items_and_their_errors_name_the_line_of_the_file(rig: Rig) -> None:
 
 def test_text_that_the_voice_cannot_pronounce_is_refused_at_submit(rig: Rig) -> None:
     texts = ["Plain words.", "...", "\u4f60\u597d", "caf\u00e9", "&", "\U0001f600"]
-    lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
-    lines.append({"example_id": "voiced", "messages": [["user", "text", "..."]], "generation": {"voice": "heart"}})
+    lines = [
+        {"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)
+    ]
+    lines.append(
+        {"example_id": "voiced", "messages": [["user", "text", "..."]], "generation": {"voice": "heart"}}
+    )
     path = rig.folder / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     view = json.loads(call(rig, "submit", str(path), "--dry-run", "--json").stdout)
@@ -294,15 +332,21 @@ def test_text_that_the_voice_cannot_pronounce_is_refused_at_submit(rig: Rig) -> 
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("auto", "native"), ("native", "native"), ("vllm", "vllm")])
-def test_a_model_is_shown_on_the_engine_that_the_settings_choose(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_shown_on_the_engine_that_the_settings_choose(
+    kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPEECH_ENGINE__KIND", kind)
     monkeypatch.setattr("pipelines.engine_choice.has_gpu", lambda: False)
-    shown = CliRunner().invoke(cli, ["models", str(Path(__file__).parents[2] / "golden/spark/checkpoint")]).stdout
+    shown = (
+        CliRunner().invoke(cli, ["models", str(Path(__file__).parents[2] / "golden/spark/checkpoint")]).stdout
+    )
     assert f"\nengine: {engine}\n" in shown
     assert "\nengines: native, vllm\n" in shown
 
 
-def test_a_run_on_an_engine_that_cannot_be_here_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_an_engine_that_cannot_be_here_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPEECH_ENGINE__KIND", "vllm")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr("pipelines.engine_choice.has_gpu", lambda: False)
@@ -310,7 +354,13 @@ def test_a_run_on_an_engine_that_cannot_be_here_is_refused_before_anything_start
     monkeypatch.setattr("pipelines.engine_choice.entry_points", lambda **_: [])
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"example_id": "a", "messages": [["user", "text", "Good morning."]]}) + "\n")
-    error = CliRunner().invoke(cli, ["run", str(path), "--model", str(fish_checkpoint.whole()), "--out", str(tmp_path / "out")]).exception
+    error = (
+        CliRunner()
+        .invoke(
+            cli, ["run", str(path), "--model", str(fish_checkpoint.whole()), "--out", str(tmp_path / "out")]
+        )
+        .exception
+    )
     assert isinstance(error, ConfigError)
     assert error.message.startswith("On a CPU the engine vllm")
     assert "SPEECH_ENGINE__KIND to native" in error.advice
@@ -323,7 +373,9 @@ def test_a_models_card_as_json_has_no_functions(rig: Rig) -> None:
     assert describe("hibari").check_text is not None
 
 
-def test_the_end_of_a_cancelled_job_is_reported_where_no_worker_would(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_cancelled_job_is_reported_where_no_worker_would(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPEECH_NOTIFY__COMMAND", f"sh -c 'cat >> {rig.folder}/ends'")
     job = rig.submit(["a"])
     call(rig, "cancel", job.id)

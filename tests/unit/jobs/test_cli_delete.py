@@ -32,7 +32,9 @@ def cloned(rig: Rig, name: str, seed: int, *, pack: bool = False) -> Job:
     if not (rig.folder / "voice.wav").exists():
         (rig.folder / "voice.wav").write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
         line = {"messages": [["user", "audio", "voice.wav"], ["user", "text", "[[says:Hello.]] a"]]}
-        (rig.folder / "in.jsonl").write_text("".join(json.dumps({"example_id": f"e{n}", **line}) + "\n" for n in range(2)))
+        (rig.folder / "in.jsonl").write_text(
+            "".join(json.dumps({"example_id": f"e{n}", **line}) + "\n" for n in range(2))
+        )
     rig.store = open_store(str(rig.folder))  # type: ignore[assignment]
     spec = JobSpec(model="fake", seed=seed, pack=pack) if pack else JobSpec(model="fake", seed=seed)
     job = submit(rig.settings, rig.ledger, rig.store, str(rig.folder / "in.jsonl"), spec).job
@@ -52,7 +54,11 @@ def test_what_two_jobs_share_stays(rig: Rig, pack: bool) -> None:
     assert [path.name for path in (rig.folder / "jobs").iterdir()] == [second.id]
     assert [job.id for job in rig.ledger.jobs()] == [second.id]
     assert list(listed_faults(rig.store, expected_objects(rig.ledger, second.id))) == []
-    assert {path.name for path in (rig.folder / "jobs" / second.id).iterdir()} >= {"references", "input", "packs" if pack else "audio"}
+    assert {path.name for path in (rig.folder / "jobs" / second.id).iterdir()} >= {
+        "references",
+        "input",
+        "packs" if pack else "audio",
+    }
     assert (rig.folder / "voice.wav").exists()
     again = cloned(rig, "again", 1, pack=pack)
     assert again.id not in {first.id, second.id}
@@ -67,7 +73,10 @@ def test_nothing_is_deleted_without_a_yes(rig: Rig) -> None:
     running = rig.submit(["a"])
     refused = call(rig, "delete", running.id, "--yes")
     assert isinstance(refused.exception, ServiceError)
-    assert (refused.exception.code, f"nightjar cancel {running.id}" in refused.exception.advice) == (ErrorCode.LEDGER_STATE, True)
+    assert (refused.exception.code, f"nightjar cancel {running.id}" in refused.exception.advice) == (
+        ErrorCode.LEDGER_STATE,
+        True,
+    )
     told = call(rig, "delete", running.id, "--dry-run")
     assert "cancel it" in told.output
     assert rig.status(running).items.total == 1
@@ -80,8 +89,13 @@ def test_a_person_on_a_terminal_is_asked(rig: Rig, answer: bytes, status: int, t
     os.write(person, answer)
     command = [*JOBS, "delete", job.id[:20], "--out", str(rig.folder)]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    done = subprocess.run(
+        command, stdin=terminal, capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
     os.close(person)
     os.close(terminal)
-    assert (done.returncode, f"Delete job {job.id} with 2 items, 0.00 h of audio" in done.stderr) == (status, True), done
+    assert (done.returncode, f"Delete job {job.id} with 2 items, 0.00 h of audio" in done.stderr) == (
+        status,
+        True,
+    ), done
     assert [one.id for one in rig.ledger.jobs()] == ([] if status == 0 else [job.id])

@@ -1,4 +1,5 @@
-"""The documentation says what the code does: settings, error codes, commands, links, files and make targets."""
+"""The documentation says what the code does: settings, error codes, commands, links, files and make
+targets."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def rows(page: str) -> list[list[str]]:
 
 def test_the_configuration_page_lists_every_setting() -> None:
     lines = (ROOT / "docs/configuration.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("| `")] == markdown_rows(), "see `nightjar config list --markdown`"
+    assert [line for line in lines if line.startswith("| `")] == markdown_rows(), (
+        "see `nightjar config list --markdown`"
+    )
 
 
 def test_the_error_page_lists_every_code_with_advice() -> None:
@@ -43,11 +46,25 @@ def test_the_error_page_lists_every_code_with_advice() -> None:
 
 def test_the_limits_of_the_security_page_are_the_codes() -> None:
     """Each row of its tables names a setting or a constant, and says its default or its value."""
-    lines = [line.strip("|").split("|") for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ")]
-    told = {cells[2].strip(" `"): cells[1].strip() for cells in lines if len(cells) == 3 and cells[2].strip().startswith("`")}
+    lines = [
+        line.strip("|").split("|")
+        for line in (ROOT / "SECURITY.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    told = {
+        cells[2].strip(" `"): cells[1].strip()
+        for cells in lines
+        if len(cells) == 3 and cells[2].strip().startswith("`")
+    }
     # All of the server's settings that are a number, apart from its port.
-    numbers = {name for name, value in ServeSettings() if isinstance(value, int | float) and not isinstance(value, bool) and name != "port"}
-    assert {name for name in told if name.startswith("SPEECH_SERVE__")} == {f"SPEECH_SERVE__{name.upper()}" for name in numbers}
+    numbers = {
+        name
+        for name, value in ServeSettings()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "port"
+    }
+    assert {name for name in told if name.startswith("SPEECH_SERVE__")} == {
+        f"SPEECH_SERVE__{name.upper()}" for name in numbers
+    }
     assert len(told) >= len(numbers) + 28
     for name, limit in told.items():
         if name.startswith("SPEECH_SERVE__"):
@@ -77,7 +94,9 @@ def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
 
 
 #: A path of the repository in code, but not a key of the store (`jobs/<job>/...`, `jobs/ID/`) or a pattern.
-_FILE = re.compile(r"`((?:jobs|worker|pipelines|kernels|migrations|tests|benchmarks|examples|docs|\.ci|\.github)/(?!ID/)[\w./-]+)`")
+_FILE = re.compile(
+    r"`((?:jobs|worker|pipelines|kernels|migrations|tests|benchmarks|examples|docs|\.ci|\.github)/(?!ID/)[\w./-]+)`"
+)
 _TARGETS = set(re.findall(r"(?m)^([a-z][a-z-]*):", (ROOT / "Makefile").read_text()))
 
 
@@ -86,7 +105,11 @@ def test_files_modules_and_make_targets_of_a_page_exist(page: Path) -> None:
     text = page.read_text()
     assert [path for path in _FILE.findall(text) if not (ROOT / path).exists()] == []
     assert [name for name in re.findall(r"python -m ([\w.]+)", text) if find_spec(name) is None] == []
-    called = {name for line in re.findall(r"`make ([^`\n]*)`|(?m:^    make (.*)$)", text) for name in "".join(line).split("#")[0].split()}
+    called = {
+        name
+        for line in re.findall(r"`make ([^`\n]*)`|(?m:^    make (.*)$)", text)
+        for name in "".join(line).split("#")[0].split()
+    }
     assert {name for name in called if "=" not in name} <= _TARGETS
 
 
@@ -98,7 +121,9 @@ _OF_PIPECAT = ROOT / "docs/voice-agents.md"
 def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "dialogues.jsonl").write_text('{"example_id": "a1", "messages": [["user", "text", "Good evening."]]}\n')
+    (tmp_path / "dialogues.jsonl").write_text(
+        '{"example_id": "a1", "messages": [["user", "text", "Good evening."]]}\n'
+    )
     names: dict[str, object] = {}
     for source in re.findall(r"(?ms)^```python$(.*?)^```$", page.read_text()):
         exec(compile(source, page.name, "exec"), names)
@@ -110,10 +135,18 @@ ROOMS = ("nightjar", "jobs", "worker", "pipelines", "kernels", "migrations", "be
 
 
 def shown_texts() -> Iterator[tuple[str, str]]:
-    """(where, text) of all that a person may be shown: pages, examples, sources with their advice, and the help of every command."""
-    files = [ROOT / name for name in ("README.md", "Dockerfile", "docker-compose.yml", "Makefile", "pyproject.toml")]
+    """(where, text) of all that a person may be shown: pages, examples, sources with their advice, and the
+    help of every command."""
+    files = [
+        ROOT / name
+        for name in ("README.md", "Dockerfile", "docker-compose.yml", "Makefile", "pyproject.toml")
+    ]
     for room in ROOMS:
-        files += [path for path in (ROOT / room).rglob("*") if path.suffix in {".py", ".md", ".html", ".js", ".toml", ".sh", ".service"}]
+        files += [
+            path
+            for path in (ROOT / room).rglob("*")
+            if path.suffix in {".py", ".md", ".html", ".js", ".toml", ".sh", ".service"}
+        ]
     yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in files)
     waiting: list[tuple[str, click.Command]] = [("nightjar", cli)]
     while waiting:
@@ -144,7 +177,8 @@ def test_no_text_installs_nightjar_from_a_registry_that_lacks_it() -> None:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """(name, command) of every command, those of the worker with the names that they have under `nightjar`."""
+    """(name, command) of every command, those of the worker with the names that they have under
+    `nightjar`."""
     waiting: list[tuple[str, click.Command]] = [("nightjar", cli)]
     while waiting:
         name, command = waiting.pop()
@@ -153,15 +187,20 @@ def commands() -> Iterator[tuple[str, click.Command]]:
             found = [(child, command.get_command(context, child)) for child in command.list_commands(context)]
             waiting += [(f"{name} {child}", known) for child, known in found if known is not None]
         if command.context_settings.get("ignore_unknown_options") and not command.add_help_option:
-            command = worker_cli.commands["run" if name == "nightjar worker" else name.removeprefix("nightjar ")]
+            command = worker_cli.commands[
+                "run" if name == "nightjar worker" else name.removeprefix("nightjar ")
+            ]
         yield name, command
 
 
-@pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "command"), list(commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_the_help_of_every_command_has_examples_that_can_be_given(name: str, command: click.Command) -> None:
     text = command.get_help(click.Context(command, info_name=name))
     examples = re.findall(
-        r"(?m)^ *(?:eval \"\$\()?(nightjar (?:'[^']*'|[^|&;)>#\n'])*)", text.partition("Examples:")[2].partition("\n\n")[0]
+        r"(?m)^ *(?:eval \"\$\()?(nightjar (?:'[^']*'|[^|&;)>#\n'])*)",
+        text.partition("Examples:")[2].partition("\n\n")[0],
     )
     assert examples, text
     for example in examples:

@@ -12,12 +12,23 @@ from jobs.ledger.records import JobSpec, NewJob
 from pipelines.errors import ConfigError, InputError
 from worker.__main__ import cli as worker_cli
 
-KEYS = ["error_budget", "temperature", "top_p", "repetition_penalty", "cfg", "max_seconds", "text_temperature", "audio_temperature"]
+KEYS = [
+    "error_budget",
+    "temperature",
+    "top_p",
+    "repetition_penalty",
+    "cfg",
+    "max_seconds",
+    "text_temperature",
+    "audio_temperature",
+]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "1e999"])
 @pytest.mark.parametrize("key", KEYS)
-def test_what_is_no_number_is_wrong_usage(key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_number_is_wrong_usage(
+    key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n')
     for command in ("submit", "run"):
@@ -26,12 +37,16 @@ def test_what_is_no_number_is_wrong_usage(key: str, value: str, tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("words", [["wait", "j", "--timeout=nan"], ["report", "j", "--price=nan"], ["status", "j", "--price=inf"]])
+@pytest.mark.parametrize(
+    "words", [["wait", "j", "--timeout=nan"], ["report", "j", "--price=nan"], ["status", "j", "--price=inf"]]
+)
 def test_of_other_commands_too(words: list[str]) -> None:
     assert CliRunner().invoke(cli, words).exit_code == 2
 
 
-@pytest.mark.parametrize("words", [["nightly", "--wait=nan"], ["nightly", "--wait=inf"], ["sweep", "--grace-hours=nan"]])
+@pytest.mark.parametrize(
+    "words", [["nightly", "--wait=nan"], ["nightly", "--wait=inf"], ["sweep", "--grace-hours=nan"]]
+)
 def test_of_the_worker_too(words: list[str]) -> None:
     assert CliRunner().invoke(worker_cli, words).exit_code == 2
 
@@ -43,11 +58,16 @@ def test_the_ledger_takes_no_budget_that_is_none(budget: float) -> None:
 
 
 def test_budgets_that_are_some_are_taken() -> None:
-    assert [NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget).error_budget for budget in (None, 0.0, 1.0)] == [None, 0.0, 1.0]
+    assert [
+        NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget).error_budget
+        for budget in (None, 0.0, 1.0)
+    ] == [None, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
-def test_a_dry_run_refuses_what_the_run_would(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_refuses_what_the_run_would(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n')
     done = CliRunner().invoke(cli, [command, "in.jsonl", "--dry-run", "--label", "corpus"])

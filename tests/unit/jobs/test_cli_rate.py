@@ -16,7 +16,31 @@ DAY = 86_400.0
 def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed: int = 0) -> JobStatus:
     """A job of 1000 items that was begun at 0; each item done has 2 s of audio."""
     ended = now if state.final else None
-    job = Job("j", "", state, "", JobSpec(model="m"), "", "in", "", "out", "", 0, 1, 3, None, None, {}, 1000, 4, 0, 1000, 0.0, 0.0, ended)
+    job = Job(
+        "j",
+        "",
+        state,
+        "",
+        JobSpec(model="m"),
+        "",
+        "in",
+        "",
+        "out",
+        "",
+        0,
+        1,
+        3,
+        None,
+        None,
+        {},
+        1000,
+        4,
+        0,
+        1000,
+        0.0,
+        0.0,
+        ended,
+    )
     counts = ItemCounts(1000, done, failed, 0)
     return JobStatus(job, counts, {}, done * 2000, 0, 0, now)
 
@@ -33,7 +57,10 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
         rate.facts(status(DAY + second, second // 10))
     for second in range(70, 120, 10):
         rate.facts(status(DAY + second, 6 + (second - 60) * 2))
-    assert rate.facts(status(DAY + 2 * RATE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
+    assert (
+        rate.facts(status(DAY + 2 * RATE_SECONDS, 126, failed=4))
+        == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
+    )
 
 
 def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
@@ -51,7 +78,9 @@ def test_the_end_tells_of_the_whole_job() -> None:
     assert rate.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, RTFx 20.0"
 
 
-@pytest.mark.parametrize(("first_line_seconds", "said"), [(0.0, "reading: 10 lines, 16 % of the input\n"), (60.0, "")])
+@pytest.mark.parametrize(
+    ("first_line_seconds", "said"), [(0.0, "reading: 10 lines, 16 % of the input\n"), (60.0, "")]
+)
 def test_only_a_long_ingest_tells_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first_line_seconds: float, said: str
 ) -> None:

@@ -20,9 +20,14 @@ def test_a_working_directory_that_was_deleted_is_named(
     gone.rmdir()
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert said == "Error system: The working directory no longer exists.\nChange to a directory that exists and run the command again.\n"
+    assert (
+        said
+        == "Error system: The working directory no longer exists.\nChange to a directory that exists and run the command again.\n"
+    )
 
 
 def test_a_refusal_names_the_file_and_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     fail(PermissionError(13, "Permission denied", "/the/file"), as_json=False)
-    assert capsys.readouterr().err.startswith("Error system: The system refused: Permission denied: /the/file.\n")
+    assert capsys.readouterr().err.startswith(
+        "Error system: The system refused: Permission denied: /the/file.\n"
+    )

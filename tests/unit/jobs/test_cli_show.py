@@ -26,7 +26,9 @@ from pipelines import registry
 from pipelines.request import EngineInfo
 from tests.support.worker_rig import Rig
 
-LINES = "".join(json.dumps({"example_id": f"e{n}", "messages": [["user", "text", f"Text {n}."]]}) + "\n" for n in range(3))
+LINES = "".join(
+    json.dumps({"example_id": f"e{n}", "messages": [["user", "text", f"Text {n}."]]}) + "\n" for n in range(3)
+)
 
 
 def given(command: click.Command, words: Sequence[str]) -> dict[str, object]:
@@ -51,11 +53,15 @@ def submitted(rig: Rig, *words: str) -> Job:
     (rig.folder / "in.jsonl").write_text(LINES)
     spec, options = job_of_words(words)
     resolved = resolve(spec, options.input_format)
-    return submit(rig.settings, rig.ledger, rig.store, str(rig.folder / "in.jsonl"), resolved, options=options).job
+    return submit(
+        rig.settings, rig.ledger, rig.store, str(rig.folder / "in.jsonl"), resolved, options=options
+    ).job
 
 
 def shown(rig: Rig, job: Job, *words: str) -> Result:
-    done = CliRunner().invoke(cli, ["show", job.id[:12], "--out", str(rig.folder), *words], standalone_mode=False)
+    done = CliRunner().invoke(
+        cli, ["show", job.id[:12], "--out", str(rig.folder), *words], standalone_mode=False
+    )
     assert done.exception is None, done.exception
     return done
 
@@ -76,14 +82,21 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     job = submitted(rig, "--model", "fake", *shlex.split(words))
     view = json.loads(shown(rig, job, "--json").stdout)
     command = view["command"]
-    assert (command[:2], command[2], view["command_notes"]) == (["nightjar", "run"], str(rig.folder / "in.jsonl"), [])
+    assert (command[:2], command[2], view["command_notes"]) == (
+        ["nightjar", "run"],
+        str(rig.folder / "in.jsonl"),
+        [],
+    )
     assert given(run, command[2:])["home"] == str(rig.folder)
     again = submitted(rig, *job_command(job, None)[3:])
     assert (again.id, again.spec_sha) == (job.id, job.spec_sha)
     assert view["spec_sha"] == job.spec_sha
     # All of the job beside its spec.
     _, options = job_of_words(job_command(job, None)[3:])
-    told = {name: getattr(options, name) for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")}
+    told = {
+        name: getattr(options, name)
+        for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
+    }
     assert told == {name: getattr(job, name) for name in told}
     assert job.labels == options.labels
 
@@ -99,7 +112,12 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     ],
 )
 def test_the_command_names_the_engine_where_it_is_a_choice(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, engines: tuple[str, ...], made_on: tuple[str, ...], chosen: list[str], notes: int
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: tuple[str, ...],
+    made_on: tuple[str, ...],
+    chosen: list[str],
+    notes: int,
 ) -> None:
     job = submitted(rig, "--model", "fake")
     card = replace(registry.describe(job.spec.model), engines=engines)  # type: ignore[arg-type]
@@ -130,9 +148,23 @@ def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:
 
 def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
     job = submitted(
-        rig, "--model", "fake", "--name", "first", "--label", "corpus=evening", "--qa-set", "bounds.pause.low=0.1", "--seed", "3"
+        rig,
+        "--model",
+        "fake",
+        "--name",
+        "first",
+        "--label",
+        "corpus=evening",
+        "--qa-set",
+        "bounds.pause.low=0.1",
+        "--seed",
+        "3",
     )
-    put_provenance(rig.store, job, EngineInfo(device="NVIDIA H200", executor="graph", kernels="fused CUDA", dtype="bfloat16", slots=8))
+    put_provenance(
+        rig.store,
+        job,
+        EngineInfo(device="NVIDIA H200", executor="graph", kernels="fused CUDA", dtype="bfloat16", slots=8),
+    )
     text = shown(rig, job).stdout
     lines = {line[:9].strip(): line[9:] for line in text.splitlines() if line[:9].strip()}
     assert lines["job"] == f"{job.id}  ready  first"
@@ -147,7 +179,11 @@ def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
     assert "slots=8" in text
     assert lines["command"].startswith(f"nightjar run {rig.folder}/in.jsonl --out {rig.folder} --model fake")
     view = json.loads(shown(rig, job, "--json").stdout)
-    assert (view["schema"], view["made_with"][0]["engine"]["executor"], view["prefix"]) == ("nightjar.job/1", "graph", f"jobs/{job.id}/")
+    assert (view["schema"], view["made_with"][0]["engine"]["executor"], view["prefix"]) == (
+        "nightjar.job/1",
+        "graph",
+        f"jobs/{job.id}/",
+    )
     assert view["input"] == {
         "uri": f"{rig.folder}/in.jsonl",
         "sha256": job.input_sha256,

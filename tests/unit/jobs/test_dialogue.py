@@ -14,11 +14,23 @@ from pipelines.request import Generation, Message
 
 
 def line(example_id: object = "a", messages: object = None, **rest: object) -> bytes:
-    return json.dumps({"example_id": example_id, "messages": [["user", "text", "hi"]] if messages is None else messages, **rest}).encode()
+    return json.dumps(
+        {
+            "example_id": example_id,
+            "messages": [["user", "text", "hi"]] if messages is None else messages,
+            **rest,
+        }
+    ).encode()
 
 
 def test_a_whole_line() -> None:
-    parsed, _ = parse_line(line("utt 1", [["system", "text", "calm"], ["user", "audio", "x.wav"]], generation={"voice": "v", "cfg": 2}))
+    parsed, _ = parse_line(
+        line(
+            "utt 1",
+            [["system", "text", "calm"], ["user", "audio", "x.wav"]],
+            generation={"voice": "v", "cfg": 2},
+        )
+    )
     assert parsed.example_id == "utt 1"
     assert parsed.typed_messages() == (Message("system", "text", "calm"), Message("user", "audio", "x.wav"))
     assert parsed.generation == Generation(voice="v", cfg=2.0)
@@ -26,7 +38,16 @@ def test_a_whole_line() -> None:
 
 @pytest.mark.parametrize(
     "example_id",
-    ["../../x", "x" * MAX_EXAMPLE_ID_CHARACTERS, "日本語", "two\nlines", "'; DROP TABLE items; --", "$(rm -rf /)", " ", "\x7f"],
+    [
+        "../../x",
+        "x" * MAX_EXAMPLE_ID_CHARACTERS,
+        "日本語",
+        "two\nlines",
+        "'; DROP TABLE items; --",
+        "$(rm -rf /)",
+        " ",
+        "\x7f",
+    ],
 )
 def test_an_example_id_is_data(example_id: str) -> None:
     assert parse_line(line(example_id))[0].example_id == example_id
@@ -100,7 +121,10 @@ BAD = [
     (line(generation={"top_k": 1.5}), ErrorCode.INPUT_BAD_GENERATION),
     (line(generation={"temperature": True}), ErrorCode.INPUT_BAD_GENERATION),
     (line(generation=[]), ErrorCode.INPUT_BAD_GENERATION),
-    (b'{"example_id":"a","messages":[["user","text","hi"]],"generation":{"cfg":1e999}}', ErrorCode.INPUT_BAD_GENERATION),
+    (
+        b'{"example_id":"a","messages":[["user","text","hi"]],"generation":{"cfg":1e999}}',
+        ErrorCode.INPUT_BAD_GENERATION,
+    ),
 ]
 
 
@@ -110,11 +134,23 @@ BAD = [
         (b'["user", "video", "x.mp4"]', "The line is a list, not an object."),
         (b'"hello"', "The line is a text, not an object."),
         (line("a", "hello"), "`messages` is a text, not a list."),
-        (line("a", ["user", "video", "x.mp4"]), "Message 0 is not a list of three texts, [role, modality, content]."),
-        (line("a", [["user", "text", "hi"], ["user", "video"]]), "Message 1 is not a list of three texts, [role, modality, content]."),
-        (line("a", [["user", "text", 5]]), "Message 0 is not a list of three texts, [role, modality, content]."),
+        (
+            line("a", ["user", "video", "x.mp4"]),
+            "Message 0 is not a list of three texts, [role, modality, content].",
+        ),
+        (
+            line("a", [["user", "text", "hi"], ["user", "video"]]),
+            "Message 1 is not a list of three texts, [role, modality, content].",
+        ),
+        (
+            line("a", [["user", "text", 5]]),
+            "Message 0 is not a list of three texts, [role, modality, content].",
+        ),
         (line("a", [["user", "film", "x"]]), "Message 0 has the unknown modality 'film'."),
-        (line("a", [["user", "text", "hi"], ["robot", "text", "x"]]), "Message 1 has the unknown role 'robot'."),
+        (
+            line("a", [["user", "text", "hi"], ["robot", "text", "x"]]),
+            "Message 1 has the unknown role 'robot'.",
+        ),
     ],
 )
 def test_a_wrong_shape_is_one_sentence(raw: bytes, message: str) -> None:
@@ -134,7 +170,14 @@ def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", ["9" * 4301, "-" + "9" * 4301, "1" * 400_000, '"a\\\\", "m":' + "1" * 5000, '"\\"", "m":[[' + "1" * 5000 + "]]"]
+    "number",
+    [
+        "9" * 4301,
+        "-" + "9" * 4301,
+        "1" * 400_000,
+        '"a\\\\", "m":' + "1" * 5000,
+        '"\\"", "m":[[' + "1" * 5000 + "]]",
+    ],
 )
 def test_an_integer_that_python_cannot_read_is_refused_wherever_it_stands(number: str) -> None:
     for raw in (line()[:-1] + b',"n":%b}' % number.encode(), b'{"n":%b,' % number.encode() + line()[1:]):
@@ -144,7 +187,15 @@ def test_an_integer_that_python_cannot_read_is_refused_wherever_it_stands(number
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 4300, '"' + "9" * 5000 + '"', '"\\"' + "9" * 5000 + '"', "0." + "9" * 5000, "9" * 5000 + "e-5", "9" * 5000 + ".5"]
+    "value",
+    [
+        "9" * 4300,
+        '"' + "9" * 5000 + '"',
+        '"\\"' + "9" * 5000 + '"',
+        "0." + "9" * 5000,
+        "9" * 5000 + "e-5",
+        "9" * 5000 + ".5",
+    ],
 )
 def test_long_numbers_that_python_reads_pass(value: str) -> None:
     raw = line()[:-1] + b',"n":%b}' % value.encode()
@@ -160,11 +211,21 @@ def test_any_bytes_end_in_a_dialogue_or_an_input_error(raw: bytes) -> None:
 
 def test_the_place_of_the_speech() -> None:
     assert speech_position([("user", "text")]) == 1
-    assert speech_position([("user", "text"), ("assistant", "text"), ("assistant", "audio"), ("assistant", "audio")]) == 2
+    assert (
+        speech_position(
+            [("user", "text"), ("assistant", "text"), ("assistant", "audio"), ("assistant", "audio")]
+        )
+        == 2
+    )
 
 
 def test_the_spoken_text() -> None:
-    messages = [Message("system", "text", "s"), Message("user", "text", " a "), Message("user", "audio", "x"), Message("user", "text", "b")]
+    messages = [
+        Message("system", "text", "s"),
+        Message("user", "text", " a "),
+        Message("user", "audio", "x"),
+        Message("user", "text", "b"),
+    ]
     assert spoken_text(messages) == "a\nb"
 
 

@@ -200,7 +200,9 @@ def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: P
     ledger.migrate()
     dead, other = worker("dead", socket.gethostname()), worker("other", socket.gethostname())
     for info, pid in ((dead, 41), (other, 42)):
-        ledger.register_worker(type(info)(**{**{name: getattr(info, name) for name in info.__dataclass_fields__}, "pid": pid}))
+        ledger.register_worker(
+            type(info)(**{**{name: getattr(info, name) for name in info.__dataclass_fields__}, "pid": pid})
+        )
     job = submit(ledger, (2, 2, 2))
     for worker_id in ("dead", "dead", "other"):
         lease_next(ledger, worker_id)
@@ -211,11 +213,16 @@ def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: P
         assert [ledger.lose_worker(*lost) for lost in home.lost_workers] == [2, 0]
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
     assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
-    assert {row.id: row.state for row in ledger.worker_statuses(everyone=True)} == {"dead": "lost", "other": "up"}
+    assert {row.id: row.state for row in ledger.worker_statuses(everyone=True)} == {
+        "dead": "lost",
+        "other": "up",
+    }
     ledger.close()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x", "pids": 3}', '{"host": "x"'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x", "pids": 3}', '{"host": "x"']
+)
 def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None:
     (state / "worker.json").write_text(text)
     with EmbeddedHome(Settings(home=state.parent)) as home:
@@ -230,7 +237,10 @@ def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(StoreError) as caught:
                 held.check_place()
-            assert (caught.value.code, str(home) in caught.value.message) == (ErrorCode.STORE_UNREACHABLE, True)
+            assert (caught.value.code, str(home) in caught.value.message) == (
+                ErrorCode.STORE_UNREACHABLE,
+                True,
+            )
             (home / ".nightjar").mkdir(parents=True, exist_ok=True)
             (home / ".nightjar" / "lock").touch()
     assert (moved / ".nightjar" / "lock").exists()
@@ -243,7 +253,12 @@ def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
         home.rename(tmp_path / "moved")
         if left == "a mount point":
             home.mkdir()
-        for write in (lambda: _write_own(held.state / "worker.json", {}), lambda: os.close(_open_log(held.worker_log))):
+        for write in (
+            lambda: _write_own(held.state / "worker.json", {}),
+            lambda: os.close(_open_log(held.worker_log)),
+        ):
             with pytest.raises(FileNotFoundError):
                 write()
-    assert [path for path in tmp_path.rglob("*") if path.is_relative_to(home)] == ([home] if left == "a mount point" else [])
+    assert [path for path in tmp_path.rglob("*") if path.is_relative_to(home)] == (
+        [home] if left == "a mount point" else []
+    )

@@ -1,4 +1,5 @@
-"""A job's own audio format: refused where it cannot be, absent from specs that do not ask, and counted as readers get it."""
+"""A job's own audio format: refused where it cannot be, absent from specs that do not ask, and counted as
+readers get it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def test_a_spec_that_asks_for_no_sample_rate_has_the_hash_it_always_had() -> Non
     assert spec_sha(JobSpec("hibari")) == "b2d0c77dbb328cdefc5766cfc0fb675d6f07d7fadc6a20a64fe97c41fa561031"
     full = JobSpec("hibari", "1", Generation(voice="heart"), 7, "flac", pack=True, reading=Reading(limit=3))
     assert spec_sha(full) == "b6181308bc02dbe8c75c7948dd12279c58103584b050168bf2d3c3608edb8e6b"
-    assert len({spec_sha(JobSpec("hibari", sample_rate=rate)) for rate in (8_000, 16_000)} | {spec_sha(JobSpec("hibari"))}) == 3
+    assert (
+        len(
+            {spec_sha(JobSpec("hibari", sample_rate=rate)) for rate in (8_000, 16_000)}
+            | {spec_sha(JobSpec("hibari"))}
+        )
+        == 3
+    )
 
 
 def card_of(sample_rate: int) -> ModelCard:
@@ -59,7 +66,9 @@ def card_of(sample_rate: int) -> ModelCard:
         ("wav", 16_000.5, 24_000, "from 8000 to 48000"),
     ],
 )
-def test_a_format_that_cannot_be_is_refused_with_what_to_use(audio_format: str, asked: object, model_rate: int, words: str) -> None:
+def test_a_format_that_cannot_be_is_refused_with_what_to_use(
+    audio_format: str, asked: object, model_rate: int, words: str
+) -> None:
     spec = JobSpec("fake", format=audio_format, sample_rate=msgspec.UNSET if asked is None else asked)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError) as caught:
         frozen_spec(spec, card_of(model_rate))
@@ -70,12 +79,19 @@ def test_a_format_that_cannot_be_is_refused_with_what_to_use(audio_format: str, 
 def test_what_can_be_is_frozen_as_it_was_asked_for() -> None:
     for audio_format in AUDIO_FORMATS:
         for rate in RATES_OF.get(audio_format, (8_000, 12_345, 48_000)):
-            assert frozen_spec(JobSpec("fake", format=audio_format, sample_rate=rate), card_of(44_100)).sample_rate == rate
+            assert (
+                frozen_spec(
+                    JobSpec("fake", format=audio_format, sample_rate=rate), card_of(44_100)
+                ).sample_rate
+                == rate
+            )
     assert frozen_spec(JobSpec("fake", format="mp3"), card_of(44_100)).sample_rate is msgspec.UNSET
 
 
 @pytest.mark.parametrize("command", ["submit", "run"])
-def test_the_command_line_refuses_before_anything_is_made(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_refuses_before_anything_is_made(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text(LINE)
     for options in (["--sample-rate", "7999"], ["--sample-rate", "many"], ["--format", "mp4"]):
@@ -132,13 +148,19 @@ def test_a_dry_run_knows_the_size_of_a_format(tmp_path: Path) -> None:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     sizes = {
         (audio_format, rate): dry_run(
-            Settings(home=tmp_path), FolderStore(tmp_path / "store"), str(path), JobSpec("fake", format=audio_format, sample_rate=rate)
+            Settings(home=tmp_path),
+            FolderStore(tmp_path / "store"),
+            str(path),
+            JobSpec("fake", format=audio_format, sample_rate=rate),
         ).bytes
         for audio_format in AUDIO_FORMATS
         for rate in RATES_OF["opus"]
     }
     forget()
-    assert all(sizes["wav", rate] > sizes["flac", rate] > sizes["mp3", rate] > sizes["opus", rate] for rate in RATES_OF["opus"])
+    assert all(
+        sizes["wav", rate] > sizes["flac", rate] > sizes["mp3", rate] > sizes["opus", rate]
+        for rate in RATES_OF["opus"]
+    )
     assert sizes["wav", 48_000] > 5.9 * sizes["wav", 8_000] > sizes["wav", 16_000]
 
 

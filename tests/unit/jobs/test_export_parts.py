@@ -71,9 +71,19 @@ def test_thirds_add_up_to_one() -> None:
 
 
 def test_a_plan_cuts_before_the_limit() -> None:
-    rows = [row(0), row(1), row(2, None, ItemState.FAILED), row(3), row(4, 25), row(5), row(6, state=ItemState.PENDING)]
+    rows = [
+        row(0),
+        row(1),
+        row(2, None, ItemState.FAILED),
+        row(3),
+        row(4, 25),
+        row(5),
+        row(6, state=ItemState.PENDING),
+    ]
     plan = make_plan(rows, WHOLE, 20)
-    assert [(part.first, part.last, part.items, part.audio_bytes, part.number, part.of) for part in plan.parts] == [
+    assert [
+        (part.first, part.last, part.items, part.audio_bytes, part.number, part.of) for part in plan.parts
+    ] == [
         (0, 1, 2, 20, 0, 4),
         (3, 3, 1, 10, 1, 4),
         (4, 4, 1, 25, 2, 4),
@@ -134,7 +144,10 @@ def test_tar_files_have_the_bytes_that_they_always_had() -> None:
     with tar_file(file) as add:
         for name, data in members.items():
             add(name, data)
-    assert hashlib.sha256(file.getvalue()).hexdigest() == "bfaea961e5e015704727f62aef2706ef2ad1c4bb68034064664c204cd458de35"
+    assert (
+        hashlib.sha256(file.getvalue()).hexdigest()
+        == "bfaea961e5e015704727f62aef2706ef2ad1c4bb68034064664c204cd458de35"
+    )
     file.seek(0)
     with tarfile.open(fileobj=file) as archive:
         read = {member.name: archive.extractfile(member) for member in archive}

@@ -1,4 +1,5 @@
-"""What `nightjar doctor` says of GPUs, the settings that need one, compilers and the package that shares its name with ours."""
+"""What `nightjar doctor` says of GPUs, the settings that need one, compilers and the package that shares
+its name with ours."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_a_machine_without_gpus_needs_none_of_it() -> None:
         ({"kind": "native", "executor": "eager", "reproducible": True, "codec_rows": 256}, []),
     ],
 )
-def test_settings_that_need_a_gpu_are_told_where_there_is_none(given: dict[str, Any], named: list[str]) -> None:
+def test_settings_that_need_a_gpu_are_told_where_there_is_none(
+    given: dict[str, Any], named: list[str]
+) -> None:
     settings = Settings(engine=EngineSettings(**given))
     said, advice = judge_settings(settings, Machine(0))
     assert [name for name in named if name not in said] == []
@@ -78,7 +81,9 @@ def test_gpus_that_torch_cannot_use(change: dict[str, object], said: str, advice
         ({"cuda_kernels": None}, "The CUDA kernels are not prebuilt", "nvidia-cuda-nvrtc"),
     ],
 )
-def test_missing_compilers_are_told_with_what_is_slower(change: dict[str, object], said: str, advice: str) -> None:
+def test_missing_compilers_are_told_with_what_is_slower(
+    change: dict[str, object], said: str, advice: str
+) -> None:
     found = judge_compilers(replace(WHOLE, **change))  # type: ignore[arg-type]
     assert found[0].startswith(said)
     assert "slower" in found[0]
@@ -88,7 +93,9 @@ def test_missing_compilers_are_told_with_what_is_slower(change: dict[str, object
 def test_hugging_faces_kernels_beside_ours_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge_kernels()[1] == ""
     (tmp_path / "kernels-0.17.1.dist-info").mkdir()
-    (tmp_path / "kernels-0.17.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.1\n")
+    (tmp_path / "kernels-0.17.1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.1\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     said, advice = judge_kernels()
     assert "kernels 0.17.1 is installed beside" in said

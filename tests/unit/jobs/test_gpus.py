@@ -1,4 +1,5 @@
-"""Which GPUs `--gpu` chooses, what it refuses and with which words, and how the cores are divided among their workers."""
+"""Which GPUs `--gpu` chooses, what it refuses and with which words, and how the cores are divided among
+their workers."""
 
 from __future__ import annotations
 
@@ -57,7 +58,14 @@ def test_all_is_every_gpu_and_every_instance() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [("1", ["1"]), ("1,0", ["1", "0"]), (f"{UUIDS[1]}", [UUIDS[1]]), ("1,7,0", ["1"]), ("0,0", ["0"]), ("0,-1,1", ["0"])],
+    [
+        ("1", ["1"]),
+        ("1,0", ["1", "0"]),
+        (f"{UUIDS[1]}", [UUIDS[1]]),
+        ("1,7,0", ["1"]),
+        ("0,0", ["0"]),
+        ("0,-1,1", ["0"]),
+    ],
 )
 def test_all_is_what_cuda_visible_devices_allows(visible: str, expected: list[str]) -> None:
     assert chosen("all", visible) == expected
@@ -106,7 +114,12 @@ def test_all_of_no_gpus_says_what_was_looked_for(gpus: tuple[Gpu, ...] | None) -
 
 
 def test_names_are_taken_as_they_are_where_gpus_cannot_be_listed(caplog: pytest.LogCaptureFixture) -> None:
-    assert [device.name for device in choose_gpus(f"0,3,{UUIDS[5]},{MIG_ID}", None, not_listed)] == ["0", "3", UUIDS[5], MIG_ID]
+    assert [device.name for device in choose_gpus(f"0,3,{UUIDS[5]},{MIG_ID}", None, not_listed)] == [
+        "0",
+        "3",
+        UUIDS[5],
+        MIG_ID,
+    ]
     assert "GPUs 0, 3" in caplog.text
     assert refusal("0,x", gpus=None) == "--gpu: 'x' is no GPU."
     assert "twice" in refusal("0,00", gpus=None)
@@ -141,7 +154,12 @@ def test_cores_near_a_gpu_go_to_its_worker(tmp_path: Path) -> None:
 def test_gpus_of_one_node_divide_it_by_whole_cores(tmp_path: Path) -> None:
     near = {bus_id(number): "0-7" for number in range(2)} | {bus_id(number): "8-15" for number in (2, 3)}
     system = write_sys(tmp_path, near, [(core, core + 4) for core in (0, 1, 2, 3, 8, 9, 10, 11)])
-    assert shares([bus_id(number) for number in range(4)], range(16), system) == ["0-1,4-5", "2-3,6-7", "8-9,12-13", "10-11,14-15"]
+    assert shares([bus_id(number) for number in range(4)], range(16), system) == [
+        "0-1,4-5",
+        "2-3,6-7",
+        "8-9,12-13",
+        "10-11,14-15",
+    ]
 
 
 def test_cores_near_no_gpu_are_divided_too(tmp_path: Path) -> None:
@@ -151,7 +169,13 @@ def test_cores_near_no_gpu_are_divided_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "near",
-    [{}, {bus_id(0): "0-3"}, {bus_id(0): "0-6", bus_id(1): "7"}, {bus_id(0): "0-5", bus_id(1): "4-7"}, {bus_id(0): "x", bus_id(1): "y"}],
+    [
+        {},
+        {bus_id(0): "0-3"},
+        {bus_id(0): "0-6", bus_id(1): "7"},
+        {bus_id(0): "0-5", bus_id(1): "4-7"},
+        {bus_id(0): "x", bus_id(1): "y"},
+    ],
 )
 def test_cores_are_divided_evenly_where_nothing_better_is_known(near: dict[str, str], tmp_path: Path) -> None:
     assert shares([bus_id(0), bus_id(1)], range(8), write_sys(tmp_path, near)) == ["0-3", "4-7"]

@@ -1,4 +1,5 @@
-"""Inputs of every format give dialogues at the numbers of their lines; what is wrong is refused by line, or as the format it looks like."""
+"""Inputs of every format give dialogues at the numbers of their lines; what is wrong is refused by line,
+or as the format it looks like."""
 
 from __future__ import annotations
 
@@ -32,7 +33,15 @@ CHAT = b'{"messages": [{"role": "user", "content": "hi"}]}\n'
 BATCH = b'{"custom_id": "a", "method": "POST", "url": "/v1/audio/speech", "body": {}}\n'
 
 
-def read(path: Path, format: InputFormat, chosen: Reading = ALL, *, max_lines: int = 3, after: int = 0, seed: int = 0) -> dict[int, Any]:
+def read(
+    path: Path,
+    format: InputFormat,
+    chosen: Reading = ALL,
+    *,
+    max_lines: int = 3,
+    after: int = 0,
+    seed: int = 0,
+) -> dict[int, Any]:
     """Line -> (id, text, generation) or the code of its refusal, of the lines that are not blank."""
     found: dict[int, Any] = {}
     with open_source(str(path)) as source:
@@ -45,7 +54,11 @@ def read(path: Path, format: InputFormat, chosen: Reading = ALL, *, max_lines: i
                     found[number] = record.code
                 elif record.strip():
                     dialogue = json.loads(record)
-                    found[number] = (dialogue["example_id"], *[message[2] for message in dialogue["messages"]], dialogue.get("generation"))
+                    found[number] = (
+                        dialogue["example_id"],
+                        *[message[2] for message in dialogue["messages"]],
+                        dialogue.get("generation"),
+                    )
     return found
 
 
@@ -98,7 +111,9 @@ def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, forma
         ("a.txt", b"Hello.\rHow are you?\r", "CR alone"),
     ],
 )
-def test_a_file_of_another_format_is_refused_as_what_it_looks_like(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_a_file_of_another_format_is_refused_as_what_it_looks_like(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
     with open_source(str(write(tmp_path, content, name))) as source, pytest.raises(InputError) as caught:
         recognized(source)
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
@@ -107,17 +122,34 @@ def test_a_file_of_another_format_is_refused_as_what_it_looks_like(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("content", "said", "words"),
-    [(DIALOGUE, "csv", "dialogues"), (CHAT, "text", "chat messages"), (b"PAR1", "tsv", "Parquet"), (DIALOGUE, "parquet", "dialogues")],
+    [
+        (DIALOGUE, "csv", "dialogues"),
+        (CHAT, "text", "chat messages"),
+        (b"PAR1", "tsv", "Parquet"),
+        (DIALOGUE, "parquet", "dialogues"),
+    ],
 )
-def test_a_file_that_is_not_what_was_said_is_refused(tmp_path: Path, content: bytes, said: InputFormat, words: str) -> None:
-    with open_source(str(write(tmp_path, content))) as source, pytest.raises(InputError, match=f"looks like {words}"):
+def test_a_file_that_is_not_what_was_said_is_refused(
+    tmp_path: Path, content: bytes, said: InputFormat, words: str
+) -> None:
+    with (
+        open_source(str(write(tmp_path, content))) as source,
+        pytest.raises(InputError, match=f"looks like {words}"),
+    ):
         check_format(source, said)
 
 
 @pytest.mark.parametrize("said", ["text", "csv", "tsv", "kaldi", "messages"])
-@pytest.mark.parametrize(("content", "words"), [(b"id,text\ra,Hello\r", "CR alone"), (b"[" + CHAT + b"]", "one JSON array")])
-def test_records_that_are_not_in_lines_are_refused_whatever_was_said(tmp_path: Path, said: InputFormat, content: bytes, words: str) -> None:
-    with open_source(str(write(tmp_path, content))) as source, pytest.raises(InputError, match=words) as caught:
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"id,text\ra,Hello\r", "CR alone"), (b"[" + CHAT + b"]", "one JSON array")]
+)
+def test_records_that_are_not_in_lines_are_refused_whatever_was_said(
+    tmp_path: Path, said: InputFormat, content: bytes, words: str
+) -> None:
+    with (
+        open_source(str(write(tmp_path, content))) as source,
+        pytest.raises(InputError, match=words) as caught,
+    ):
         check_format(source, said)
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
 
@@ -133,7 +165,12 @@ def test_a_return_within_a_line_is_refused_by_its_line(tmp_path: Path, format: I
 
 
 def test_text_is_a_sentence_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path, b'\xef\xbb\xbfGood evening.\r\n\n  \n =SUM(A1) "x"\nna\xefve\nn\0ul\n' + b"x" * (MAX_LINE_BYTES + 1) + b"\nlast")
+    path = write(
+        tmp_path,
+        b'\xef\xbb\xbfGood evening.\r\n\n  \n =SUM(A1) "x"\nna\xefve\nn\0ul\n'
+        + b"x" * (MAX_LINE_BYTES + 1)
+        + b"\nlast",
+    )
     assert read(path, "text") == {
         1: ("line-1", "Good evening.", None),
         4: ("line-4", '=SUM(A1) "x"', None),
@@ -176,7 +213,9 @@ def test_csv_has_the_lines_that_an_editor_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_lines", [1, 4])
 def test_reading_goes_on_after_any_line(tmp_path: Path, after: int, max_lines: int) -> None:
     path = write(tmp_path, TABLE)
-    assert read(path, "csv", max_lines=max_lines, after=after) == {line: row for line, row in ROWS.items() if line > after}
+    assert read(path, "csv", max_lines=max_lines, after=after) == {
+        line: row for line, row in ROWS.items() if line > after
+    }
 
 
 @pytest.mark.parametrize("header", [b"id;text", b'"id";"text"', b"id;satz"])
@@ -201,7 +240,9 @@ def test_csv_between_semicolons_is_read_where_the_header_has_no_comma(tmp_path: 
         (b"sep=\t\nid\ttext\na\tb\n", ALL, "Remove the first line"),
     ],
 )
-def test_a_header_with_other_separators_is_refused_with_what_to_do(tmp_path: Path, content: bytes, chosen: Reading, words: str) -> None:
+def test_a_header_with_other_separators_is_refused_with_what_to_do(
+    tmp_path: Path, content: bytes, chosen: Reading, words: str
+) -> None:
     with pytest.raises(InputError) as caught:
         read(write(tmp_path, content), "csv", chosen)
     assert words in str(caught.value).replace(". ", " ")
@@ -215,7 +256,10 @@ def test_a_column_whose_name_has_a_semicolon_is_read_by_its_name(tmp_path: Path)
 @pytest.mark.parametrize("format", ["csv", "tsv"])
 def test_a_cell_may_be_as_long_as_a_line(tmp_path: Path, format: InputFormat) -> None:
     long = "x" * (MAX_LINE_BYTES - 2)
-    path = write(tmp_path, f"text\n{long}\n" + (f'"{long}"\n"{long[2:]}\n."\n' if format == "csv" else "") + f"{long}xxx\nend\n")
+    path = write(
+        tmp_path,
+        f"text\n{long}\n" + (f'"{long}"\n"{long[2:]}\n."\n' if format == "csv" else "") + f"{long}xxx\nend\n",
+    )
     found = read(path, format)
     if format == "csv":
         assert [found[line][1] for line in (3, 4)] == [long, f"{long[2:]}\n."]
@@ -272,7 +316,11 @@ def test_a_quote_that_never_closes_costs_its_line_alone() -> None:
 
 
 def test_a_table_with_other_names_and_voices_for_speakers(tmp_path: Path) -> None:
-    path = write(tmp_path, 'clip\tsentence\tspeaker_id\n1.mp3\t"Hi", he said\tanna\n2.mp3\tno\tben\n3.mp3\tbad\t\n', "in.tsv")
+    path = write(
+        tmp_path,
+        'clip\tsentence\tspeaker_id\n1.mp3\t"Hi", he said\tanna\n2.mp3\tno\tben\n3.mp3\tbad\t\n',
+        "in.tsv",
+    )
     chosen = Reading(columns={"id": "clip", "text": "sentence"}, voices={"anna": "heart", "ben": "sky"})
     assert read(path, "tsv", chosen) == {
         2: ("1.mp3", '"Hi", he said', {"voice": "heart"}),
@@ -291,7 +339,9 @@ def test_a_table_with_other_names_and_voices_for_speakers(tmp_path: Path) -> Non
     ],
 )
 @pytest.mark.parametrize("format", ["csv", "tsv"])
-def test_a_table_without_its_columns_is_refused(tmp_path: Path, content: Any, columns: Any, words: str, format: InputFormat) -> None:
+def test_a_table_without_its_columns_is_refused(
+    tmp_path: Path, content: Any, columns: Any, words: str, format: InputFormat
+) -> None:
     raw = content if isinstance(content, bytes) else content.encode()
     path = write(tmp_path, raw.replace(b",", b"\t") if format == "tsv" else raw)
     with pytest.raises(InputError, match=words) as caught:
@@ -301,7 +351,12 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path, content: Any, co
 
 def test_kaldi_has_ids_words_and_speakers(tmp_path: Path) -> None:
     path = write(tmp_path, b"u1  good evening \nu2 hello\nu3\nu4 bye\n\xff no\n")
-    heard = {1: ("u1", "good evening", None), 2: ("u2", "hello", None), 3: ("u3", "", None), 4: ("u4", "bye", None)}
+    heard = {
+        1: ("u1", "good evening", None),
+        2: ("u2", "hello", None),
+        3: ("u3", "", None),
+        4: ("u4", "bye", None),
+    }
     assert read(path, "kaldi") == heard | {5: ErrorCode.INPUT_BAD_LINE}
     write(tmp_path, b"u0 zed\nu1 anna\nu2 ben\nu4 anna\n", "utt2spk")
     voices = Reading(voices={"anna": "heart", "*": "sky"})
@@ -315,24 +370,50 @@ def test_kaldi_has_ids_words_and_speakers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_a_row_with_two_ids_that_differ_is_refused_unless_one_is_chosen(tmp_path: Path, format: InputFormat) -> None:
+def test_a_row_with_two_ids_that_differ_is_refused_unless_one_is_chosen(
+    tmp_path: Path, format: InputFormat
+) -> None:
     path = tmp_path / "in"
-    columns: dict[str, list[str]] = {"text": ["hi"] * 4, "example_id": ["a", "b", "", "d"], "id": ["a", "x", "c", ""]}
+    columns: dict[str, list[str]] = {
+        "text": ["hi"] * 4,
+        "example_id": ["a", "b", "", "d"],
+        "id": ["a", "x", "c", ""],
+    }
     if format == "parquet":
         parquet.write_table(pyarrow.table(columns), path)
     else:
-        path.write_text("".join(",".join(row) + "\n" for row in [tuple(columns), *zip(*columns.values(), strict=True)]))
+        path.write_text(
+            "".join(",".join(row) + "\n" for row in [tuple(columns), *zip(*columns.values(), strict=True)])
+        )
     first = 1 if format == "parquet" else 2
-    assert list(read(path, format).values()) == [("a", "hi", None), ErrorCode.INPUT_BAD_LINE, ("c", "hi", None), ("d", "hi", None)]
+    assert list(read(path, format).values()) == [
+        ("a", "hi", None),
+        ErrorCode.INPUT_BAD_LINE,
+        ("c", "hi", None),
+        ("d", "hi", None),
+    ]
     assert read(path, format, Reading(columns={"id": "id"}))[first + 1] == ("x", "hi", None)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ({"id": "a", "example_id": "b", "messages": [{"role": "user", "content": "hi"}]}, ErrorCode.INPUT_BAD_LINE),
+        (
+            {"id": "a", "example_id": "b", "messages": [{"role": "user", "content": "hi"}]},
+            ErrorCode.INPUT_BAD_LINE,
+        ),
         ({"id": 7, "messages": [{"role": "user", "content": "hi"}]}, ("7", [["user", "text", "hi"]])),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}, ("line-3", None)),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    }
+                ]
+            },
+            ("line-3", None),
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ErrorCode.INPUT_BAD_MODALITY),
         ({"messages": [{"role": "assistant", "content": None}]}, ErrorCode.INPUT_BAD_LINE),
         ({"messages": [["user", "text", "hi"]]}, ErrorCode.INPUT_BAD_LINE),
@@ -393,7 +474,10 @@ def test_a_sample_is_the_same_each_time_and_of_the_whole_input(tmp_path: Path) -
         assert len(chosen) == 50
         assert chosen.items() <= whole.items()
         seen |= chosen.keys()
-    assert read(path, "text", Reading(sample=50), after=400, seed=1).items() <= read(path, "text", Reading(sample=50), seed=1).items()
+    assert (
+        read(path, "text", Reading(sample=50), after=400, seed=1).items()
+        <= read(path, "text", Reading(sample=50), seed=1).items()
+    )
     # Of 500 lines, each is missed 40 times in a row with a chance of 1.5 %.
     assert len(seen) > 450
     assert read(path, "text", Reading(sample=501)) == whole
@@ -421,11 +505,15 @@ def test_an_input_of_any_length_needs_little_memory(tmp_path: Path, format: str)
         path = tmp_path / f"{rows}"
         words = random.Random(0).choices(["good", "evening", "train"], k=20)
         if format == "parquet":
-            parquet.write_table(pyarrow.table({"text": [f"{number} {' '.join(words)}" for number in range(rows)]}), path)
+            parquet.write_table(
+                pyarrow.table({"text": [f"{number} {' '.join(words)}" for number in range(rows)]}), path
+            )
         else:
             lines = [f"u{number} {' '.join(words)}\n" for number in range(rows)]
             path.write_text(("text\n" if format == "csv" else "") + "".join(lines))
-        done = subprocess.run([sys.executable, "-c", LARGE, str(path), format], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE, str(path), format], capture_output=True, text=True, check=True
+        )
         count, peak = done.stdout.split()
         assert count == "1000"
         peaks.append(int(peak))

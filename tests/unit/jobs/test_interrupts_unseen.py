@@ -1,4 +1,5 @@
-"""Ctrl-C that is raised where nobody can catch it, as in what runs when an object is freed, is not printed."""
+"""Ctrl-C that is raised where nobody can catch it, as in what runs when an object is freed, is not
+printed."""
 
 from __future__ import annotations
 

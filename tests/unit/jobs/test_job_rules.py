@@ -1,4 +1,5 @@
-"""Rules of jobs that nothing shows until a number is wrong: reopened items, digests and folders of exports, the price of a dry run."""
+"""Rules of jobs that nothing shows until a number is wrong: reopened items, digests and folders of
+exports, the price of a dry run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def ledger_of(folder: Path) -> Ledger:
 
 
 def test_items_that_are_opened_again_under_a_lease_hide_nothing_that_it_has_ended(tmp_path: Path) -> None:
-    """An earlier lease left a failed item; this one has ended another when a person opens the first again, and dies."""
+    """An earlier lease left a failed item; this one has ended another when a person opens the first again,
+    and dies."""
     ledger = ledger_of(tmp_path)
     job = submit(ledger, (4,))
     first = lease_next(ledger)
@@ -37,7 +39,9 @@ def test_items_that_are_opened_again_under_a_lease_hide_nothing_that_it_has_ende
     assert ledger.retry(job.id, None) == 1
     expire(ledger, last)
     ledger.reconcile()
-    assert rows(ledger, "SELECT attempts FROM shards") == [(1,)], "what a lease has ended starts the count of attempts anew"
+    assert rows(ledger, "SELECT attempts FROM shards") == [(1,)], (
+        "what a lease has ended starts the count of attempts anew"
+    )
     assert rows(ledger, "SELECT n_ok, n_failed FROM attempts ORDER BY epoch") == [(0, 1), (0, 0), (1, 0)]
     ledger.close()
 
@@ -65,7 +69,12 @@ def test_the_digest_of_an_export_is_that_of_its_items_and_their_audio(tmp_path: 
 
 def test_an_export_with_another_filter_has_a_folder_of_its_own(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    asked = [("job", "parquet", None), ("job", "parquet", "wer < 0.1"), ("job", "parquet", "wer < 0.2"), ("job", "lhotse", None)]
+    asked = [
+        ("job", "parquet", None),
+        ("job", "parquet", "wer < 0.1"),
+        ("job", "parquet", "wer < 0.2"),
+        ("job", "lhotse", None),
+    ]
     folders = [settings.export_folder(*one) for one in [*asked, ("other", "parquet", None)]]
     assert len(set(folders)) == 5
     assert settings.export_folder(*asked[1]) == folders[1]
@@ -75,12 +84,16 @@ def test_an_export_with_another_filter_has_a_folder_of_its_own(tmp_path: Path) -
 def test_a_dry_run_costs_the_hours_of_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPEECH_HOME", str(tmp_path / "home"))
-    line = '{"example_id": "%d", "messages": [["user", "text", "Good evening, and good night to you all."]]}\n'
+    line = (
+        '{"example_id": "%d", "messages": [["user", "text", "Good evening, and good night to you all."]]}\n'
+    )
     Path("in.jsonl").write_text("".join(line % number for number in range(200)))
     found = {}
     for price in ("", "7200"):
         monkeypatch.setenv("SPEECH_PRICE_PER_GPU_HOUR", price) if price else None
-        found[price] = json.loads(CliRunner().invoke(cli, ["submit", "in.jsonl", "--dry-run", "--json"]).stdout)
+        found[price] = json.loads(
+            CliRunner().invoke(cli, ["submit", "in.jsonl", "--dry-run", "--json"]).stdout
+        )
         text = CliRunner().invoke(cli, ["submit", "in.jsonl", "--dry-run"]).stdout
         assert (f"cost    about {found[price]['cost']:.2f}" in text) if price else ("cost" not in text)
     assert found[""]["cost"] is None

@@ -22,7 +22,29 @@ from tests.support.fakes import MemoryStore
 def job_record() -> Job:
     spec = JobSpec("hibari")
     return Job(
-        "01J", "", JobState.COMPLETED, "", spec, "5a" * 32, "in", "00", "file:///x", "", 0, 1, 3, None, None, {}, 3, 1, 0, 3, 0.0, 0.0, 0.0
+        "01J",
+        "",
+        JobState.COMPLETED,
+        "",
+        spec,
+        "5a" * 32,
+        "in",
+        "00",
+        "file:///x",
+        "",
+        0,
+        1,
+        3,
+        None,
+        None,
+        {},
+        3,
+        1,
+        0,
+        3,
+        0.0,
+        0.0,
+        0.0,
     )
 
 
@@ -79,7 +101,9 @@ def test_put_numbered_adopts_what_is_equal_and_keeps_what_is_not(tmp_path: Path)
 def test_a_shard_comes_back() -> None:
     raw = b'{"example_id":"a","messages":[["user","audio","v.wav"],["user","text","hi\\n"],["assistant","audio","gt.wav"]],"other":[1, 2]}'
     plain = '{"example_id": "ü", "messages": [["user", "text", "x"]], "generation": {"seed": 3}, "index": 99}'.encode()
-    data = compress([*encode_lines(0, 1, raw, {0: "jobs/j/references/s.wav"}), *encode_lines(1, 5, plain, {})])
+    data = compress(
+        [*encode_lines(0, 1, raw, {0: "jobs/j/references/s.wav"}), *encode_lines(1, 5, plain, {})]
+    )
     store = MemoryStore()
     store.put("k", data)
     sha256 = hashlib.sha256(data).hexdigest()

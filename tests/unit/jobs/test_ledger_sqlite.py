@@ -78,7 +78,9 @@ def test_items_that_change_while_a_page_is_read_do_not_end_the_list(ledger: Ledg
 
 def test_several_processes_migrate_at_once(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/new/ledger.sqlite"
-    processes = [multiprocessing.get_context("spawn").Process(target=migrate_at, args=(url,)) for _ in range(3)]
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=migrate_at, args=(url,)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -118,7 +120,10 @@ def test_a_folder_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
 
 
-@pytest.mark.parametrize("url", ["", "mysql://a:secret@h/d", "sqlite://", "sqlite:///:memory:", "postgresql://u:secret@host:port/d"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "mysql://a:secret@h/d", "sqlite://", "sqlite:///:memory:", "postgresql://u:secret@host:port/d"],
+)
 def test_other_urls_are_refused_without_their_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Ledger.open(url)

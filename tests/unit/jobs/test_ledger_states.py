@@ -23,21 +23,31 @@ from pipelines.errors import ErrorCode
 
 
 def test_a_crash_costs_an_attempt() -> None:
-    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == AfterCrash(Verdict.RETRY, 1)
-    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == AfterCrash(Verdict.RETRY, 2)
+    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == AfterCrash(
+        Verdict.RETRY, 1
+    )
+    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == AfterCrash(
+        Verdict.RETRY, 2
+    )
 
 
 def test_progress_starts_the_count_of_attempts_anew() -> None:
-    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == AfterCrash(Verdict.RETRY, 1)
+    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == AfterCrash(
+        Verdict.RETRY, 1
+    )
 
 
-@pytest.mark.parametrize(("open_items", "verdict"), [(8, Verdict.BISECT), (2, Verdict.BISECT), (1, Verdict.MARK_DEAD), (0, Verdict.CLOSE)])
+@pytest.mark.parametrize(
+    ("open_items", "verdict"),
+    [(8, Verdict.BISECT), (2, Verdict.BISECT), (1, Verdict.MARK_DEAD), (0, Verdict.CLOSE)],
+)
 def test_the_last_attempt_decides_by_what_is_open(open_items: int, verdict: Verdict) -> None:
     assert after_crash(open_items, attempts=2, max_attempts=3, progressed=False).verdict is verdict
 
 
 def test_poison_is_found_by_halving() -> None:
-    """A shard of 256 with one poisoned item ends after so many crashes, and only the single item had all its attempts alone."""
+    """A shard of 256 with one poisoned item ends after so many crashes, and only the single item had all
+    its attempts alone."""
     open_items, attempts, crashes = 256, 0, 0
     while True:
         crashes += 1
@@ -116,7 +126,8 @@ threads = [threading.Thread(target=read) for _ in range(8)]
 
 
 def test_many_threads_may_be_the_first_to_read_a_job() -> None:
-    """Without what `jobs.ledger.records` does at its import, about every second of these processes is ended by SIGSEGV."""
+    """Without what `jobs.ledger.records` does at its import, about every second of these processes is
+    ended by SIGSEGV."""
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")

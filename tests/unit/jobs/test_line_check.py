@@ -1,4 +1,5 @@
-"""Lines against a model: the quick verdict is the full one, bad ones have a code, and shards are cut evenly."""
+"""Lines against a model: the quick verdict is the full one, bad ones have a code, and shards are cut
+evenly."""
 
 from __future__ import annotations
 
@@ -18,12 +19,21 @@ from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
 from pipelines.validation import speech_task
 
-PLAIN = ModelCard("plain", "plain", "cpu", 24_000, Capabilities(voices=("v",), max_text_characters=20), seconds_per_character=0.1)
+PLAIN = ModelCard(
+    "plain",
+    "plain",
+    "cpu",
+    24_000,
+    Capabilities(voices=("v",), max_text_characters=20),
+    seconds_per_character=0.1,
+)
 CLONING = replace(PLAIN, capabilities=Capabilities(cloning=True, needs_reference=True))
 DIALOGUE = replace(PLAIN, capabilities=Capabilities(multi_turn=True, audio_in=True))
 
 MESSAGES = st.tuples(
-    st.sampled_from(["user", "assistant", "system"]), st.sampled_from(["text", "audio", "image"]), st.text(max_size=25) | st.just(" a")
+    st.sampled_from(["user", "assistant", "system"]),
+    st.sampled_from(["text", "audio", "image"]),
+    st.text(max_size=25) | st.just(" a"),
 )
 
 
@@ -40,7 +50,9 @@ def verdict(card: ModelCard, defaults: Generation, messages: list[tuple[str, str
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([PLAIN, CLONING, DIALOGUE]), st.booleans())
-def test_a_line_that_is_one_item_gets_the_verdict_on_its_task(messages: list[tuple[str, str, str]], card: ModelCard, voice: bool) -> None:
+def test_a_line_that_is_one_item_gets_the_verdict_on_its_task(
+    messages: list[tuple[str, str, str]], card: ModelCard, voice: bool
+) -> None:
     defaults = Generation(voice="V" if voice and card is PLAIN else None)
     checker = LineChecker(card, defaults, speak="answer")
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
@@ -53,8 +65,19 @@ def test_a_batch() -> None:
     keys: list[str] = []
     checker = LineChecker(replace(CLONING, seconds_per_character=0.1), Generation(), speak="answer")
     spoken = [["user", "audio", "v.wav"], ["user", "text", "hello"], ["assistant", "audio", "gt.wav"]]
-    lines = [b"\xef", line(messages=spoken), b"", None, line("b"), b"  " + line("c", spoken) + b"\r", line("a", spoken), line("b", spoken)]
-    good, rejected = checker.check(LineBatch(11, lines), lambda content: keys.append(content) or f"key-{content}")
+    lines = [
+        b"\xef",
+        line(messages=spoken),
+        b"",
+        None,
+        line("b"),
+        b"  " + line("c", spoken) + b"\r",
+        line("a", spoken),
+        line("b", spoken),
+    ]
+    good, rejected = checker.check(
+        LineBatch(11, lines), lambda content: keys.append(content) or f"key-{content}"
+    )
     assert [(one.line, one.example_id, one.estimated_ms, one.references) for one in good] == [
         (12, "a", 500, {0: "key-v.wav"}),
         (16, "c", 500, {0: "key-v.wav"}),
@@ -71,7 +94,9 @@ def test_a_batch() -> None:
 
 def test_what_stands_in_the_place_of_a_text_is_named() -> None:
     lines = [line(messages=[["user", "video", "x.mp4"]]), line("b", [["user", "audio", "x.wav"]])]
-    _, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(LineBatch(1, [*lines]), lambda content: content)
+    _, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(
+        LineBatch(1, [*lines]), lambda content: content
+    )
     assert [(one.code, one.message.partition(".")[0]) for one in rejected] == [
         (ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no text to speak, but a message of modality 'video'"),
         (ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no text to speak"),
@@ -80,7 +105,9 @@ def test_what_stands_in_the_place_of_a_text_is_named() -> None:
 
 def test_a_line_is_kept_with_its_example_id() -> None:
     raw = b'{"id": "a", "messages": [["user", "text", "hi"]]}'
-    good, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(LineBatch(1, [raw, raw]), lambda content: content)
+    good, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(
+        LineBatch(1, [raw, raw]), lambda content: content
+    )
     assert json.loads(good[0].raw)["example_id"] == good[0].example_id == "a"
     assert [(one.line, one.code) for one in rejected] == [(2, ErrorCode.INPUT_DUPLICATE_ID)]
 
@@ -103,7 +130,9 @@ def test_a_line_is_kept_with_its_example_id() -> None:
     ],
 )
 def test_settings_of_a_line_and_of_a_job(generation: dict[str, object], code: ErrorCode) -> None:
-    good, rejected = LineChecker(PLAIN, Generation(), speak="answer").check(LineBatch(1, [line(generation=generation)]), str)
+    good, rejected = LineChecker(PLAIN, Generation(), speak="answer").check(
+        LineBatch(1, [line(generation=generation)]), str
+    )
     assert not good
     assert rejected[0].code is code
     with pytest.raises(InputError) as caught:
@@ -118,7 +147,13 @@ def made(estimated_ms: int, raw: bytes = b"") -> GoodLine:
 def test_shards_are_cut_by_time_count_and_bytes() -> None:
     size = ShardSize(1000, 3)
     lines = [made(ms) for ms in (400, 400, 400, 5000, 100, 100, 100, 100, 0)]
-    assert [[one.estimated_ms for one in run] for run in cut(lines, size)] == [[400, 400], [400], [5000], [100, 100, 100], [100, 0]]
+    assert [[one.estimated_ms for one in run] for run in cut(lines, size)] == [
+        [400, 400],
+        [400],
+        [5000],
+        [100, 100, 100],
+        [100, 0],
+    ]
     big = made(1, bytes(MAX_SHARD_BYTES // 2))
     assert [len(run) for run in cut([big] * 5, size)] == [2, 2, 1]
     assert list(cut([], size)) == []
@@ -128,18 +163,31 @@ def test_shards_are_cut_by_time_count_and_bytes() -> None:
 def test_no_line_is_lost_in_cutting(times: list[int], most: int) -> None:
     runs = list(cut([made(ms) for ms in times], ShardSize(1000, most)))
     assert [one.estimated_ms for run in runs for one in run] == times
-    assert all(0 < len(run) <= most and (len(run) == 1 or sum(one.estimated_ms for one in run) <= 1000) for run in runs)
+    assert all(
+        0 < len(run) <= most and (len(run) == 1 or sum(one.estimated_ms for one in run) <= 1000)
+        for run in runs
+    )
 
 
 def test_the_size_of_a_shard_comes_from_the_models_speed() -> None:
-    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256, 2000)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256) == ShardSize(
+        int(ENGINE_SECONDS * 2000), 256, 2000
+    )
     assert ShardSize.of(replace(PLAIN, rtf=0.001), 3600, 256) == ShardSize(3_600_000, 256, 1_000_000)
-    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.25) == ShardSize(int(ENGINE_SECONDS * 4000), 256, 4000)
-    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.0) == ShardSize(3_600_000, 256, 3_600_000)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.25) == ShardSize(
+        int(ENGINE_SECONDS * 4000), 256, 4000
+    )
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.0) == ShardSize(
+        3_600_000, 256, 3_600_000
+    )
 
 
-@pytest.mark.parametrize(("engine", "audio_ms"), [("cpu", 600_000), ("vllm", 42_000_000), ("native", 120_000_000)])
-def test_a_model_whose_speed_nobody_knows_has_the_usual_one_of_its_engine(engine: Literal["cpu", "native", "vllm"], audio_ms: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "audio_ms"), [("cpu", 600_000), ("vllm", 42_000_000), ("native", 120_000_000)]
+)
+def test_a_model_whose_speed_nobody_knows_has_the_usual_one_of_its_engine(
+    engine: Literal["cpu", "native", "vllm"], audio_ms: int
+) -> None:
     assert ShardSize.of(replace(PLAIN, engine=engine), 1_000_000, 8192) == ShardSize(audio_ms, 8192)
 
 

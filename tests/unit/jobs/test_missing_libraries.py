@@ -22,7 +22,12 @@ from jobs.cli import main
     ],
 )
 def test_a_missing_library_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, library: str, extra: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    library: str,
+    extra: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if library == "psycopg":

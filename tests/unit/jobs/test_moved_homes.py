@@ -1,4 +1,5 @@
-"""A home with its ledger and store is moved or copied: its jobs go on where they are now, and old ledgers with full addresses too."""
+"""A home with its ledger and store is moved or copied: its jobs go on where they are now, and old ledgers
+with full addresses too."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from jobs.ledger import Ledger
 from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
 from jobs.ledger.status import find_job, read_with_driver
-from jobs.recent_jobs import homes_of, keep_remembered, noted_dev, out_words, remember, settings_for_job, settings_for_new_job
+from jobs.recent_jobs import (
+    homes_of,
+    keep_remembered,
+    noted_dev,
+    out_words,
+    remember,
+    settings_for_job,
+    settings_for_new_job,
+)
 from jobs.settings import Settings, sqlite_url
 from jobs.store import FolderStore, open_store
 from jobs.verify import ObjectCheck
@@ -43,7 +52,9 @@ def check_in(home: Path, job: Job, store: Path) -> None:
     assert (again.id, created) == (job.id, False)
     assert open_store(again.store_url).url == FolderStore(store).url
     assert not list(ObjectCheck(ledger, open_store(again.store_url), again))
-    seen = read_with_driver(sqlite_url(home / ".nightjar" / "ledger.sqlite"), lambda reader: find_job(reader, job.id))
+    seen = read_with_driver(
+        sqlite_url(home / ".nightjar" / "ledger.sqlite"), lambda reader: find_job(reader, job.id)
+    )
     assert seen is not None
     assert seen.store_url == again.store_url
     ledger.close()
@@ -85,7 +96,9 @@ def test_addresses_without_a_place_are_full(tmp_path: Path) -> None:
     assert recorded(url, tmp_path / "xy") == url
 
 
-def test_a_moved_home_is_remembered_anew_and_a_copy_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_home_is_remembered_anew_and_a_copy_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     home, copy, there = tmp_path / "home", tmp_path / "copy", tmp_path / "there"
     home.mkdir()
@@ -100,7 +113,9 @@ def test_a_moved_home_is_remembered_anew_and_a_copy_is_not(tmp_path: Path, monke
     assert homes_of(job.id) == {there}
 
 
-def test_advice_names_the_home_where_the_id_alone_leads_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_names_the_home_where_the_id_alone_leads_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("SPEECH_HOME", raising=False)
     home, copy = tmp_path / "home", tmp_path / "a copy"
@@ -170,7 +185,9 @@ def test_list_and_status_know_the_same_jobs(tmp_path: Path, monkeypatch: pytest.
     assert f"The jobs of {homes[1]} cannot be listed" in CliRunner().invoke(cli, ["list"]).stderr
 
 
-def test_the_beginning_of_jobs_in_several_folders_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_jobs_in_several_folders_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -184,7 +201,9 @@ def test_the_beginning_of_jobs_in_several_folders_names_none(tmp_path: Path, mon
     assert settings_for_job("01m8", "one").home == Path("one")
 
 
-def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     own, one, two, killed = (tmp_path / name for name in ("out", "one", "two", "killed"))
@@ -193,7 +212,9 @@ def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(tmp_path: P
         for age, home in enumerate((two, one)):
             running.enter_context(listening_broker(home))
             running.enter_context(noted_dev(home))
-            (note,) = [note for note in (tmp_path / "state/nightjar/dev").iterdir() if note.read_text() == str(home)]
+            (note,) = [
+                note for note in (tmp_path / "state/nightjar/dev").iterdir() if note.read_text() == str(home)
+            ]
             os.utime(note, (age, age))
         # What is left of one that was killed counts for nothing.
         running.enter_context(noted_dev(killed))

@@ -1,4 +1,5 @@
-"""The hook at a job's end, with real commands: what it gets, how often, and what becomes of one that fails."""
+"""The hook at a job's end, with real commands: what it gets, how often, and what becomes of one that
+fails."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.worker_rig import WORKER, Rig
 from worker.maintenance import report_ended_jobs
 from worker.runtime import Runtime
 
-#: Keeps what it gets, a line each; ends with the next status of the file `statuses`, else with 0; waits while there is a file `held`.
+#: Keeps what it gets, a line each; ends with the next status of the file `statuses`, else with 0; waits while
+#: there is a file `held`.
 HOOK = """
 cat >> got; echo >> got
 while [ -e held ]; do sleep 0.02; done
@@ -148,7 +150,9 @@ def test_a_command_gets_the_view_and_no_shell_reads_it(rig: Rig, monkeypatch: py
     monkeypatch.setenv("SPEECH_NOTIFY__COMMAND", f"'{hook}' '{rig.folder}/got' '$(id); x'")
     notify = load_settings().notify
     job = ended(rig, name="`touch here`")
-    assert report_ends(rig.ledger, rig.settings.model_copy(update={"notify": notify})) == [Reported(job.id, 1)]
+    assert report_ends(rig.ledger, rig.settings.model_copy(update={"notify": notify})) == [
+        Reported(job.id, 1)
+    ]
     assert json.loads((rig.folder / "got").read_text())["name"] == "`touch here`"
     assert (rig.folder / "said").read_text() == f"{job.id} completed [$(id); x]\n"
 
@@ -165,7 +169,11 @@ def test_a_command_that_fails_says_why_and_one_that_hangs_is_ended(rig: Rig) -> 
     (missing,) = report_ends(rig.ledger, hooked(rig, command=["/no/such/hook"]))
     assert "cannot be started: No such file" in missing.reason
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert not any("sleep\0" in Path(f"/proc/{child}/cmdline").read_text() for child in children if Path(f"/proc/{child}").exists())
+    assert not any(
+        "sleep\0" in Path(f"/proc/{child}/cmdline").read_text()
+        for child in children
+        if Path(f"/proc/{child}").exists()
+    )
 
 
 def test_a_worker_reports_the_ends_that_it_finds(rig: Rig, receiver: Receiver) -> None:
@@ -192,7 +200,9 @@ def test_a_run_names_the_ends_that_no_try_reported(
     monkeypatch.setattr(notification, "MAX_ATTEMPTS", attempts)
     job = ended(rig)
     settings = hooked(rig, command=["false"])
-    assert report_ends_with_retries(rig.ledger, settings, 3, 0.0) == [Reported(job.id, tries, "the command ended with status 1", again)]
+    assert report_ends_with_retries(rig.ledger, settings, 3, 0.0) == [
+        Reported(job.id, tries, "the command ended with status 1", again)
+    ]
 
 
 def test_a_run_names_no_end_that_a_later_try_reported(rig: Rig, receiver: Receiver) -> None:

@@ -41,7 +41,11 @@ def read_tar(data: bytes) -> dict[str, bytes]:
 
 
 @given(
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/"), min_size=1), st.binary(), max_size=8)
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/"), min_size=1),
+        st.binary(),
+        max_size=8,
+    )
 )
 def test_members_begin_where_they_are_said_to(members: dict[str, bytes]) -> None:
     data, rows = packed({f"audio/{name}": content for name, content in members.items()})
@@ -55,17 +59,25 @@ def test_members_begin_where_they_are_said_to(members: dict[str, bytes]) -> None
 
 def test_ten_thousand_members_with_names_longer_than_the_old_format_takes() -> None:
     long = "x" * 60
-    members = {audio_key(JOB, number, f"{number}-{long}", "flac", draw=1): b"%d" % number * (number % 7) for number in range(10_000)}
+    members = {
+        audio_key(JOB, number, f"{number}-{long}", "flac", draw=1): b"%d" % number * (number % 7)
+        for number in range(10_000)
+    }
     assert max(map(len, members)) > 100
     members["audio/" + "y" * 240 + ".wav"] = b"longer than any field of the old format"
     data, rows = packed(members)
-    assert all(data[row.pack_offset : row.pack_offset + row.bytes] == members[row.key] for row in rows if row.pack_offset is not None)
+    assert all(
+        data[row.pack_offset : row.pack_offset + row.bytes] == members[row.key]
+        for row in rows
+        if row.pack_offset is not None
+    )
     found = read_tar(data)
     lines = [json.loads(line) for line in found.pop(INDEX).splitlines()]
     assert found == members
-    assert [(line["key"], line["offset"], line["bytes"], line["sha256"], line["index"], line["example_id"]) for line in lines] == [
-        (row.key, row.pack_offset, row.bytes, row.sha256, row.index, f"item-{row.index}") for row in rows
-    ]
+    assert [
+        (line["key"], line["offset"], line["bytes"], line["sha256"], line["index"], line["example_id"])
+        for line in lines
+    ] == [(row.key, row.pack_offset, row.bytes, row.sha256, row.index, f"item-{row.index}") for row in rows]
 
 
 def test_equal_members_give_equal_bytes_and_whole_blocks() -> None:

@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.checks import CHECKS, METERS, PRESETS, Bound, Check, MeterCard, Quality, quality_of, scores_with, strict_meters
+from jobs.checks import (
+    CHECKS,
+    METERS,
+    PRESETS,
+    Bound,
+    Check,
+    MeterCard,
+    Quality,
+    quality_of,
+    scores_with,
+    strict_meters,
+)
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.duration import Pace, is_prose, pace_of, text_units
@@ -24,7 +35,16 @@ from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
-from worker.quality.verdict import History, cheap_scores, check_draw, clipped_share, failed_draw, meters_of, with_readings
+from worker.quality.verdict import (
+    CheckedDraw,
+    History,
+    cheap_scores,
+    check_draw,
+    clipped_share,
+    failed_draw,
+    meters_of,
+    with_readings,
+)
 
 BASIC = quality_of("basic")
 assert BASIC is not None
@@ -32,7 +52,9 @@ PACE = Pace(0.2, 0.06, low=0.7, high=1.5)
 TEXT = "The bridge was built by hand, stone by stone, in ten years."
 
 
-def scores_of(samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str) -> dict[str, Score]:
+def scores_of(
+    samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str
+) -> dict[str, Score]:
     return cheap_scores(Speech(samples, RATE, text, meta=dict(meta)), quality, text, Generation())
 
 
@@ -65,7 +87,9 @@ class TestGates:
         assert failed(scores_of(speech, finish="stop")) == set()
 
     def test_the_quick_count_of_frames_is_that_of_the_detector(self) -> None:
-        speech = np.concatenate([np.zeros(3000, np.float32), speechlike(1.0), np.zeros(9000, np.float32), speechlike(0.7, 3)])
+        speech = np.concatenate(
+            [np.zeros(3000, np.float32), speechlike(1.0), np.zeros(9000, np.float32), speechlike(0.7, 3)]
+        )
         powers = frame_powers(speech, RATE)
         active = active_frames(powers)
         sounding, pause, power = activity(powers)
@@ -100,7 +124,12 @@ class TestGates:
         assert not PACE.fits(expected * 6 + 6, expected, text)
 
     def test_plain_sentences_are_prose(self) -> None:
-        assert all(map(is_prose, [TEXT, "The kettle is boiling.", "今天天气很好。", "Well, she said, that is a “fine” café."]))
+        assert all(
+            map(
+                is_prose,
+                [TEXT, "The kettle is boiling.", "今天天气很好。", "Well, she said, that is a “fine” café."],
+            )
+        )
 
     def test_units_of_other_scripts_and_a_pace_for_each_voice(self) -> None:
         assert text_units("abc 12.") == 7 + 2 * 4 + 2
@@ -135,8 +164,12 @@ class TestDraws:
         clipped = np.clip(speechlike() * 12, -0.5, 0.5).astype(np.float32)
         worse = np.concatenate([clipped, np.zeros(12 * RATE, np.float32)])
         history = History()
-        for number, samples in enumerate([np.full(9, np.nan, np.float32), np.zeros(99, np.float32), worse, clipped, clipped]):
-            history = history.after(check_draw(number, number, Speech(samples, RATE), BASIC, TEXT, Generation()), 10)
+        for number, samples in enumerate(
+            [np.full(9, np.nan, np.float32), np.zeros(99, np.float32), worse, clipped, clipped]
+        ):
+            history = history.after(
+                check_draw(number, number, Speech(samples, RATE), BASIC, TEXT, Generation()), 10
+            )
         assert history.best is not None
         assert history.best.record.draw == 3
         assert history.engine_ms == 50
@@ -145,7 +178,11 @@ class TestDraws:
 
     def test_two_draws_that_fail_alike_end_the_draws(self) -> None:
         silence, gone = np.zeros(99, np.float32), SynthesisError(ErrorCode.SYNTH_NO_EOS, "It did not end.")
-        checked = lambda samples, number: check_draw(number, number, Speech(samples, RATE), BASIC, TEXT, Generation())  # noqa: E731
+
+        def checked(samples: np.ndarray, number: int) -> CheckedDraw:
+            speech = Speech(samples, RATE)
+            return check_draw(number, number, speech, BASIC, TEXT, Generation())
+
         silent = History().after(checked(silence, 0), 5)
         assert not History().ended_by(checked(silence, 0), sampled=True)
         assert silent.ended_by(checked(silence, 1), sampled=True)
@@ -156,7 +193,10 @@ class TestDraws:
         assert not bad.ended_by(checked(clipped * np.float32(0.5), 1), sampled=True)
         # A model that samples may end with the next seed; one that does not fails again.
         endless = History().after(failed_draw(0, 0, gone), 5)
-        assert [endless.ended_by(failed_draw(1, 1, gone), sampled=sampled) for sampled in (True, False)] == [False, True]
+        assert [endless.ended_by(failed_draw(1, 1, gone), sampled=sampled) for sampled in (True, False)] == [
+            False,
+            True,
+        ]
 
     def test_readings_take_the_place_of_cheap_scores_and_fail_by_their_bounds(self) -> None:
         strict = PRESETS["strict"]
@@ -180,8 +220,14 @@ class TestDraws:
 class TestConfig:
     def test_a_file_changes_a_preset_and_single_values_change_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "qa.toml"
-        path.write_text('draws = 5\non_fail = "keep"\n[bounds.wer]\nhigh = 0.2\n[meters.asr]\nmodel = "small"\n')
-        quality = quality_of("strict", path, ["bounds.wer.high=0.3", "meters.distillmos=false", "bounds.pause=false", "trim=true"])
+        path.write_text(
+            'draws = 5\non_fail = "keep"\n[bounds.wer]\nhigh = 0.2\n[meters.asr]\nmodel = "small"\n'
+        )
+        quality = quality_of(
+            "strict",
+            path,
+            ["bounds.wer.high=0.3", "meters.distillmos=false", "bounds.pause=false", "trim=true"],
+        )
         assert quality is not None
         assert (quality.draws, quality.on_fail, quality.trim) == (5, "keep", True)
         assert quality.bounds["wer"] == Bound(high=0.3)
@@ -206,7 +252,9 @@ class TestConfig:
         with pytest.raises(ConfigError):
             quality_of("basic", None, [override])
 
-    @pytest.mark.parametrize("override", ["bounds.pause.high=Infinity", "bounds.wer.high=NaN", "meters.asr.beam=-Infinity"])
+    @pytest.mark.parametrize(
+        "override", ["bounds.pause.high=Infinity", "bounds.wer.high=NaN", "meters.asr.beam=-Infinity"]
+    )
     def test_a_number_that_json_does_not_have_is_refused(self, override: str) -> None:
         with pytest.raises(ConfigError, match="infinite"):
             quality_of("basic", None, [override])
@@ -285,7 +333,11 @@ class TestConfig:
     def test_a_row_and_a_class_are_a_new_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         meter = MeterCard("peak", ("numpy",), "pip install numpy", ("numpy",))
         monkeypatch.setitem(
-            CHECKS, "peak", Check("peak", ErrorCode.QA_CLIPPED, "highest sample", "high", strict=Bound(high=0.5), meter=meter)
+            CHECKS,
+            "peak",
+            Check(
+                "peak", ErrorCode.QA_CLIPPED, "highest sample", "high", strict=Bound(high=0.5), meter=meter
+            ),
         )
         monkeypatch.setitem(METERS, "peak", meter)
         peak = SimpleNamespace(measure=lambda sample: {"peak": (float(sample.samples.max()), "")})
@@ -299,7 +351,10 @@ class TestConfig:
         draw = check_draw(0, 1, speech, quality, TEXT, Generation())
         readings = open_meter("peak", {}).measure(Utterance(np.full(9, 0.75, np.float32), RATE, TEXT))
         judged = with_readings(draw, readings, quality)
-        assert (judged.record.code, judged.message) == (ErrorCode.QA_CLIPPED, "`peak` is 0.75, allowed: maximum 0.5.")
+        assert (judged.record.code, judged.message) == (
+            ErrorCode.QA_CLIPPED,
+            "`peak` is 0.75, allowed: maximum 0.5.",
+        )
 
     def test_what_the_worker_measures_itself_is_what_the_registry_says(self) -> None:
         assert BASIC is not None

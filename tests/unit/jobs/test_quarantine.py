@@ -18,7 +18,12 @@ from tests.support.worker_rig import wait_for
 
 
 def bad(gpu: str | None) -> Member:
-    return Member(WorkerPlan(None if gpu is None else Device(gpu, "")), 1.0, quarantined=True, reason=f"GPU {gpu} is bad.")
+    return Member(
+        WorkerPlan(None if gpu is None else Device(gpu, "")),
+        1.0,
+        quarantined=True,
+        reason=f"GPU {gpu} is bad.",
+    )
 
 
 def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
@@ -26,7 +31,11 @@ def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
     ledger = Ledger.of(settings)
     ledger.migrate()
     reports = QuarantineReports(settings)
-    states = lambda: {row.gpu: (row.state, row.state_reason, row.pid) for row in ledger.worker_statuses(everyone=True)}  # noqa: E731
+
+    def states() -> dict[str, tuple[str, str, int]]:
+        rows = ledger.worker_statuses(everyone=True)
+        return {row.gpu: (row.state, row.state_reason, row.pid) for row in rows}
+
     reports.tend([])
     reports.close(over=True)
     assert states() == {}

@@ -17,7 +17,10 @@ from jobs.formatting import redact
         ("REDIS://:pw@h", "REDIS://:********@h"),
         ("postgresql://h/db?user=u&password=pw&x=1", "postgresql://h/db?user=u&password=********&x=1"),
         ("postgresql://h/db?sslpassword=pw", "postgresql://h/db?sslpassword=********"),
-        ("GET 'https://s3/b/k?X-Amz-Signature=abc' failed", "GET 'https://s3/b/k?X-Amz-Signature=********' failed"),
+        (
+            "GET 'https://s3/b/k?X-Amz-Signature=abc' failed",
+            "GET 'https://s3/b/k?X-Amz-Signature=********' failed",
+        ),
         ("redis://h:6379/0", "redis://h:6379/0"),
         ("file:///a/b", "file:///a/b"),
         ("https://example.org/a:b@c", "https://example.org/a:b@c"),

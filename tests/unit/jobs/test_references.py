@@ -44,7 +44,9 @@ def reader(folder: Path, store: FolderStore) -> ReferenceReader:
     return ReferenceReader(folder, (), store)
 
 
-@pytest.mark.parametrize(("format", "ext"), [("WAV", "wav"), ("WAVEX", "wav"), ("FLAC", "flac"), ("OGG", "ogg"), ("MP3", "mp3")])
+@pytest.mark.parametrize(
+    ("format", "ext"), [("WAV", "wav"), ("WAVEX", "wav"), ("FLAC", "flac"), ("OGG", "ogg"), ("MP3", "mp3")]
+)
 def test_formats_are_known_by_content(folder: Path, reader: ReferenceReader, format: str, ext: str) -> None:
     (folder / "x.bin").write_bytes(sound(format))
     assert reader.read("x.bin").ext == ext
@@ -93,7 +95,9 @@ def test_an_address_in_the_store(reader: ReferenceReader, store: FolderStore) ->
         ("huge.wav", ErrorCode.INPUT_AUDIO_UNREADABLE),
     ],
 )
-def test_what_is_refused(folder: Path, reader: ReferenceReader, store: FolderStore, content: str, code: ErrorCode) -> None:
+def test_what_is_refused(
+    folder: Path, reader: ReferenceReader, store: FolderStore, content: str, code: ErrorCode
+) -> None:
     (folder / "escape.wav").symlink_to("../secret/b.wav")
     os.mkfifo(folder / "pipe")
     (folder / "text.wav").write_text("no audio")
@@ -138,7 +142,9 @@ def voice(seconds: float, level: float = 0.3) -> bytes:
 
 
 @pytest.mark.parametrize("family", ["qwen3_tts/checkpoint-base", "spark/checkpoint", "fish/checkpoint"])
-def test_a_reference_that_the_model_would_refuse_is_refused_before(folder: Path, store: FolderStore, golden: Path, family: str) -> None:
+def test_a_reference_that_the_model_would_refuse_is_refused_before(
+    folder: Path, store: FolderStore, golden: Path, family: str
+) -> None:
     check = describe(str(golden / family)).check_reference
     whole = voice(2.0)
     files = {
@@ -185,7 +191,9 @@ def test_each_content_is_checked_once(folder: Path, store: FolderStore) -> None:
 def test_what_a_reference_claims_is_bounded(
     folder: Path, reader: ReferenceReader, seconds: float, rate: int, channels: int, code: ErrorCode | None
 ) -> None:
-    soundfile.write(folder / "x.wav", np.zeros((round(seconds * rate), channels), np.float32), rate, subtype="PCM_U8")
+    soundfile.write(
+        folder / "x.wav", np.zeros((round(seconds * rate), channels), np.float32), rate, subtype="PCM_U8"
+    )
     if code is None:
         assert reader.read("x.wav").ext == "wav"
         return

@@ -1,4 +1,5 @@
-"""Lost and damaged objects are made again, inputs are written again, and an export of what is lost is refused by name."""
+"""Lost and damaged objects are made again, inputs are written again, and an export of what is lost is
+refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Other(FakePipeline):
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         future: Future[Speech] = Future()
-        future.set_result(Speech(sine("a longer text than it was", request.seed), SAMPLE_RATE, "text", "Other"))
+        future.set_result(
+            Speech(sine("a longer text than it was", request.seed), SAMPLE_RATE, "text", "Other")
+        )
         return future
 
 
@@ -77,12 +80,17 @@ def check_counters(rig: Rig, job: Job) -> None:
 
 
 def test_a_listing_shows_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> None:
-    seen = {expected.key: fault for expected, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))}
+    seen = {
+        expected.key: fault
+        for expected, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))
+    }
     assert seen == check(rig, job)
     assert sorted(seen.values()) == [Fault.CHANGED] * 2 + [Fault.MISSING] * 2
     (shard,) = rig.ledger.shard_inputs(job.id).values()
     rig.store.objects[shard[0]] = (b"", {})
-    assert (shard[0], Fault.CHANGED) in {(e.key, fault) for e, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))}
+    assert (shard[0], Fault.CHANGED) in {
+        (e.key, fault) for e, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))
+    }
 
 
 def test_the_same_engine_makes_the_same_bytes(rig: Rig, job: Job) -> None:
@@ -101,10 +109,14 @@ def test_other_bytes_are_recorded_with_their_hash(rig: Rig, job: Job) -> None:
     done = list(rig.ledger.items(job.id))
     manifest = newest_job_manifest(rig.store, job.id)
     assert manifest is not None
-    assert [line.sha256 for line in read_manifest(rig.store, manifest)] == [row.artifact.sha256 for row in done if row.artifact]
+    assert [line.sha256 for line in read_manifest(rig.store, manifest)] == [
+        row.artifact.sha256 for row in done if row.artifact
+    ]
     ((key, sha256),) = rows(rig.ledger, "SELECT manifest_key, manifest_sha256 FROM shards")
     assert hashlib.sha256(rig.store.get(key)).hexdigest() == sha256
-    assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in done if row.artifact]
+    assert [line.sha256 for line in read_manifest(rig.store, key)] == [
+        row.artifact.sha256 for row in done if row.artifact
+    ]
 
 
 def test_a_repair_without_an_input_says_so_and_needs_no_manifest(rig: Rig, job: Job) -> None:
@@ -181,7 +193,9 @@ def test_inputs_are_written_again_from_their_file(rig: Rig, left: bytes | None) 
     assert caught.value.code is ErrorCode.STORE_MISSING
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2]])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2]]
+)
 def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[bytes], bytes]) -> None:
     job = rig.submit(["one", "two"])
     before = dict(rig.store.objects)
@@ -272,4 +286,6 @@ def test_a_repair_that_is_stopped_leaves_no_manifest_of_before(rig: Rig, job: Jo
     with pytest.raises(KeyboardInterrupt):
         mend(rig.ledger, rig.store, job, Other(), lost, stop)
     ((key,),) = rows(rig.ledger, "SELECT manifest_key FROM shards")
-    assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in rig.items(job) if row.artifact]
+    assert [line.sha256 for line in read_manifest(rig.store, key)] == [
+        row.artifact.sha256 for row in rig.items(job) if row.artifact
+    ]

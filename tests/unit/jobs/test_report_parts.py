@@ -15,7 +15,16 @@ from PIL import Image
 from jobs.ledger.queries import Attempt, Commit
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.report import charts, clips
-from jobs.report.charts import COMMIT_SECONDS, Span, WorkClock, checkpoints, eta_checks, spans_of_attempts, spans_of_commits, timeline
+from jobs.report.charts import (
+    COMMIT_SECONDS,
+    Span,
+    WorkClock,
+    checkpoints,
+    eta_checks,
+    spans_of_attempts,
+    spans_of_commits,
+    timeline,
+)
 from jobs.report.sample import PACE, SampleItem, _chosen, _judge
 from pipelines.errors import ErrorCode
 
@@ -35,7 +44,9 @@ def spectrogram(samples: np.ndarray) -> np.ndarray:
 
 
 def test_a_higher_tone_stands_higher_in_the_spectrogram() -> None:
-    rows = [int(spectrogram(tone(pitch, 1.0)).mean(axis=1).argmax()) for pitch in (150, 400, 1000, 3000, 7000)]
+    rows = [
+        int(spectrogram(tone(pitch, 1.0)).mean(axis=1).argmax()) for pitch in (150, 400, 1000, 3000, 7000)
+    ]
     assert all(low > high for low, high in pairwise(rows)), rows
     silent = spectrogram(np.zeros(RATE, np.float32))
     assert silent.shape == (clips.SPECTROGRAM_HEIGHT, clips.WIDTH)
@@ -51,7 +62,9 @@ def test_time_runs_to_the_right() -> None:
 def test_the_wave_is_as_high_as_the_speech_is_loud() -> None:
     heights = []
     for level in (0.0, 0.25, 1.0):
-        values = [float(y) for y in re.findall(r" (-?[\d.]+)", clips.picture(tone(440, 0.3, level), RATE).wave)]
+        values = [
+            float(y) for y in re.findall(r" (-?[\d.]+)", clips.picture(tone(440, 0.3, level), RATE).wave)
+        ]
         assert all(0 <= value <= clips.WAVE_HEIGHT + 0.5 for value in values)
         heights.append(max(values) - min(values))
     assert heights[0] < 1
@@ -67,7 +80,10 @@ def test_short_speech_has_a_picture(samples: int) -> None:
     assert made.seconds == samples / RATE
 
 
-@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [5.0] * 9, list(range(100)), [-3.0, 2.5, 1e6], [0.1, 0.2, 0.3], [1e-9, 2e-9]])
+@pytest.mark.parametrize(
+    "values",
+    [[1.0], [0.0, 0.0], [5.0] * 9, list(range(100)), [-3.0, 2.5, 1e6], [0.1, 0.2, 0.3], [1e-9, 2e-9]],
+)
 def test_every_value_is_in_one_bar(values: list[float]) -> None:
     chart = charts.histogram("k", "Title", "s", [*values, math.nan])
     assert chart is not None
@@ -83,7 +99,11 @@ def test_every_value_is_in_one_bar(values: list[float]) -> None:
 def test_the_bars_hold_what_their_labels_say() -> None:
     chart = charts.histogram("k", "Title", "", [0.5, 1.5, 1.6, 2.5, 9.5])
     assert chart is not None
-    assert [(bar.label, bar.count) for bar in chart.bars] == chart.rows == [("0 to 2", 3), ("2 to 4", 1), ("8 to 10", 1)]
+    assert (
+        [(bar.label, bar.count) for bar in chart.bars]
+        == chart.rows
+        == [("0 to 2", 3), ("2 to 4", 1), ("8 to 10", 1)]
+    )
     assert charts.histogram("k", "Title", "", [math.nan]) is None
 
 
@@ -120,9 +140,18 @@ def test_a_timeline_keeps_every_item_and_its_time() -> None:
 
 
 def test_a_commit_stands_for_the_time_before_it_but_not_for_a_pause() -> None:
-    commits = [Commit(102.0, 4, 8000.0), Commit(104.0, 4, 8000.0), Commit(3704.0, 10, 20_000.0), Commit(None, 1, 1.0)]
+    commits = [
+        Commit(102.0, 4, 8000.0),
+        Commit(104.0, 4, 8000.0),
+        Commit(3704.0, 10, 20_000.0),
+        Commit(None, 1, 1.0),
+    ]
     spans = list(spans_of_commits(commits, 100.0))
-    assert [(span.start, span.end) for span in spans[:3]] == [(100.0, 102.0), (102.0, 104.0), (3704.0 - COMMIT_SECONDS, 3704.0)]
+    assert [(span.start, span.end) for span in spans[:3]] == [
+        (100.0, 102.0),
+        (102.0, 104.0),
+        (3704.0 - COMMIT_SECONDS, 3704.0),
+    ]
     line = timeline(spans, 3704.0)
     assert sum(line.items) == pytest.approx(19)
     assert line.items[len(line.items) // 2] == 0
@@ -131,7 +160,10 @@ def test_a_commit_stands_for_the_time_before_it_but_not_for_a_pause() -> None:
 def test_the_eta_of_an_even_job_is_right_and_of_a_slowing_one_too_short() -> None:
     even = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 100.0, 100, 0, 0.0)]), 100.0)
     assert all(abs(check.error) < 1e-9 for check in eta_checks(even))
-    slowing = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 20.0, 80, 0, 0.0), Attempt(1, 1, 20.0, 100.0, 20, 0, 0.0)]), 100.0)
+    slowing = timeline(
+        spans_of_attempts([Attempt(0, 1, 0.0, 20.0, 80, 0, 0.0), Attempt(1, 1, 20.0, 100.0, 20, 0, 0.0)]),
+        100.0,
+    )
     found = checkpoints(eta_checks(slowing), slowing.seconds)
     assert [share for share, _ in found] == [0.1, 0.25, 0.5, 0.75, 0.9]
     assert all(check.error < 0 for _, check in found)
@@ -145,7 +177,9 @@ def item(index: int, **values: float) -> SampleItem:
 
 
 def test_what_is_odd_depends_on_the_score() -> None:
-    made = [item(n, wer=0.1 + n % 3 / 100, distillmos=4.0 + n % 3 / 10, **{PACE: 15.0 + n % 3}) for n in range(50)]
+    made = [
+        item(n, wer=0.1 + n % 3 / 100, distillmos=4.0 + n % 3 / 10, **{PACE: 15.0 + n % 3}) for n in range(50)
+    ]
     made[7].values["wer"], made[8].values["wer"] = 0.9, 0.0
     made[17].values["distillmos"], made[18].values["distillmos"] = 1.5, 9.0
     made[27].values[PACE], made[28].values[PACE] = 5.0, 30.0
@@ -174,7 +208,17 @@ def test_failed_then_refused_then_odd_then_typical() -> None:
 
 def test_the_clock_of_work_stands_still_between_leases() -> None:
     clock = WorkClock([(100.0, 110.0), (500.0, 530.0)])
-    assert [clock.at(time) for time in (0, 100, 104, 110, 300, 500, 515, 530, 900)] == [0, 0, 4, 10, 10, 10, 25, 40, 40]
+    assert [clock.at(time) for time in (0, 100, 104, 110, 300, 500, 515, 530, 900)] == [
+        0,
+        0,
+        4,
+        10,
+        10,
+        10,
+        25,
+        40,
+        40,
+    ]
     assert clock.seconds == 40
     assert list(clock.at_work([Span(104, 515, 3, 1.5)])) == [Span(4, 25, 3, 1.5)]
     assert WorkClock([]).seconds == 0

@@ -1,4 +1,5 @@
-"""Every setting of the server and of the engines, said in the environment, reaches what it is a setting of, and nothing else."""
+"""Every setting of the server and of the engines, said in the environment, reaches what it is a setting
+of, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SERVE: dict[str, tuple[str, Any]] = {
 }
 #: Where it listens, with which keys, and for how many streams the model is prepared.
 SERVE_ELSEWHERE = {"address", "port", "api_key", "api_key_file", "streams"}
-#: Setting -> what is said, and what Qwen3-TTS on our engine and SpeechLM on vLLM are told; None: it is none of theirs.
+#: Setting -> what is said, and what Qwen3-TTS on our engine and SpeechLM on vLLM are told; None: it is none
+#: of theirs.
 ENGINE: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = {
     "ENGINE__SLOTS": ("3", {"slots": 3}, {"slots": 3}),
     "ENGINE__MEMORY_SHARE": ("0.5", {"memory_share": 0.5}, {"memory_share": 0.5}),
@@ -63,7 +65,9 @@ def told(name: str, text: str, monkeypatch: pytest.MonkeyPatch, of: Callable[[],
 @pytest.mark.parametrize("name", SERVE)
 def test_a_setting_of_the_server(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, value = SERVE[name]
-    assert told(f"SERVE__{name.upper()}", text, monkeypatch, lambda: _options(load_settings(), describe("hibari"), ())) == {name: value}
+    assert told(
+        f"SERVE__{name.upper()}", text, monkeypatch, lambda: _options(load_settings(), describe("hibari"), ())
+    ) == {name: value}
 
 
 @pytest.mark.parametrize("name", ENGINE)
@@ -71,7 +75,12 @@ def test_a_setting_of_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     text, native, vllm = ENGINE[name]
     for card, kind, expected in ((NATIVE, PipelineOptions, native), (VLLM, SpeechLmOptions, vllm)):
         with monkeypatch.context() as patched:
-            found = told(name, text, patched, lambda card=card, kind=kind: read_options(kind, load_settings().engine_options(card)))
+            found = told(
+                name,
+                text,
+                patched,
+                lambda card=card, kind=kind: read_options(kind, load_settings().engine_options(card)),
+            )
         assert found == (expected or {}), kind
 
 
@@ -79,6 +88,8 @@ def test_no_setting_is_missing_in_the_tables() -> None:
     assert set(SERVE) | SERVE_ELSEWHERE == set(ServeSettings.model_fields)
     assert set(SERVE) <= {field.name for field in fields(ServeOptions)}
     known = {
-        f"{group}__{name.upper()}" for group, kind in (("ENGINE", EngineSettings), ("VLLM", VllmSettings)) for name in kind.model_fields
+        f"{group}__{name.upper()}"
+        for group, kind in (("ENGINE", EngineSettings), ("VLLM", VllmSettings))
+        for name in kind.model_fields
     }
     assert set(ENGINE) | ENGINE_ELSEWHERE == known

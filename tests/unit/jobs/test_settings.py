@@ -27,13 +27,19 @@ def test_defaults_live_in_the_home(tmp_path: Path) -> None:
     assert settings.origin("home") == "default"
 
 
-def test_command_line_over_environment_over_dotenv_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nightjar.toml").write_text('home = "file"\nstore_url = "file"\nlog_level = "error"\n[worker]\nthreads = 1\n')
+def test_command_line_over_environment_over_dotenv_over_file_over_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nightjar.toml").write_text(
+        'home = "file"\nstore_url = "file"\nlog_level = "error"\n[worker]\nthreads = 1\n'
+    )
     (tmp_path / ".env").write_text("SPEECH_HOME=dotenv\nSPEECH_STORE_URL=dotenv\nOTHER=1\n")
     monkeypatch.setenv("SPEECH_HOME", "environment")
     settings = load_settings(home=None)
     assert (settings.home, settings.store_url, settings.log_level) == (Path("environment"), "dotenv", "error")
-    assert [settings.origin(key) for key in ("home", "store_url", "worker.threads", "worker.item_timeout_seconds")] == [
+    assert [
+        settings.origin(key) for key in ("home", "store_url", "worker.threads", "worker.item_timeout_seconds")
+    ] == [
         "environment",
         ".env",
         "nightjar.toml",
@@ -86,7 +92,9 @@ def test_audio_roots_are_split_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
         ("SPEECH_SCHEDULES__NEWS__PRIORITY", "3", "schedules.news.input"),
     ],
 )
-def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_and_unknown_keys_name_key_and_origin(
+    name: str, value: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         load_settings()
@@ -110,7 +118,9 @@ def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str
         ("NIGHTJAR_CONFIG", "SPEECH_CONFIG"),
     ],
 )
-def test_a_variable_that_is_no_setting_is_answered_with_the_nearest(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_no_setting_is_answered_with_the_nearest(
+    name: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match="There is no setting") as caught:
         load_settings()
@@ -126,9 +136,15 @@ def test_other_variables_of_a_program_are_its_own(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("content", "near"),
-    [("[workr]\nthreads = 1", "worker.threads"), ("hom = 'x'", "home"), ("[schedules.news]\ninputs = 'x'", "schedules.news.input")],
+    [
+        ("[workr]\nthreads = 1", "worker.threads"),
+        ("hom = 'x'", "home"),
+        ("[schedules.news]\ninputs = 'x'", "schedules.news.input"),
+    ],
 )
-def test_a_key_of_a_file_that_is_no_setting_is_answered_with_the_nearest(content: str, near: str, tmp_path: Path) -> None:
+def test_a_key_of_a_file_that_is_no_setting_is_answered_with_the_nearest(
+    content: str, near: str, tmp_path: Path
+) -> None:
     (tmp_path / "nightjar.toml").write_text(content)
     with pytest.raises(ConfigError, match=r"There is no setting .*\(nightjar\.toml\)") as caught:
         load_settings()
@@ -147,18 +163,33 @@ def test_a_key_of_a_file_that_is_no_setting_is_answered_with_the_nearest(content
         ("KIND", "fast"),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_is_refused_by_name(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(f"SPEECH_ENGINE__{name}", value)
-    with pytest.raises(ConfigError, match=f"engine.{name.lower()} .environment SPEECH_ENGINE__{name}. cannot be used: Input should be"):
+    with pytest.raises(
+        ConfigError,
+        match=f"engine.{name.lower()} .environment SPEECH_ENGINE__{name}. cannot be used: Input should be",
+    ):
         load_settings()
 
 
 def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
     nothing = load_settings()
-    cards = voice, qwen, spoken = describe("hibari"), PUBLISHED["qwen3-tts-0.6b-base"][1].card, replace(describe("hibari"), engine="vllm")
+    cards = voice, qwen, spoken = (
+        describe("hibari"),
+        PUBLISHED["qwen3-tts-0.6b-base"][1].card,
+        replace(describe("hibari"), engine="vllm"),
+    )
     assert [nothing.engine_options(card) for card in cards] == [{}, {}, {}]
     settings = load_settings(
-        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "voice_cache": "/voices"},
+        engine={
+            "slots": 5,
+            "memory_share": 0.5,
+            "executor": "graph",
+            "reproducible": False,
+            "voice_cache": "/voices",
+        },
         vllm={"tensor_parallel": 2},
         worker={"threads": 3},
     )
@@ -170,7 +201,10 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
 
 def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
     spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, family="spark_tts", engines=("native", "vllm"))
-    asked = {"engine": {"slots": 5, "voice_cache": "/voices", "executor": "graph"}, "vllm": {"tensor_parallel": 2}}
+    asked = {
+        "engine": {"slots": 5, "voice_cache": "/voices", "executor": "graph"},
+        "vllm": {"tensor_parallel": 2},
+    }
     automatic = load_settings(**asked)
     native, vllm = {"slots": 5, "executor": "graph"}, {"slots": 5, "tensor_parallel": 2, "eager": False}
     assert automatic.engine_options(spark) == {"engine": "native", **native}, "it keeps no voices"
@@ -185,14 +219,18 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
 def test_settings_of_the_engine_that_does_not_run_a_model_are_named() -> None:
     spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, name="spark", engines=("native", "vllm"))
     settings = load_settings(vllm={"tensor_parallel": 2})
-    assert settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL is not used: spark runs on the engine native."
+    assert (
+        settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL is not used: spark runs on the engine native."
+    )
     assert load_settings(vllm={"tensor_parallel": 2}, engine={"kind": "vllm"}).unused(spark) is None
     assert settings.unused(replace(spark, engine="vllm")) is None
     assert settings.unused(describe("hibari")) is None, "nobody expects vLLM there"
     assert load_settings(vllm={"tensor_parallel": 1}).unused(spark) is None, "the default changes nothing"
 
 
-def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NIGHTJAR_TIMES__LEASE_SECONDS", "6")
     monkeypatch.setenv("NIGHTJAR_TIMES__SHARDS_IN_FLIGHT", "2")
     times = load_settings().times
@@ -203,10 +241,14 @@ def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(mon
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("vllm", "native"), ("native", "vllm")])
-def test_an_engine_that_cannot_run_a_model_is_refused_in_a_sentence(kind: str, engine: Literal["native", "vllm"]) -> None:
+def test_an_engine_that_cannot_run_a_model_is_refused_in_a_sentence(
+    kind: str, engine: Literal["native", "vllm"]
+) -> None:
     card = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, engine=engine)
     settings = load_settings(engine={"kind": kind})
-    with pytest.raises(ConfigError, match=f"'{kind}' was chosen, but {card.name} runs on the engine '{engine}' only") as caught:
+    with pytest.raises(
+        ConfigError, match=f"'{kind}' was chosen, but {card.name} runs on the engine '{engine}' only"
+    ) as caught:
         settings.engine_options(card)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 

@@ -1,4 +1,5 @@
-"""Inputs of every kind give the same lines; damaged, endless and missing ones end in `input.unreadable` or a skipped line."""
+"""Inputs of every kind give the same lines; damaged, endless and missing ones end in `input.unreadable` or
+a skipped line."""
 
 from __future__ import annotations
 
@@ -75,7 +76,15 @@ def test_lines_do_not_depend_on_how_they_are_read(data: bytes, size: int) -> Non
 def test_a_line_that_is_too_long_is_one_missing_line() -> None:
     most = b"x" * MAX_LINE_BYTES
     data = b"a\n" + most + b"\n" + most + b"y\nb\n" + most * 5 + b"\nc\n" + most * 3
-    assert [line for some, _ in split_lines(io.BytesIO(data)) for line in some] == [b"a", most, None, b"b", None, b"c", None]
+    assert [line for some, _ in split_lines(io.BytesIO(data)) for line in some] == [
+        b"a",
+        most,
+        None,
+        b"b",
+        None,
+        b"c",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,9 @@ def test_batches_of_long_lines_stay_small(tmp_path: Path) -> None:
         batches = list(source.batches(10_000, 2 << 20))
     assert sum(len(batch.lines) for batch in batches) == 50
     assert all(len(batch.lines) <= 9 for batch in batches)
-    assert [batch.first for batch in batches] == [1 + sum(len(b.lines) for b in batches[:n]) for n in range(len(batches))]
+    assert [batch.first for batch in batches] == [
+        1 + sum(len(b.lines) for b in batches[:n]) for n in range(len(batches))
+    ]
 
 
 @pytest.mark.parametrize("blank", [b"\n", b" \t\r\n"])
@@ -177,15 +188,22 @@ def test_a_line_of_half_a_gigabyte_in_an_archive_needs_little_memory(tmp_path: P
     path.write_bytes(compress(bytes(1 << 29)))
     # Of address space, most of which is libraries; the line alone is more than this.
     limit = 400 << 20
-    child = subprocess.run([sys.executable, "-c", BOMBED, str(path), str(limit)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", BOMBED, str(path), str(limit)], capture_output=True, text=True, check=False
+    )
     assert (child.stdout.strip(), child.stderr) == ("True", "")
 
 
 def test_a_sentence_of_the_store_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise StoreError(ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set for the bucket b.", "Set them.")
+        raise StoreError(
+            ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set for the bucket b.", "Set them."
+        )
 
     monkeypatch.setattr("jobs.source.open_s3_object", refuse)
     with pytest.raises(InputError) as caught, open_source("s3://b/in.jsonl"):
         pass
-    assert str(caught.value) == "The input 's3://b/in.jsonl' cannot be read: No S3 credentials are set for the bucket b. Set them."
+    assert (
+        str(caught.value)
+        == "The input 's3://b/in.jsonl' cannot be read: No S3 credentials are set for the bucket b. Set them."
+    )

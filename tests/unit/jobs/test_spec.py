@@ -1,4 +1,5 @@
-"""What of a job's settings is frozen at submit: the model's own words for what a person asks for in others."""
+"""What of a job's settings is frozen at submit: the model's own words for what a person asks for in
+others."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def test_a_code_of_a_language_is_frozen_as_the_models_name(asked: str) -> None:
 
 def test_a_name_of_a_language_is_frozen_as_it_is_written() -> None:
     # Another spelling would be another hash: the same file would become another job.
-    assert [frozen(language=name).language for name in ("English", "english", "ENGLISH")] == ["English", "english", "ENGLISH"]
+    assert [frozen(language=name).language for name in ("English", "english", "ENGLISH")] == [
+        "English",
+        "english",
+        "ENGLISH",
+    ]
 
 
 def test_names_of_openai_mean_the_same_voices_as_in_the_server() -> None:
@@ -53,24 +58,37 @@ def test_names_of_openai_mean_the_same_voices_as_in_the_server() -> None:
             spec = resolve(JobSpec("two", generation=Generation(voice=name, roles=roles))).spec  # type: ignore[arg-type]
             line = speech_task([Message("user", "text", "Hello.")], Generation(voice=name), able)
             assert spec.generation.roles is not None
-            assert {spec.generation.voice, spec.generation.roles["assistant"].voice, line.voice} == {served.named(name)}
+            assert {spec.generation.voice, spec.generation.roles["assistant"].voice, line.voice} == {
+                served.named(name)
+            }
     finally:
         forget()
     assert frozen(voice="verse").voice == "heart"
 
 
 def test_a_name_of_openai_is_the_own_voice_of_a_model_that_has_none_to_choose_from() -> None:
-    assert speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities()).voice is None
+    assert (
+        speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities()).voice
+        is None
+    )
     with pytest.raises(InputError, match="Unknown voice 'alloy'"):
-        speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities(multi_turn=True))
+        speech_task(
+            [Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities(multi_turn=True)
+        )
 
 
 def test_the_only_voice_of_a_model_is_frozen_where_nobody_names_one() -> None:
     bare, named = resolve(JobSpec("hibari")), resolve(JobSpec("hibari", generation=Generation(voice="heart")))
     assert bare.spec.generation.voice == "heart"
     assert spec_sha(bare.spec) == spec_sha(named.spec)
-    for able in (Capabilities(voices=("ada", "bob")), Capabilities(voices=("ada",), cloning=True), Capabilities()):
-        forget = register_pipeline("other", replace(fake_card("other"), capabilities=able), lambda **_: FakePipeline())
+    for able in (
+        Capabilities(voices=("ada", "bob")),
+        Capabilities(voices=("ada",), cloning=True),
+        Capabilities(),
+    ):
+        forget = register_pipeline(
+            "other", replace(fake_card("other"), capabilities=able), lambda **_: FakePipeline()
+        )
         try:
             # Its voice is the model's choice, or the recording's of a line.
             assert resolve(JobSpec("other")).spec.generation.voice is None

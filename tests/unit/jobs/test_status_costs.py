@@ -32,11 +32,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def status_of(job: Job, done: list[float], to_go: int, seconds: float) -> JobStatus:
-    """A running job whose ended shards of one item each took so many milliseconds of an engine that never rests."""
+    """A running job whose ended shards of one item each took so many milliseconds of an engine that never
+    rests."""
     job = replace(job, state=JobState.RUNNING, started_at=0.0)
     spread = ShardSpread(len(done), sum(done), sum(value * value for value in done))
     shards = {ShardState.DONE: len(done), ShardState.READY: to_go}
-    return JobStatus(job, ItemCounts(len(done) + to_go, len(done)), shards, 0, round(sum(done)), 0, seconds, spread=spread)
+    return JobStatus(
+        job, ItemCounts(len(done) + to_go, len(done)), shards, 0, round(sum(done)), 0, seconds, spread=spread
+    )
 
 
 def test_nineteen_of_twenty_jobs_end_within_the_error(rig: Rig) -> None:
@@ -71,7 +74,12 @@ def test_a_price_gives_what_was_spent_and_what_will_be(rig: Rig) -> None:
     assert (cost(status, 3.0), cost_at_end(status, 3.0)) == (6.0, 24.0)
     assert (cost(status, None), cost_at_end(status, None)) == (None, None)
     view = status_view(status, 3.0)
-    assert (view["gpu_seconds"], view["cost"], view["cost_at_end"], view["price_per_gpu_hour"]) == (7200.0, 6.0, 24.0, 3.0)
+    assert (view["gpu_seconds"], view["cost"], view["cost_at_end"], view["price_per_gpu_hour"]) == (
+        7200.0,
+        6.0,
+        24.0,
+        3.0,
+    )
     assert "cost" not in status_view(status)
     lines = status_lines(status, 3.0)
     assert "engine  2 h 0 min (2.00 h) busy" in lines

@@ -1,4 +1,5 @@
-"""The folder store: write-once, complete or absent, never outside its folder, and closed codes for what a disk can do."""
+"""The folder store: write-once, complete or absent, never outside its folder, and closed codes for what a
+disk can do."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_a_folder_that_goes_away_between_puts_is_made_anew(store: FolderStore, t
         assert not (store.root / "a" / "b" / "first").exists()
 
 
-def test_a_link_set_in_a_folders_place_between_puts_is_not_followed(store: FolderStore, tmp_path: Path) -> None:
+def test_a_link_set_in_a_folders_place_between_puts_is_not_followed(
+    store: FolderStore, tmp_path: Path
+) -> None:
     store.put("a/b/first", b"1")
     (store.root / "a" / "b").rename(tmp_path / "outside")
     (store.root / "a" / "b").symlink_to(tmp_path / "outside")
@@ -95,7 +98,14 @@ def test_handles_are_few_and_closed_with_their_store(tmp_path: Path) -> None:
 def test_a_range_is_the_bytes_that_are_there(store: FolderStore) -> None:
     store.put("a/pack.tar", b"0123456789")
     asked = [(0, 10), (3, 4), (8, 4), (10, 1), (20, 5), (4, 0)]
-    assert [store.get_range("a/pack.tar", *one) for one in asked] == [b"0123456789", b"3456", b"89", b"", b"", b""]
+    assert [store.get_range("a/pack.tar", *one) for one in asked] == [
+        b"0123456789",
+        b"3456",
+        b"89",
+        b"",
+        b"",
+        b"",
+    ]
     with pytest.raises(StoreError) as caught:
         store.get_range("a/none.tar", 0, 1)
     assert caught.value.code is ErrorCode.STORE_MISSING
@@ -219,7 +229,9 @@ except StoreError as error:
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("limited", ErrorCode.STORE_FULL), ("other-user", ErrorCode.STORE_FORBIDDEN)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("limited", ErrorCode.STORE_FULL), ("other-user", ErrorCode.STORE_FORBIDDEN)]
+)
 def test_a_disk_that_refuses(tmp_path: Path, how: str, code: ErrorCode) -> None:
     folder = tmp_path / "store"
     (folder / "a").mkdir(parents=True)
@@ -227,7 +239,9 @@ def test_a_disk_that_refuses(tmp_path: Path, how: str, code: ErrorCode) -> None:
         path.chmod(0o755)
     if os.geteuid() != 0:
         (folder / "a").chmod(0o500 if how == "other-user" else 0o700)
-    child = subprocess.run([sys.executable, "-c", CHILD, str(folder), how], capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), how], capture_output=True, text=True, check=True
+    )
     assert child.stdout.strip() == code
     assert list((folder / "a").iterdir()) == []
 
@@ -235,7 +249,12 @@ def test_a_disk_that_refuses(tmp_path: Path, how: str, code: ErrorCode) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], check=False
+        ).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     try:
         small = FolderStore(folder)
@@ -254,10 +273,17 @@ def test_folders_that_become_empty_go_with_their_objects(store: FolderStore, tmp
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept.wav").write_bytes(b"kept")
-    for key in ("jobs/a/audio/00000/1.wav", "jobs/a/audio/00001/2.wav", "jobs/a/input/0.zst", "jobs/b/audio/00000/1.wav"):
+    for key in (
+        "jobs/a/audio/00000/1.wav",
+        "jobs/a/audio/00001/2.wav",
+        "jobs/a/input/0.zst",
+        "jobs/b/audio/00000/1.wav",
+    ):
         store.put(key, b"x")
     (tmp_path / "store/jobs/a/link").symlink_to(outside)
-    store.delete_many(["jobs/a/audio/00000/1.wav", "jobs/a/audio/00001/2.wav", "jobs/a/link/kept.wav", "jobs/a/none.wav"])
+    store.delete_many(
+        ["jobs/a/audio/00000/1.wav", "jobs/a/audio/00001/2.wav", "jobs/a/link/kept.wav", "jobs/a/none.wav"]
+    )
     assert [path.name for path in sorted((tmp_path / "store/jobs/a").iterdir())] == ["input", "link"]
     (tmp_path / "store/jobs/a/link").unlink()
     store.delete_many(["jobs/a/input/0.zst", "jobs/b/audio/00000/1.wav"])
@@ -298,7 +324,10 @@ def test_a_root_that_is_missing_is_away_and_is_not_made(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(StoreError) as caught:
             call()
-        assert (caught.value.code, str(store.root) in caught.value.message) == (ErrorCode.STORE_UNREACHABLE, True)
+        assert (caught.value.code, str(store.root) in caught.value.message) == (
+            ErrorCode.STORE_UNREACHABLE,
+            True,
+        )
     assert not store.root.exists()
 
 
@@ -308,7 +337,12 @@ def test_nothing_passes_while_another_folder_is_in_the_roots_place(tmp_path: Pat
     store.put("a/x", b"1")
     store.root.rename(tmp_path / "elsewhere")
     store.root.mkdir()
-    for call in (lambda: store.put("a/y", b"2"), lambda: store.get("a/x"), lambda: list(store.list("")), lambda: store.sync()):
+    for call in (
+        lambda: store.put("a/y", b"2"),
+        lambda: store.get("a/x"),
+        lambda: list(store.list("")),
+        lambda: store.sync(),
+    ):
         with pytest.raises(StoreError) as caught:
             call()
         assert caught.value.code is ErrorCode.STORE_UNREACHABLE

@@ -9,7 +9,25 @@ from hypothesis import strategies as st
 from jobs.store.base import split_key
 from pipelines.errors import ErrorCode, StoreError
 
-BAD = ["", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/./b", ".hidden", "a/.b", "a\\b", "a\0b", "a\nb", "a\u2028b", "\ud800"]
+BAD = [
+    "",
+    "/",
+    "/a",
+    "a/",
+    "a//b",
+    ".",
+    "..",
+    "../a",
+    "a/../b",
+    "a/./b",
+    ".hidden",
+    "a/.b",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "a\u2028b",
+    "\ud800",
+]
 BAD += ["x" * 256, "/".join(["abcd"] * 210), "ä" * 128]
 
 
@@ -21,7 +39,13 @@ def test_a_bad_key_is_refused(key: str) -> None:
 
 
 def test_a_good_key_is_split() -> None:
-    assert split_key("jobs/01J/audio/00000/000000001-a b_ü.wav") == ["jobs", "01J", "audio", "00000", "000000001-a b_ü.wav"]
+    assert split_key("jobs/01J/audio/00000/000000001-a b_ü.wav") == [
+        "jobs",
+        "01J",
+        "audio",
+        "00000",
+        "000000001-a b_ü.wav",
+    ]
 
 
 @given(st.text(max_size=40))

@@ -24,7 +24,14 @@ from pipelines.request import Capabilities, Generation, Message
 from pipelines.validation import speech_task
 
 Triple = tuple[str, str, str]
-CARD = ModelCard("plain", "plain", "cpu", 24_000, Capabilities(voices=("a", "b"), max_text_characters=20), seconds_per_character=0.1)
+CARD = ModelCard(
+    "plain",
+    "plain",
+    "cpu",
+    24_000,
+    Capabilities(voices=("a", "b"), max_text_characters=20),
+    seconds_per_character=0.1,
+)
 CLONER = replace(CARD, capabilities=Capabilities(cloning=True, needs_reference=True))
 U, A, S = ("user", "text", "U"), ("assistant", "text", "A"), ("system", "text", "S")
 HEARD, SAID, VOICE = ("user", "audio", "u.wav"), ("assistant", "audio", "a.wav"), ("system", "audio", "s.wav")
@@ -52,7 +59,13 @@ SHOWS_NOTHING = ("assistant", "text", " \u200b")
 def test_whose_turns_are_spoken(
     messages: list[Triple], auto: list[int], user: list[int], assistant: list[int], all_of_them: list[int]
 ) -> None:
-    expected: dict[Speak, list[int]] = {"auto": auto, "user": user, "assistant": assistant, "all": all_of_them, "answer": []}
+    expected: dict[Speak, list[int]] = {
+        "auto": auto,
+        "user": user,
+        "assistant": assistant,
+        "all": all_of_them,
+        "answer": [],
+    }
     assert {speak: list(spoken_turns(messages, speak)) for speak in expected} == expected  # type: ignore[arg-type]
 
 
@@ -61,7 +74,11 @@ def test_whose_turns_are_spoken(
     [
         ([S, U, A], {2: "x"}, [S, U, A, ("assistant", "audio", "x")]),
         ([S, U, A], {1: "x"}, [S, U, ("user", "audio", "x"), A]),
-        ([U, A, U, A], {1: "x", 3: "y"}, [U, A, ("assistant", "audio", "x"), U, A, ("assistant", "audio", "y")]),
+        (
+            [U, A, U, A],
+            {1: "x", 3: "y"},
+            [U, A, ("assistant", "audio", "x"), U, A, ("assistant", "audio", "y")],
+        ),
         # What ours replaces goes, and what says something else stays.
         ([U, A, SAID], {1: "x"}, [U, A, ("assistant", "audio", "x")]),
         ([U, SAID, A], {2: "x"}, [U, A, ("assistant", "audio", "x")]),
@@ -73,11 +90,17 @@ def test_whose_turns_are_spoken(
         ([U, HEARD], {0: "x"}, [U, HEARD, ("assistant", "audio", "x")]),
         ([U, SHOWS_NOTHING], {0: "x"}, [U, ("assistant", "audio", "x"), SHOWS_NOTHING]),
         ([U, U], {0: "x", 1: "y"}, [U, ("user", "audio", "x"), U, ("user", "audio", "y")]),
-        ([U, SAID, U, SAID], {0: "x", 2: "y"}, [U, ("user", "audio", "x"), SAID, U, ("user", "audio", "y"), SAID]),
+        (
+            [U, SAID, U, SAID],
+            {0: "x", 2: "y"},
+            [U, ("user", "audio", "x"), SAID, U, ("user", "audio", "y"), SAID],
+        ),
         ([HEARD, U, A], {1: "x"}, [HEARD, U, ("user", "audio", "x"), A]),
     ],
 )
-def test_audio_stands_behind_the_text_it_says(messages: list[Triple], audio: dict[int, str], expected: list[Triple]) -> None:
+def test_audio_stands_behind_the_text_it_says(
+    messages: list[Triple], audio: dict[int, str], expected: list[Triple]
+) -> None:
     assert [tuple(message) for message in with_audio(messages, audio)] == expected
 
 
@@ -116,12 +139,22 @@ def test_a_turn_in_the_words_of_a_pipeline() -> None:
     assert turn_messages(messages, 2) == (Message("system", "text", "S"), Message("user", "text", "U"))  # type: ignore[arg-type]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "a:turn1", "b:turn", ":turn0"]), st.integers(0, 3), st.booleans()), unique=True))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "a:turn1", "b:turn", ":turn0"]), st.integers(0, 3), st.booleans()),
+        unique=True,
+    )
+)
 def test_no_two_items_share_an_id(items: list[tuple[str, int, bool]]) -> None:
     # A dialogue has one spoken turn, its first, or several.
     several = {example_id: flag for example_id, _, flag in items}
     real = {(example_id, turn) for example_id, turn, _ in items if several[example_id] or turn == 0}
-    assert len({row_id(example_id, turn, several=several[example_id], speaks_turns=True) for example_id, turn in real}) == len(real)
+    assert len(
+        {
+            row_id(example_id, turn, several=several[example_id], speaks_turns=True)
+            for example_id, turn in real
+        }
+    ) == len(real)
     assert row_id("utterance-7", 0, several=False, speaks_turns=True) == "utterance-7"
 
 
@@ -131,8 +164,12 @@ def test_settings_of_a_role() -> None:
     assert line.of("user").over(job.of("user")) == Generation(voice="line", reference_text="user's", cfg=2.0)
     assert line.of("assistant").over(job.of("assistant")) == Generation(voice="line", language="x", cfg=3.0)
     assert Generation().of("assistant").over(job.of("assistant")).voice == "job's assistant"
-    own = Generation(voice="line", roles={"assistant": Generation(voice="line's assistant", reference_text="assistant's")})
-    assert own.of("assistant").over(job.of("assistant")) == Generation(voice="line's assistant", reference_text="assistant's", cfg=3.0)
+    own = Generation(
+        voice="line", roles={"assistant": Generation(voice="line's assistant", reference_text="assistant's")}
+    )
+    assert own.of("assistant").over(job.of("assistant")) == Generation(
+        voice="line's assistant", reference_text="assistant's", cfg=3.0
+    )
 
 
 MESSAGES = st.tuples(
@@ -142,7 +179,9 @@ MESSAGES = st.tuples(
 )
 
 
-def verdict(card: ModelCard, defaults: Generation, messages: list[Triple], speak: Speak) -> tuple[ErrorCode | None, tuple[int, ...]]:
+def verdict(
+    card: ModelCard, defaults: Generation, messages: list[Triple], speak: Speak
+) -> tuple[ErrorCode | None, tuple[int, ...]]:
     turns = spoken_turns(messages, speak)  # type: ignore[arg-type]
     for turn in turns:
         try:
@@ -152,9 +191,20 @@ def verdict(card: ModelCard, defaults: Generation, messages: list[Triple], speak
     return (None, turns) if turns else (ErrorCode.INPUT_EMPTY_TEXT, turns)
 
 
-@given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([CARD, CLONER]), st.sampled_from(ASKED), st.booleans())
-def test_the_quick_verdict_is_the_full_one(messages: list[Triple], card: ModelCard, speak: Speak, voice: bool) -> None:
-    defaults = Generation(voice="A", roles={"assistant": Generation(voice="b")}) if voice and card is CARD else Generation()
+@given(
+    st.lists(MESSAGES, min_size=1, max_size=4),
+    st.sampled_from([CARD, CLONER]),
+    st.sampled_from(ASKED),
+    st.booleans(),
+)
+def test_the_quick_verdict_is_the_full_one(
+    messages: list[Triple], card: ModelCard, speak: Speak, voice: bool
+) -> None:
+    defaults = (
+        Generation(voice="A", roles={"assistant": Generation(voice="b")})
+        if voice and card is CARD
+        else Generation()
+    )
     checker = LineChecker(card, defaults, speak=speak)
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
     good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
@@ -163,9 +213,14 @@ def test_the_quick_verdict_is_the_full_one(messages: list[Triple], card: ModelCa
     assert [(line.turns, line.items) for line in good] == ([] if code else [(turns, len(turns))])
 
 
-def check(card: ModelCard, *messages: Triple, speak: Speak = "auto", **rest: object) -> list[tuple[ErrorCode, str]]:
+def check(
+    card: ModelCard, *messages: Triple, speak: Speak = "auto", **rest: object
+) -> list[tuple[ErrorCode, str]]:
     raw = json.dumps({"example_id": "a", "messages": messages, **rest}).encode()
-    return [(line.code, line.message) for line in LineChecker(card, Generation(), speak=speak).check(LineBatch(1, [raw]), str)[1]]
+    return [
+        (line.code, line.message)
+        for line in LineChecker(card, Generation(), speak=speak).check(LineBatch(1, [raw]), str)[1]
+    ]
 
 
 def test_what_is_refused_says_what_to_do() -> None:
@@ -216,9 +271,14 @@ def spec_of(*arguments: str) -> JobSpec:
 
 
 def test_options_of_the_command_line() -> None:
-    options = spec_of("--speak", "all", "--voice", "heart", "--voice-of", "assistant=bella", "--voice-of", "user=heart")
+    options = spec_of(
+        "--speak", "all", "--voice", "heart", "--voice-of", "assistant=bella", "--voice-of", "user=heart"
+    )
     assert options.speak == "all"
-    assert (options.generation.of("assistant").voice, options.generation.of("user").voice) == ("bella", "heart")
+    assert (options.generation.of("assistant").voice, options.generation.of("user").voice) == (
+        "bella",
+        "heart",
+    )
     assert (spec_of().speak, spec_of().generation) == ("auto", Generation())
     for wrong in (
         ["--voice-of", "system=a"],

@@ -1,4 +1,5 @@
-"""What the names of voices stand for in a job, `nightjar voices`, and stored voices of an open model in Python."""
+"""What the names of voices stand for in a job, `nightjar voices`, and stored voices of an open model in
+Python."""
 
 from __future__ import annotations
 
@@ -78,13 +79,19 @@ def refused(voices: JobVoices, name: str) -> InputError:
         (replace(CLONES, capabilities=Capabilities(cloning=True, multi_turn=True)), []),
     ],
 )
-def test_a_name_is_the_models_where_it_has_it(folder: VoiceFolder, card: ModelCard, frozen: list[str]) -> None:
-    assert list(JobVoices(card, folder).with_names(["anna", "heart", "HEART", "nobody", None]).frozen) == frozen
+def test_a_name_is_the_models_where_it_has_it(
+    folder: VoiceFolder, card: ModelCard, frozen: list[str]
+) -> None:
+    assert (
+        list(JobVoices(card, folder).with_names(["anna", "heart", "HEART", "nobody", None]).frozen) == frozen
+    )
     assert JobVoices(card).with_names(["anna"]).frozen == {}
 
 
 def test_a_refusal_names_the_nearest_voices(folder: VoiceFolder) -> None:
-    assert str(refused(JobVoices(CLONES, folder), "ana")).endswith("has no voice 'ana'. It has: Heart. Stored voices: anna.")
+    assert str(refused(JobVoices(CLONES, folder), "ana")).endswith(
+        "has no voice 'ana'. It has: Heart. Stored voices: anna."
+    )
     for number in range(10):
         folder.add(f"other-{number}", ANNA, "")
     said = str(refused(JobVoices(CLONES, folder), "ana"))
@@ -110,13 +117,27 @@ def test_a_recording_that_the_model_cannot_use_is_one_sentence(folder: VoiceFold
 
 def test_paths_are_no_names(folder: VoiceFolder, tmp_path: Path) -> None:
     (tmp_path / "secret.voice").write_bytes((folder.path / "anna.voice").read_bytes())
-    names = ["../secret", "../kept/anna", "anna.voice", "./anna", "anna\0", str(tmp_path / "secret"), "", "Anna", "anna/"]
+    names = [
+        "../secret",
+        "../kept/anna",
+        "anna.voice",
+        "./anna",
+        "anna\0",
+        str(tmp_path / "secret"),
+        "",
+        "Anna",
+        "anna/",
+    ]
     assert JobVoices(CLONES, folder).with_names(names).frozen == {}
     for name in names:
         assert (folder.has(name), folder.get(name), folder.delete(name)) == (False, None, False)
         with pytest.raises(InputError):
             folder.add(name, ANNA, "")
-    assert sorted(path.name for path in tmp_path.rglob("*.voice")) == ["anna.voice", "heart.voice", "secret.voice"]
+    assert sorted(path.name for path in tmp_path.rglob("*.voice")) == [
+        "anna.voice",
+        "heart.voice",
+        "secret.voice",
+    ]
 
 
 def test_a_spec_without_stored_voices_is_what_it_was(folder: VoiceFolder, cloner: Cloner) -> None:
@@ -124,7 +145,9 @@ def test_a_spec_without_stored_voices_is_what_it_was(folder: VoiceFolder, cloner
     assert b"stored_voices" not in nightjar_json(bare)
     assert spec_sha(bare) == spec_sha(resolve(JobSpec("clones", generation=Generation(voice="Heart"))).spec)
     table = resolve(JobSpec("clones", reading=Reading(voices={"*": "anna"})), "csv", folder).spec
-    roles = resolve(JobSpec("clones", generation=Generation(roles={"user": Generation(voice="anna")})), stored=folder).spec
+    roles = resolve(
+        JobSpec("clones", generation=Generation(roles={"user": Generation(voice="anna")})), stored=folder
+    ).spec
     assert table.stored_voices == roles.stored_voices != bare.stored_voices
 
 
@@ -134,7 +157,9 @@ def nightjar_json(spec: JobSpec) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def test_the_command_adds_lists_and_deletes(folder: VoiceFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_adds_lists_and_deletes(
+    folder: VoiceFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "ben.wav").write_bytes(wav(1.1))
     (tmp_path / "short.wav").write_bytes(wav(0.1))
     (tmp_path / "text.wav").write_text("no audio")
@@ -219,7 +244,9 @@ VoiceFolder(Path(sys.argv[1]), 9, 10**7).add("anna", Path(sys.argv[2]).read_byte
 def test_the_next_write_removes_the_draft_of_a_killed_process(tmp_path: Path) -> None:
     folder = VoiceFolder(tmp_path / "kept", 9, 10**7)
     (tmp_path / "anna.wav").write_bytes(ANNA)
-    killed = subprocess.run([sys.executable, "-c", DIES_IN_ITS_WRITE, folder.path, tmp_path / "anna.wav"], check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", DIES_IN_ITS_WRITE, folder.path, tmp_path / "anna.wav"], check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert len(list(folder.path.iterdir())) == 1
     assert folder.names() == []
@@ -228,7 +255,9 @@ def test_the_next_write_removes_the_draft_of_a_killed_process(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("folders", [1, 8], ids=["of one server", "of several"])
-def test_voices_added_side_by_side_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: int) -> None:
+def test_voices_added_side_by_side_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: int
+) -> None:
     kept = [VoiceFolder(tmp_path / "kept", 3, 10**7) for _ in range(folders)]
     really = os.fsync
 

@@ -80,11 +80,29 @@ def test_every_check_has_a_column_in_the_ledger() -> None:
 @pytest.mark.parametrize(
     ("name", "there", "meters", "message", "advice"),
     [
-        ("wer", ["loudness"], (), "has the score 'wer': the job was made without the meter asr.", "Checks with this meter are in docs/"),
+        (
+            "wer",
+            ["loudness"],
+            (),
+            "has the score 'wer': the job was made without the meter asr.",
+            "Checks with this meter are in docs/",
+        ),
         ("wer", ["loudness"], ("asr",), "has the score 'wer'.", "Compare one of: loudness, seconds"),
-        ("loudnes", ["loudness", "pause"], (), "has the score 'loudnes'.", "Did you mean 'loudness'? Compare one of: loudness, pause, "),
+        (
+            "loudnes",
+            ["loudness", "pause"],
+            (),
+            "has the score 'loudnes'.",
+            "Did you mean 'loudness'? Compare one of: loudness, pause, ",
+        ),
         ("second", ["pause"], (), "has the score 'second'.", "Did you mean 'seconds'? "),
-        ("wer", [], (), "has the score 'wer': the job was made without the meter asr.", "The job was made without checks"),
+        (
+            "wer",
+            [],
+            (),
+            "has the score 'wer': the job was made without the meter asr.",
+            "The job was made without checks",
+        ),
     ],
 )
 def test_a_score_that_is_not_there_is_answered_with_why_or_with_the_nearest(

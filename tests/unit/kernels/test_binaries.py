@@ -24,7 +24,8 @@ echo "made of $1" > "$out"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a counting compiler and an empty cache, and its folder; the sources are copies without shipped code."""
+    """A machine with a counting compiler and an empty cache, and its folder; the sources are copies
+    without shipped code."""
     sources, programs = tmp_path / "sources", tmp_path / "bin"
     sources.mkdir()
     programs.mkdir()
@@ -140,7 +141,9 @@ def test_without_any_compiler_the_error_says_so(machine: Path, monkeypatch: pyte
         first()
 
 
-def test_a_compiler_that_fails_is_followed_by_the_other(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_followed_by_the_other(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "bin/nvcc").write_text("#!/bin/sh\necho 'gcc: No such file' >&2\nexit 1\n")
     (machine / "libnvrtc.so.13").write_text("no library")
     monkeypatch.setattr(toolchain, "nvrtc", lambda: machine / "libnvrtc.so.13")

@@ -23,7 +23,9 @@ def snake64(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     return x + torch.sin(x * alpha.exp()) ** 2 / (beta.exp() + 1e-9)
 
 
-def residual64(x: Tensor, history: Tensor, snakes: list[Tensor], weights: list[Tensor], dilation: int) -> Tensor:
+def residual64(
+    x: Tensor, history: Tensor, snakes: list[Tensor], weights: list[Tensor], dilation: int
+) -> Tensor:
     """Step by step: x[t] + W2 snake(b1 + sum_j W1[j] snake(x[t - (k - 1 - j) * dilation])) + b2."""
     w1, b1, w2, b2 = (w.double() for w in weights)
     taps = w1.shape[2]
@@ -49,7 +51,9 @@ def residual_arguments(channels: int, taps: int = 7) -> tuple[list[Tensor], list
 def test_snake_is_the_formula_and_leaves_zero_at_zero() -> None:
     x, alpha, beta = rand(2, 5, 6, scale=3.0), rand(6, seed=1), rand(6, seed=2)
     frequency, gain = snake_parameters(alpha, beta)
-    torch.testing.assert_close(ops.snake_beta(x, frequency, gain).double(), snake64(x, alpha, beta), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        ops.snake_beta(x, frequency, gain).double(), snake64(x, alpha, beta), atol=2e-6, rtol=2e-6
+    )
     assert not ops.snake_beta(torch.zeros(1, 2, 6), frequency, gain).any()
 
 
@@ -70,9 +74,13 @@ def test_residual_unit(dilation: int, steps: int) -> None:
     first, second = snake_parameters(*snakes[:2]), snake_parameters(*snakes[2:])
     arguments = (*first, w1, b1, *second, w2, b2, dilation)
     exact = residual64(x, history, snakes, [w1, b1, w2, b2], dilation)
-    torch.testing.assert_close(ops.codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        ops.codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5
+    )
     silent = torch.zeros_like(history)
-    assert torch.equal(ops.codec_residual_unit(x, None, *arguments), ops.codec_residual_unit(x, silent, *arguments))
+    assert torch.equal(
+        ops.codec_residual_unit(x, None, *arguments), ops.codec_residual_unit(x, silent, *arguments)
+    )
 
 
 def test_residual_unit_takes_weights_of_any_strides() -> None:
@@ -81,7 +89,9 @@ def test_residual_unit_takes_weights_of_any_strides() -> None:
     tap_major = w1.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     x = rand(1, 9, 4)
     plain = ops.codec_residual_unit(x, None, *first, w1, b1, *second, w2, b2, 3)
-    torch.testing.assert_close(ops.codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain)
+    torch.testing.assert_close(
+        ops.codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain
+    )
 
 
 @pytest.mark.parametrize("rate", [2, 3, 8])
@@ -93,9 +103,15 @@ def test_upsample_is_the_trimmed_transposed_convolution(rate: int) -> None:
     arguments = (*snake_parameters(alpha, beta), pack_upsample(weight), bias, rate)
 
     def reference(inputs: Tensor) -> Tensor:
-        full = conv_transpose1d(snake64(inputs, alpha, beta).transpose(1, 2), weight.double(), bias.double(), stride=rate)
+        full = conv_transpose1d(
+            snake64(inputs, alpha, beta).transpose(1, 2), weight.double(), bias.double(), stride=rate
+        )
         return full[:, :, :-rate].transpose(1, 2)
 
-    torch.testing.assert_close(ops.codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ops.codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5
+    )
     continued = ops.codec_upsample(x, history, *arguments)
-    torch.testing.assert_close(continued.double(), reference(torch.cat((history, x), dim=1))[:, rate:], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        continued.double(), reference(torch.cat((history, x), dim=1))[:, rate:], atol=2e-5, rtol=1e-5
+    )

@@ -1,4 +1,5 @@
-"""The emulator of CUDA: kernels that are right give one result in any order of threads, and each kind of fault shows."""
+"""The emulator of CUDA: kernels that are right give one result in any order of threads, and each kind of
+fault shows."""
 
 from __future__ import annotations
 
@@ -11,31 +12,66 @@ from torch import Tensor
 
 from tests.support.cuda_emulated import EMULATOR, Kernel, KernelError, build, guarded
 
-RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE, NO_BEGIN = range(11)
+(
+    RIGHT,
+    NO_BARRIER,
+    NO_WAIT,
+    NEVER_SENT,
+    NO_ARRIVAL,
+    APART,
+    TOO_FAR,
+    NOT_WRITTEN,
+    NOT_FINISHED,
+    NO_FENCE,
+    NO_BEGIN,
+) = range(11)
 SEEDS = range(20)
 
 
 class Arguments(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("in", "out", "words")), ("n", ctypes.c_int), ("fault", ctypes.c_int))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("in", "out", "words")),
+        ("n", ctypes.c_int),
+        ("fault", ctypes.c_int),
+    )
 
 
 @cache
 def library() -> ctypes.CDLL:
-    return build(EMULATOR / "examples.cu", ("turned", "relay", "read_back", "streamed", "multiplied_96", "multiplied_192"))
+    return build(
+        EMULATOR / "examples.cu",
+        ("turned", "relay", "read_back", "streamed", "multiplied_96", "multiplied_192"),
+    )
 
 
 def run(
-    name: str, given: Tensor, size: int, blocks: int, threads: int, n: int, fault: int, seed: int, together: bool, shared: int = 256
+    name: str,
+    given: Tensor,
+    size: int,
+    blocks: int,
+    threads: int,
+    n: int,
+    fault: int,
+    seed: int,
+    together: bool,
+    shared: int = 256,
 ) -> list[int]:
     """What a kernel of examples.cu writes, `size` words."""
-    out, words = guarded(torch.full((size,), -2, dtype=torch.int32)), guarded(torch.zeros(blocks, dtype=torch.int32))
+    out, words = (
+        guarded(torch.full((size,), -2, dtype=torch.int32)),
+        guarded(torch.zeros(blocks, dtype=torch.int32)),
+    )
     kernel = Kernel(library(), name, shared, seed, together)
-    kernel.launch((blocks, 1), threads, Arguments(given.data_ptr(), out.data_ptr(), words.data_ptr(), n, fault))
+    kernel.launch(
+        (blocks, 1), threads, Arguments(given.data_ptr(), out.data_ptr(), words.data_ptr(), n, fault)
+    )
     return out.tolist()
 
 
 def turned(fault: int, seed: int) -> list[int]:
-    return run("turned", guarded(torch.arange(320, dtype=torch.int32)), 320, 5, 64, 0, fault, seed, seed % 2 == 0)
+    return run(
+        "turned", guarded(torch.arange(320, dtype=torch.int32)), 320, 5, 64, 0, fault, seed, seed % 2 == 0
+    )
 
 
 def relay(fault: int, seed: int) -> list[int]:
@@ -47,7 +83,9 @@ def read_back(fault: int, seed: int) -> list[int]:
 
 
 def streamed(fault: int, seed: int) -> list[int]:
-    return run("streamed", guarded(torch.ones(3 * 7 * 32, dtype=torch.int32)), 96, 3, 64, 7, fault, seed, True)
+    return run(
+        "streamed", guarded(torch.ones(3 * 7 * 32, dtype=torch.int32)), 96, 3, 64, 7, fault, seed, True
+    )
 
 
 def pieces(count: int, n: int) -> Tensor:
@@ -58,7 +96,18 @@ def pieces(count: int, n: int) -> Tensor:
 def multiplied(columns: int, fault: int, seed: int) -> list[int]:
     given = pieces(140 + 6 * columns, columns)
     shared = 2 * 71 * 16 + 6 * columns * 16
-    return run(f"multiplied_{columns}", guarded(given).view(torch.int32), 64 * columns, 1, 160, 0, fault, seed, False, shared)
+    return run(
+        f"multiplied_{columns}",
+        guarded(given).view(torch.int32),
+        64 * columns,
+        1,
+        160,
+        0,
+        fault,
+        seed,
+        False,
+        shared,
+    )
 
 
 def multiplied_96(fault: int, seed: int) -> list[int]:
@@ -125,8 +174,16 @@ def _differs(case, fault: int, seed: int) -> bool:
 @pytest.mark.parametrize(
     ("case", "fault", "said"),
     [
-        (relay, NEVER_SENT, r"nothing changes any more: block \(3, 0\), thread 0 waits for what another thread writes"),
-        (streamed, NO_ARRIVAL, "nothing changes any more: block .* thread 0 waits for what another thread writes"),
+        (
+            relay,
+            NEVER_SENT,
+            r"nothing changes any more: block \(3, 0\), thread 0 waits for what another thread writes",
+        ),
+        (
+            streamed,
+            NO_ARRIVAL,
+            "nothing changes any more: block .* thread 0 waits for what another thread writes",
+        ),
         (turned, APART, "the lanes of a warp meet at different instructions"),
         (turned, TOO_FAR, "outside of a tensor or of shared memory"),
         (turned, NOT_FINISHED, "asynchronous copies were waited for"),

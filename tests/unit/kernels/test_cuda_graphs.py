@@ -1,4 +1,5 @@
-"""Captures where the device has no memory, on an allocator and streams that are played: what a failed one leaves behind."""
+"""Captures where the device has no memory, on an allocator and streams that are played: what a failed one
+leaves behind."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Stream:
 
 
 class Device:
-    """Counts the graphs of each pool as PyTorch's allocator does, which knows a pool until its unused memory was given back."""
+    """Counts the graphs of each pool as PyTorch's allocator does, which knows a pool until its unused
+    memory was given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -100,14 +102,22 @@ def test_graphs_share_a_pool_and_each_side_waits_for_the_other(device: Device) -
 def test_a_capture_without_room_is_tried_again_when_what_lay_unused_is_given_back(device: Device) -> None:
     pool = GraphPool()
     graph = device.capture(fails(device, FULL, (1,)), pool)
-    assert device.log == ["aside waits for current", "runs", "captured", "given back", "captured", "current waits for aside"]
+    assert device.log == [
+        "aside waits for current",
+        "runs",
+        "captured",
+        "given back",
+        "captured",
+        "current waits for aside",
+    ]
     assert device.pools == {1: 0, 2: 1}
     del graph
 
 
 @pytest.mark.parametrize("at", [(0,), (1, 2)])
 def test_a_graph_that_has_no_room_leaves_nothing_behind(device: Device, at: tuple[int, ...]) -> None:
-    """No pool that the allocator gave up, no capture under way, and no work that another stream does not wait for."""
+    """No pool that the allocator gave up, no capture under way, and no work that another stream does not
+    wait for."""
     pool = GraphPool()
 
     def fail() -> None:
@@ -130,7 +140,14 @@ def test_a_graph_that_has_no_room_leaves_nothing_behind(device: Device, at: tupl
 def test_what_finds_no_room_at_the_end_of_a_capture_is_tried_again(device: Device) -> None:
     device.full_ends = (0,)
     graph = device.capture(fails(device, FULL, ()), GraphPool())
-    assert device.log == ["aside waits for current", "runs", "captured", "given back", "captured", "current waits for aside"]
+    assert device.log == [
+        "aside waits for current",
+        "runs",
+        "captured",
+        "given back",
+        "captured",
+        "current waits for aside",
+    ]
     del graph
     device.full_ends = (2, 3)
     with pytest.raises(torch.OutOfMemoryError):
@@ -147,14 +164,18 @@ def test_what_finds_no_room_at_the_end_of_a_capture_is_tried_again(device: Devic
     ],
 )
 @pytest.mark.parametrize("at", [(0,), (1, 2)])
-def test_a_driver_or_library_without_memory_is_a_lack_of_memory(device: Device, said: str, at: tuple[int, ...]) -> None:
+def test_a_driver_or_library_without_memory_is_a_lack_of_memory(
+    device: Device, said: str, at: tuple[int, ...]
+) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"(?i)out.of.memory|ALLOC_FAILED"):
         device.capture(fails(device, RuntimeError(said), at), GraphPool())
 
 
 def test_another_fault_stays_what_it_is_and_is_not_tried_again(device: Device) -> None:
     with pytest.raises(RuntimeError, match="device-side assert triggered") as caught:
-        device.capture(fails(device, RuntimeError("CUDA error: device-side assert triggered"), (1,)), GraphPool())
+        device.capture(
+            fails(device, RuntimeError("CUDA error: device-side assert triggered"), (1,)), GraphPool()
+        )
     assert not lacks_memory(caught.value)
     assert device.log.count("captured") == 1
     assert not device.graph.capturing

@@ -1,4 +1,5 @@
-"""Launches of the CUDA C++ kernels, against a driver that records them and has the structures of NVIDIA's header."""
+"""Launches of the CUDA C++ kernels, against a driver that records them and has the structures of NVIDIA's
+header."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ FAKE = Path(__file__).parents[2] / "support/fake_cuda.c"
 def header_folder() -> Path | None:
     """Where cuda.h is: Triton brings it, the CUDA toolkit too."""
     spec = find_spec("triton")
-    folders = [Path(folder) / "backends/nvidia/include" for folder in (spec.submodule_search_locations or ())] if spec else []
-    return next((folder for folder in (*folders, Path("/usr/local/cuda/include")) if (folder / "cuda.h").exists()), None)
+    folders = (
+        [Path(folder) / "backends/nvidia/include" for folder in (spec.submodule_search_locations or ())]
+        if spec
+        else []
+    )
+    return next(
+        (folder for folder in (*folders, Path("/usr/local/cuda/include")) if (folder / "cuda.h").exists()),
+        None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("gcc") is None or folder is None:
         pytest.skip("needs gcc and cuda.h")
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-I", folder, "-o", library, FAKE], check=True, timeout=120)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-w", "-I", folder, "-o", library, FAKE], check=True, timeout=120
+    )
     return ctypes.CDLL(str(library))
 
 
@@ -80,7 +90,9 @@ def test_a_launch_of_clusters_says_so_and_takes_less_shared_memory(said: Callabl
     kernel = cuda_driver.Module(b"code", 1).kernel("name", 200_000, all_shared=True)
     assert said()[-1] == "carveout 100"
     kernel.launch((128, 2), 256, Arguments(1), 7, programmatic=True, cluster=8, shared_bytes=100_000)
-    assert said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
+    assert (
+        said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
+    )
 
 
 def test_the_room_for_clusters_of_a_kernel_is_known(said: Callable[[], list[str]]) -> None:
@@ -103,7 +115,9 @@ def test_what_the_driver_refuses_is_an_error_with_its_name(said: Callable[[], li
         cuda_driver.Module(b"code", 0).kernel("name", 227 * 1024 + 1)
 
 
-def test_a_kernel_runs_on_its_own_device_and_the_thread_stays_on_its(built: ctypes.CDLL, said: Callable[[], list[str]]) -> None:
+def test_a_kernel_runs_on_its_own_device_and_the_thread_stays_on_its(
+    built: ctypes.CDLL, said: Callable[[], list[str]]
+) -> None:
     kernels = [cuda_driver.Module(b"code", device).kernel("name") for device in (0, 1)]
     for context in (16, 17):
         built.cuCtxSetCurrent(ctypes.c_void_p(context))
@@ -141,13 +155,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> Calla
     ],
 )
 def test_a_skinny_product_covers_its_rows_and_outputs(
-    rows: int, inner: int, width: int, normed: bool, epilogue: int, grid: str, threads: int, shared: int, gpu: Callable[[], list[str]]
+    rows: int,
+    inner: int,
+    width: int,
+    normed: bool,
+    epilogue: int,
+    grid: str,
+    threads: int,
+    shared: int,
+    gpu: Callable[[], list[str]],
 ) -> None:
     x, y = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (inner, width))
     norm = torch.ones(inner, dtype=torch.bfloat16) if normed else None
     lm_cuda.skinny(x, torch.zeros(1, dtype=torch.bfloat16), y, norm=norm, epilogue=epilogue, extra=y)
-    assert gpu()[-1] == f"launch {grid} 1 x {threads} 1 1 shared {shared} stream 7 programmatic 1 first {x.data_ptr():x}"
-    assert gpu()[:3] == ["context 0", "load bad", "load good"], "code that the driver refuses is followed by the next"
+    assert (
+        gpu()[-1]
+        == f"launch {grid} 1 x {threads} 1 1 shared {shared} stream 7 programmatic 1 first {x.data_ptr():x}"
+    )
+    assert gpu()[:3] == ["context 0", "load bad", "load good"], (
+        "code that the driver refuses is followed by the next"
+    )
 
 
 def test_shapes_without_a_kernel_are_refused(gpu: Callable[[], list[str]]) -> None:
@@ -174,7 +201,9 @@ def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> N
         lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
 
 
-def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_kernels_of_its_own(
+    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     capabilities = {0: (9, 0), 1: (9, 0), 2: (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert [available(device, *lm_cuda.SOURCES) for device in (2, 0, 1)] == [False, True, True]
@@ -182,7 +211,9 @@ def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], monkey
     assert sum(line == "load good" for line in gpu()) == 2 * len(lm_cuda.SOURCES)
     for device in (0, 1):
         lm_cuda.DRAWS.launch("draw_last", (1, 1), 32, Arguments(5), device)
-    assert gpu()[asked:] == [f"launch 1 1 1 x 32 1 1 shared 0 stream {7 + device} first 5" for device in (0, 1)]
+    assert gpu()[asked:] == [
+        f"launch 1 1 1 x 32 1 1 shared 0 stream {7 + device} first 5" for device in (0, 1)
+    ]
 
 
 def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
@@ -223,7 +254,8 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
 
 @pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
 def test_the_sources_compile_to_the_kernels_that_are_launched(source: Source) -> None:
-    """On a GPU that no wheel has code for; what a wheel brings is looked at in tests/services/test_wheel.py."""
+    """On a GPU that no wheel has code for; what a wheel brings is looked at in
+    tests/services/test_wheel.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
     code = binaries.compiled(source.name, "sm_120")

@@ -39,10 +39,19 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "swiglu": (torch.randn(3, 8),),
     "qk_norm_rope_append": qkv_arguments(),
     "codec_embedding_sum": (torch.randint(0, 4, (3, 2)), torch.randn(8, 5), torch.tensor([0, 4])),
-    "paged_decode_attention": attention_arguments(torch.randint(1, 6, (5, 3)), torch.tensor([1, 9, 24, 0, 3]), 24, 0.25),
+    "paged_decode_attention": attention_arguments(
+        torch.randint(1, 6, (5, 3)), torch.tensor([1, 9, 24, 0, 3]), 24, 0.25
+    ),
     "paged_prefill_attention": attention_arguments(torch.tensor([[1, 2], [3, 4]]), [2, 3], [10, 3], 0.25),
     "frame_noise": (torch.tensor([1, 2]), torch.tensor([0, 5]), 4),
-    "process_first": (torch.randn(2, 9), torch.rand(2, 9) < 0.5, torch.ones(2), torch.tensor([True, False]), [7], 6),
+    "process_first": (
+        torch.randn(2, 9),
+        torch.rand(2, 9) < 0.5,
+        torch.ones(2),
+        torch.tensor([True, False]),
+        [7],
+        6,
+    ),
     "sample": (
         torch.randn(2, 9),
         torch.tensor([1 << 31, 5]),
@@ -62,7 +71,12 @@ def test_registered_op_is_its_twin(name: str) -> None:
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     mine, theirs = (clone(SAMPLES[name]) for _ in range(2))
     torch.testing.assert_close(op(*mine), TWINS[name](*theirs), rtol=0, atol=0)
-    torch.testing.assert_close([x for x in mine if isinstance(x, Tensor)], [x for x in theirs if isinstance(x, Tensor)], rtol=0, atol=0)
+    torch.testing.assert_close(
+        [x for x in mine if isinstance(x, Tensor)],
+        [x for x in theirs if isinstance(x, Tensor)],
+        rtol=0,
+        atol=0,
+    )
     torch.library.opcheck(op, clone(SAMPLES[name]), test_utils=("test_schema",))
 
 
@@ -77,7 +91,9 @@ def test_decode_attention_against_float64() -> None:
     got = kernels.attention.paged_decode_attention(q, k, v, table, lengths, longest, scale)  # type: ignore[arg-type]
     for row, length in enumerate(lengths.tolist()):
         if length:
-            keys, values = (cache[table[row]].transpose(0, 1).flatten(1, 2)[:, :length].double() for cache in (k, v))
+            keys, values = (
+                cache[table[row]].transpose(0, 1).flatten(1, 2)[:, :length].double() for cache in (k, v)
+            )
             keys, values = keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
             scores = (keys @ q[row].double()[:, :, None])[:, :, 0] * scale  # type: ignore[operator]
             want = (scores.softmax(-1)[:, None] @ values)[:, 0].flatten()

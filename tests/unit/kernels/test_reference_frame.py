@@ -1,4 +1,5 @@
-"""What a frame means beyond one family's: the window of recent codes, several ends, what is fed back, and rows that are never drawn."""
+"""What a frame means beyond one family's: the window of recent codes, several ends, what is fed back, and
+rows that are never drawn."""
 
 from __future__ import annotations
 
@@ -23,17 +24,29 @@ def frame_of(logits: Sequence[float], rules: DrawRules) -> FrameTensors:
     """A model whose logits are always these: no layers, and an input that never changes."""
     stack = StackTensors([], torch.ones(HIDDEN), torch.zeros(8, 2), heads=1, kv_heads=1, eps=0.0, scale=1.0)
     head = torch.tensor(logits)[:, None].expand(-1, HIDDEN) / HIDDEN
-    feedback = Feedback(torch.zeros(len(logits), HIDDEN), torch.tensor([0]), torch.ones(len(logits), HIDDEN), text_by_code=True)
+    feedback = Feedback(
+        torch.zeros(len(logits), HIDDEN),
+        torch.tensor([0]),
+        torch.ones(len(logits), HIDDEN),
+        text_by_code=True,
+    )
     return FrameTensors(stack, head.contiguous(), rules, feedback)
 
 
-def state_of(rows: int, temperature: float, window: int = 0, seen: Sequence[int] = (), penalty: float = 1.0) -> StateTensors:
+def state_of(
+    rows: int, temperature: float, window: int = 0, seen: Sequence[int] = (), penalty: float = 1.0
+) -> StateTensors:
     """Rows of different seeds, and a dead one."""
 
     def whole(value: int = 0) -> Tensor:
         return torch.full((rows + 1,), value)
 
-    draw = DrawTensors(torch.full((rows + 1,), temperature), whole(), torch.ones(rows + 1), torch.zeros(rows + 1, dtype=torch.bool))
+    draw = DrawTensors(
+        torch.full((rows + 1,), temperature),
+        whole(),
+        torch.ones(rows + 1),
+        torch.zeros(rows + 1, dtype=torch.bool),
+    )
     known = torch.zeros(rows + 1, CODES, dtype=torch.bool)
     known[:, list(seen)] = True
     return StateTensors(
@@ -54,7 +67,9 @@ def frames_of(model: FrameTensors, state: StateTensors, count: int) -> tuple[Ten
 def test_a_code_of_the_window_is_drawn_once_more_and_the_first_code_is_none() -> None:
     rules = DrawRules((CODES - 1,), CODES - 1, nucleus_first=True, window=2)
     codes, _ = frames_of(frame_of(LOGITS, rules), state_of(600, 0.01, window=2), 3)
-    assert (codes[:2] == 3).all(), "cold draws take the likeliest, and the first code does not stand in the window"
+    assert (codes[:2] == 3).all(), (
+        "cold draws take the likeliest, and the first code does not stand in the window"
+    )
     # Warm draws keep what is within top_p = 0.9 of the mass: codes 3, 2 and 5.
     share = torch.stack([(codes[2] == code).float().mean() for code in range(CODES)])
     warm = torch.tensor([LOGITS[code] for code in (3, 2, 5)]).softmax(0)
@@ -65,7 +80,9 @@ def test_a_code_of_the_window_is_drawn_once_more_and_the_first_code_is_none() ->
 def test_the_second_draw_keeps_the_top_k_of_its_row() -> None:
     state = state_of(100, 0.01, window=2)
     state.first.top_k.fill_(2)
-    codes, _ = frames_of(frame_of(LOGITS, DrawRules((CODES - 1,), CODES - 1, nucleus_first=True, window=2)), state, 3)
+    codes, _ = frames_of(
+        frame_of(LOGITS, DrawRules((CODES - 1,), CODES - 1, nucleus_first=True, window=2)), state, 3
+    )
     assert set(codes[2].tolist()) == {3, 2}
 
 
@@ -77,7 +94,9 @@ def test_a_code_leaves_the_window() -> None:
     seeds = torch.arange(200)
     again = []
     for seed in seeds.tolist():
-        one = replace(state, frames=state.frames.clone(), recent=state.recent.clone(), seeds=torch.tensor([seed, 0]))
+        one = replace(
+            state, frames=state.frames.clone(), recent=state.recent.clone(), seeds=torch.tensor([seed, 0])
+        )
         codes, _ = frames_of(model, one, 1)
         again.append(int(codes[0, 0]))
         assert one.recent[0].tolist() == [3, again[-1]]
@@ -113,5 +132,7 @@ def test_what_is_fed_back_is_rounded_where_the_published_code_rounds() -> None:
     assert torch.equal(plain, table[codes + starts].sum(1))
     followed = next_inputs(Feedback(table, starts, text), codes, torch.tensor([7, 8]))
     assert torch.equal(followed, spoken + text[[7, 8]])
-    scaled = next_inputs(Feedback(table, starts, text, text_by_code=True, scale=0.3), codes, torch.tensor([7, 8]))
+    scaled = next_inputs(
+        Feedback(table, starts, text, text_by_code=True, scale=0.3), codes, torch.tensor([7, 8])
+    )
     assert torch.equal(scaled, (spoken + text[[2, 5]]) * 0.3)

@@ -8,7 +8,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kernels.sampler import WEIGHT_BITS, all_finite, draw, frame_noise, philox, process_first, sample, token_weights
+from kernels.sampler import (
+    WEIGHT_BITS,
+    all_finite,
+    draw,
+    frame_noise,
+    philox,
+    process_first,
+    sample,
+    token_weights,
+)
 
 
 def words(*values: int) -> tuple[Tensor, ...]:
@@ -28,7 +37,9 @@ def words(*values: int) -> tuple[Tensor, ...]:
         ),
     ],
 )
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     got = philox(words(*counter), words(*key))  # type: ignore[arg-type]
     assert [int(word) for word in got] == list(expected)
 
@@ -41,12 +52,21 @@ def test_noise_depends_only_on_seed_frame_and_codebook() -> None:
     assert len(together.unique()) == together.numel()
     assert int(together.min()) >= 0
     assert int(together.max()) < 2**32
-    assert not torch.equal(frame_noise(torch.tensor([1]), frames[:1], 16), frame_noise(torch.tensor([1 + 2**32]), frames[:1], 16))
+    assert not torch.equal(
+        frame_noise(torch.tensor([1]), frames[:1], 16), frame_noise(torch.tensor([1 + 2**32]), frames[:1], 16)
+    )
 
 
 def weights_of(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     rows = len(logits)
-    return token_weights(logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p), top_k, top_p < 1)
+    return token_weights(
+        logits,
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+        top_k,
+        top_p < 1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +136,9 @@ def test_greedy_rows_take_the_best() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 4.9]])
     ones, greedy = torch.ones(2), torch.tensor([True, False])
     random = torch.tensor([2**32 - 1, 2**32 - 1])
-    assert sample(logits, random, ones, torch.zeros(2, dtype=torch.int64), ones, greedy, 0, False, False).tolist() == [1, 2]
+    assert sample(
+        logits, random, ones, torch.zeros(2, dtype=torch.int64), ones, greedy, 0, False, False
+    ).tolist() == [1, 2]
 
 
 def test_processors_of_codebook_0() -> None:

@@ -1,4 +1,5 @@
-"""Every option of a job, said in Python and on the command line, becomes the field that it is named after, and no other."""
+"""Every option of a job, said in Python and on the command line, becomes the field that it is named after,
+and no other."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.support.field_tables import changed, fields_of
 
 LONG_PAUSES = ("bounds.pause.high=2",)
 
-#: What is said in Python, what on the command line, and the fields that differ then from those of a job of which nothing is said.
+#: What is said in Python, what on the command line, and the fields that differ then from those of a job of
+#: which nothing is said.
 ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"model": "spark-tts-0.5b"}, ["--model", "spark-tts-0.5b"], {"spec.model": "spark-tts-0.5b"}),
     ({"voice": "heart"}, ["--voice", "heart"], {"spec.generation.voice": "heart"}),
@@ -36,8 +38,16 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"format": "flac"}, ["--format", "flac"], {"spec.format": "flac"}),
     ({"sample_rate": 16_000}, ["--sample-rate", "16000"], {"spec.sample_rate": 16_000}),
     ({"qa": "off"}, ["--qa", "off"], {"spec.quality": None}),
-    ({"qa_config": "qa.toml"}, ["--qa-config", "qa.toml"], {"spec.quality": quality_of("basic", None, LONG_PAUSES)}),
-    ({"qa_set": LONG_PAUSES}, ["--qa-set", *LONG_PAUSES], {"spec.quality": quality_of("basic", None, LONG_PAUSES)}),
+    (
+        {"qa_config": "qa.toml"},
+        ["--qa-config", "qa.toml"],
+        {"spec.quality": quality_of("basic", None, LONG_PAUSES)},
+    ),
+    (
+        {"qa_set": LONG_PAUSES},
+        ["--qa-set", *LONG_PAUSES],
+        {"spec.quality": quality_of("basic", None, LONG_PAUSES)},
+    ),
     ({"limit": 3}, ["--limit", "3"], {"spec.reading.limit": 3}),
     ({"sample": 4}, ["--sample", "4"], {"spec.reading.sample": 4}),
     ({"columns": {"text": "said"}}, ["--column", "text=said"], {"spec.reading.columns": {"text": "said"}}),
@@ -53,8 +63,16 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"error_budget": 0.25}, ["--set", "error_budget=0.25"], {"options.error_budget": 0.25}),
     ({"idempotency_key": "k"}, ["--idempotency-key", "k"], {"options.idempotency_key": "k"}),
     ({"generation": {"seed": 8}}, [], {"spec.generation.seed": 8}),
-    ({"generation": {"reference_text": "Said."}}, ["--set", "reference_text=Said."], {"spec.generation.reference_text": "Said."}),
-    ({"generation": {"temperature": 0.7}}, ["--set", "temperature=0.7"], {"spec.generation.temperature": 0.7}),
+    (
+        {"generation": {"reference_text": "Said."}},
+        ["--set", "reference_text=Said."],
+        {"spec.generation.reference_text": "Said."},
+    ),
+    (
+        {"generation": {"temperature": 0.7}},
+        ["--set", "temperature=0.7"],
+        {"spec.generation.temperature": 0.7},
+    ),
     ({"generation": {"top_k": 11}}, ["--set", "top_k=11"], {"spec.generation.top_k": 11}),
     ({"generation": {"top_p": 0.8}}, ["--set", "top_p=0.8"], {"spec.generation.top_p": 0.8}),
     (
@@ -63,10 +81,26 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
         {"spec.generation.repetition_penalty": 1.1},
     ),
     ({"generation": {"cfg": 3.0}}, ["--set", "cfg=3"], {"spec.generation.cfg": 3.0}),
-    ({"generation": {"max_seconds": 12.0}}, ["--set", "max_seconds=12"], {"spec.generation.max_seconds": 12.0}),
-    ({"generation": {"mode": "text_audio"}}, ["--set", "mode=text_audio"], {"spec.generation.mode": "text_audio"}),
-    ({"generation": {"text_temperature": 0.2}}, ["--set", "text_temperature=0.2"], {"spec.generation.text_temperature": 0.2}),
-    ({"generation": {"audio_temperature": 0.3}}, ["--set", "audio_temperature=0.3"], {"spec.generation.audio_temperature": 0.3}),
+    (
+        {"generation": {"max_seconds": 12.0}},
+        ["--set", "max_seconds=12"],
+        {"spec.generation.max_seconds": 12.0},
+    ),
+    (
+        {"generation": {"mode": "text_audio"}},
+        ["--set", "mode=text_audio"],
+        {"spec.generation.mode": "text_audio"},
+    ),
+    (
+        {"generation": {"text_temperature": 0.2}},
+        ["--set", "text_temperature=0.2"],
+        {"spec.generation.text_temperature": 0.2},
+    ),
+    (
+        {"generation": {"audio_temperature": 0.3}},
+        ["--set", "audio_temperature=0.3"],
+        {"spec.generation.audio_temperature": 0.3},
+    ),
     ({"generation": {"audio_top_k": 13}}, ["--set", "audio_top_k=13"], {"spec.generation.audio_top_k": 13}),
     ({"generation": {"max_tokens": 99}}, ["--set", "max_tokens=99"], {"spec.generation.max_tokens": 99}),
 )
@@ -105,7 +139,9 @@ def identity(row: tuple[dict[str, Any], Sequence[str], dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=identity)
-def test_an_option_becomes_its_field_and_no_other(row: tuple[dict[str, Any], Sequence[str], dict[str, Any]]) -> None:
+def test_an_option_becomes_its_field_and_no_other(
+    row: tuple[dict[str, Any], Sequence[str], dict[str, Any]],
+) -> None:
     said, arguments, expected = row
     assert changed(in_python(), in_python(**said)) == expected
     if arguments:
@@ -114,9 +150,17 @@ def test_an_option_becomes_its_field_and_no_other(row: tuple[dict[str, Any], Seq
 
 def test_no_option_and_no_field_is_missing_in_the_table() -> None:
     assert {name for said, _, _ in ROWS for name in said} == set(nightjar.JobOptions.__annotations__)
-    named = {parameter.name for _, arguments, _ in ROWS if arguments for parameter in command.params if arguments[0] in parameter.opts}
+    named = {
+        parameter.name
+        for _, arguments, _ in ROWS
+        if arguments
+        for parameter in command.params
+        if arguments[0] in parameter.opts
+    }
     assert named | {"dry_run"} == {parameter.name for parameter in command.params}
-    assert {arguments[1].partition("=")[0] for _, arguments, _ in ROWS if arguments[:1] == ["--set"]} == set(settable())
+    assert {arguments[1].partition("=")[0] for _, arguments, _ in ROWS if arguments[:1] == ["--set"]} == set(
+        settable()
+    )
     reached = {path for _, _, expected in ROWS for path in expected}
     assert reached | FOUND == set(by_path(JobSpec("m", reading=Reading()), SubmitOptions()))
     assert in_python() == on_the_command_line()

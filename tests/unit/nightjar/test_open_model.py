@@ -1,4 +1,5 @@
-"""Errors of `nightjar.open_model` say what to give it, and not which setting a worker would take that from."""
+"""Errors of `nightjar.open_model` say what to give it, and not which setting a worker would take that
+from."""
 
 from __future__ import annotations
 
@@ -59,4 +60,7 @@ def test_every_advice_of_a_model_has_words_of_python() -> None:
 
 
 def test_other_advice_stays_as_it_is() -> None:
-    assert _in_python("Unset SPEECH_DATABASE_URL for this command.") == "Unset SPEECH_DATABASE_URL for this command."
+    assert (
+        _in_python("Unset SPEECH_DATABASE_URL for this command.")
+        == "Unset SPEECH_DATABASE_URL for this command."
+    )

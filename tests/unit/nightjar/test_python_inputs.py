@@ -35,7 +35,10 @@ def job_asked(options: Any) -> tuple[JobSpec, SubmitOptions]:
     ("code", "costly"),
     [
         ("import nightjar; dir(nightjar)", COSTLY),
-        ("import nightjar; nightjar.run, nightjar.submit, nightjar.open_model", ("torch", "vllm", "celery", "datasets", "lhotse")),
+        (
+            "import nightjar; nightjar.run, nightjar.submit, nightjar.open_model",
+            ("torch", "vllm", "celery", "datasets", "lhotse"),
+        ),
     ],
 )
 def test_importing_nightjar_imports_no_model_library(code: str, costly: tuple[str, ...]) -> None:
@@ -59,12 +62,27 @@ def text_of(line: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_records_of_every_kind(tmp_path: Path) -> None:
-    dialogue = {"example_id": "d", "messages": [["user", "audio", "voices/anna.wav"], ["user", "text", "four"]], "generation": {"seed": 3}}
-    records = ["one", {"id": 7, "text": "two"}, {"messages": [{"role": "user", "content": "three"}]}, dialogue]
+    dialogue = {
+        "example_id": "d",
+        "messages": [["user", "audio", "voices/anna.wav"], ["user", "text", "four"]],
+        "generation": {"seed": 3},
+    }
+    records = [
+        "one",
+        {"id": 7, "text": "two"},
+        {"messages": [{"role": "user", "content": "three"}]},
+        dialogue,
+    ]
     supervision = SupervisionSegment("sup", "rec", 0.0, 1.0, text="five", speaker="anna")
     path = written_input([*records, supervision], Reading(), tmp_path)
     lines = read(path)
-    assert [text_of(line) for line in lines] == [("line-1", "one"), ("7", "two"), ("line-3", "three"), ("d", "four"), ("sup", "five")]
+    assert [text_of(line) for line in lines] == [
+        ("line-1", "one"),
+        ("7", "two"),
+        ("line-3", "three"),
+        ("d", "four"),
+        ("sup", "five"),
+    ]
     assert lines[3]["messages"][0][2] == str(Path.cwd() / "voices/anna.wav")
     assert lines[3]["generation"] == {"seed": 3}
     assert written_input(iter([*records, supervision]), Reading(), tmp_path) == path
@@ -75,15 +93,26 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
 def test_an_id_is_an_example_id(tmp_path: Path) -> None:
     messages = [["user", "text", "one"]]
     chat = [{"role": "user", "content": "two"}]
-    records = [{"id": "a", "messages": messages}, {"id": 5, "messages": messages}, {"id": "b", "example_id": "b", "messages": chat}]
-    assert [line["example_id"] for line in read(written_input(records, Reading(), tmp_path))] == ["a", "5", "b"]
+    records = [
+        {"id": "a", "messages": messages},
+        {"id": 5, "messages": messages},
+        {"id": "b", "example_id": "b", "messages": chat},
+    ]
+    assert [line["example_id"] for line in read(written_input(records, Reading(), tmp_path))] == [
+        "a",
+        "5",
+        "b",
+    ]
     for kind in (messages, chat):
         with pytest.raises(InputError, match="Record 1: `example_id` and `id` differ: 'b' and 'a'"):
             written_input([{"id": "a", "example_id": "b", "messages": kind}], Reading(), tmp_path)
 
 
 def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
-    segments = [SupervisionSegment(f"s{n}", "rec", 0.0, 1.0, text=f"text {n}", speaker=("anna", "ben")[n % 2]) for n in range(4)]
+    segments = [
+        SupervisionSegment(f"s{n}", "rec", 0.0, 1.0, text=f"text {n}", speaker=("anna", "ben")[n % 2])
+        for n in range(4)
+    ]
     voices = Reading(voices={"anna": "heart", "*": "sky"})
     path = written_input(SupervisionSet.from_segments(segments), voices, tmp_path)
     assert [line["generation"]["voice"] for line in read(path)] == ["heart", "sky"] * 2
@@ -94,7 +123,10 @@ def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
 def test_a_dataset_of_hugging_face_whose_audio_is_left_alone(tmp_path: Path) -> None:
     table = {"sentence": ["one", "two"], "audio": [{"bytes": b"no audio", "path": None}] * 2}
     dataset = datasets.Dataset.from_dict(table).cast_column("audio", datasets.Audio())
-    assert [text_of(line) for line in read(written_input(dataset, Reading(), tmp_path))] == [("line-1", "one"), ("line-2", "two")]
+    assert [text_of(line) for line in read(written_input(dataset, Reading(), tmp_path))] == [
+        ("line-1", "one"),
+        ("line-2", "two"),
+    ]
     chats = datasets.Dataset.from_dict({"messages": [[{"role": "user", "content": "hi"}]]})
     assert [text_of(line) for line in read(written_input(chats, Reading(), tmp_path))] == [("line-1", "hi")]
     with pytest.raises(InputError, match="no column 'words'"):
@@ -132,12 +164,17 @@ def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, recor
     ("records", "words"),
     [
         ({"text": "Good evening."}, "A dict is a mapping"),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}), "A DatasetDict is a mapping"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}),
+            "A DatasetDict is a mapping",
+        ),
         (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame gives its columns"),
         (5, "A value of type int is not a list of records"),
     ],
 )
-def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, records: Any, words: str) -> None:
+def test_names_of_splits_and_columns_are_not_taken_for_texts(
+    tmp_path: Path, records: Any, words: str
+) -> None:
     with pytest.raises(InputError, match=words) as caught:
         written_input(records, Reading(), tmp_path)
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
@@ -150,7 +187,10 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, rec
         ({"generation": {"warmth": 3}}, "warmth"),
         ({"generation": {"temperature": "hot"}}, "temperature"),
         ({"qa_set": ["no pair"]}, "no pair"),
-        ({"qa_set": "bounds.pause.high=2"}, "The option qa_set is 'bounds.pause.high=2': Input should be a list"),
+        (
+            {"qa_set": "bounds.pause.high=2"},
+            "The option qa_set is 'bounds.pause.high=2': Input should be a list",
+        ),
         ({"voic": "heart"}, "Did you mean 'voice'"),
         ({"generation": {"temprature": 1}}, "Did you mean 'temperature'"),
         ({"labels": "corpus"}, "The option labels is 'corpus'"),
@@ -184,7 +224,10 @@ def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, w
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: nightjar.run("Good evening.", out="here"), r"There is no file 'Good evening.'. .*put it into a list: nightjar.run"),
+        (
+            lambda: nightjar.run("Good evening.", out="here"),
+            r"There is no file 'Good evening.'. .*put it into a list: nightjar.run",
+        ),
         (lambda: nightjar.submit("Good evening.", out="here"), "There is no file"),
         (lambda: nightjar.run(["Hi."], out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
         (lambda: nightjar.run(["Hi."], gpu=[0]), r"The argument `gpu` is \[0\]"),  # type: ignore[arg-type]
@@ -192,7 +235,9 @@ def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, w
         (lambda: nightjar.find_job("01", out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_of_another_type_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, words: str) -> None:
+def test_arguments_of_another_type_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(nightjar.NightjarError, match=words):
         call()
@@ -208,7 +253,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_none_is_the_default_and_options_may_be_paths_and_mappings_of_any_kind(tmp_path: Path) -> None:
     nothing: Any = dict.fromkeys(nightjar.JobOptions.__annotations__)
     assert job_asked(nothing) == job_asked({})
-    options: nightjar.JobOptions = {"model": tmp_path, "voice_of": MappingProxyType({"assistant": "sky"}), "priority": -100}
+    options: nightjar.JobOptions = {
+        "model": tmp_path,
+        "voice_of": MappingProxyType({"assistant": "sky"}),
+        "priority": -100,
+    }
     spec, submitted = job_asked(options)
     assert (spec.model, submitted.priority) == (str(tmp_path), -100)
     assert spec.generation.roles == {"assistant": Generation(voice="sky")}

@@ -28,7 +28,10 @@ from tests.support.fakes import FakePipeline
 from tests.support.serving_kit import wav
 
 LINES = [
-    {"example_id": "own", "messages": [["user", "audio", "own.wav"], ["user", "text", "By its own recording."]]},
+    {
+        "example_id": "own",
+        "messages": [["user", "audio", "own.wav"], ["user", "text", "By its own recording."]],
+    },
     {"example_id": "named", "messages": [["user", "text", "By name."]], "generation": {"voice": "heart"}},
     {"example_id": "talk", "messages": [["user", "text", "Who is it?"], ["assistant", "text", "It is me."]]},
 ]
@@ -36,7 +39,9 @@ LINES = [
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    card = dataclasses.replace(fake_card("clones"), capabilities=Capabilities(voices=("heart", "ben"), cloning=True))
+    card = dataclasses.replace(
+        fake_card("clones"), capabilities=Capabilities(voices=("heart", "ben"), cloning=True)
+    )
     forget = register_pipeline("clones", card, lambda **_: FakePipeline())
     (tmp_path / "own.wav").write_bytes(wav(1.0))
     spec = JobSpec("clones", speak="all", generation=Generation(roles={"assistant": Generation(voice="ben")}))
@@ -50,13 +55,19 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
-    known = {item.id: item_metadata(job.status.job, item) for item in audio_items(job._ledger, job._store, job.id)}
+    known = {
+        item.id: item_metadata(job.status.job, item) for item in audio_items(job._ledger, job._store, job.id)
+    }
     items = {item.id: item for item in job.items()}
     assert {name: (item.text, item.speaker) for name, item in items.items()} == {
         name: (metadata.text, metadata.speaker) for name, metadata in known.items()
     }
     assert items["own"].speaker.startswith("ref-")
-    assert [items[name].speaker for name in ("named", "talk:turn0", "talk:turn1")] == ["heart", "clones", "ben"]
+    assert [items[name].speaker for name in ("named", "talk:turn0", "talk:turn1")] == [
+        "heart",
+        "clones",
+        "ben",
+    ]
     assert items["talk:turn1"].text == "It is me."
 
 
@@ -71,11 +82,16 @@ def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
         (lambda job: job.delete(yes="no"), "The argument `yes` is 'no'"),
         (lambda job: job.report(5), "The argument `to` is 5"),
         (lambda job: job.export("manifest", 5), "The argument `to` is 5"),
-        (lambda job: job.export("manifest", "x", absolut=True), "There is no option 'absolut'. Did you mean 'absolute'"),
+        (
+            lambda job: job.export("manifest", "x", absolut=True),
+            "There is no option 'absolut'. Did you mean 'absolute'",
+        ),
         (lambda job: job.export("manifest", "x", splits="train=0.5"), "add up"),
     ],
 )
-def test_arguments_of_another_type_are_one_sentence(job: Job, call: Callable[[Job], object], words: str) -> None:
+def test_arguments_of_another_type_are_one_sentence(
+    job: Job, call: Callable[[Job], object], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         call(job)
     assert len(list(job.items(limit=np.int64(2)))) == 2  # type: ignore[arg-type]
@@ -109,13 +125,19 @@ def test_jobs_and_items_work_after_pickling_in_another_process(job: Job, tmp_pat
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps((job, items)), capture_output=True, check=True, cwd=elsewhere
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        input=pickle.dumps((job, items)),
+        capture_output=True,
+        check=True,
+        cwd=elsewhere,
     )
     said = [f"{item.id} {item.speaker} {len(item.audio.samples)} {item.text}" for item in items]
     assert done.stdout.decode().splitlines() == [*said, *said, "True 4 completed"]
 
 
-def test_a_handle_of_a_relative_home_leads_to_its_ledger_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_of_a_relative_home_leads_to_its_ledger_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     job = Job("01", "file:///x", Settings(home=Path("out")))
     (tmp_path / "elsewhere").mkdir()

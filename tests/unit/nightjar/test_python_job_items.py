@@ -39,7 +39,11 @@ def job(settings: Settings) -> Iterator[Job]:
     source = settings.home / "in.jsonl"
     source.write_text(f"{json.dumps(TALK)}\n{json.dumps(ONE)}\n")
     store = open_store(settings.effective_store_url)
-    made = Job(submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job.id, store.url, settings)
+    made = Job(
+        submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job.id,
+        store.url,
+        settings,
+    )
     ledger.close()
     yield made
     made.close()
@@ -78,7 +82,9 @@ def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) ->
     assert (job.state, job.done) == ("ready", False)
 
 
-def test_a_loop_gives_each_item_once_while_its_shard_goes_on(settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_gives_each_item_once_while_its_shard_goes_on(
+    settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger.open(settings.ledger_url)
     lease = lease_next(ledger)
     steps = iter([lambda index=index: ledger.commit(lease.ticket, [done(index)]) for index in range(3)])
@@ -97,7 +103,9 @@ def test_a_loop_gives_each_item_once_while_its_shard_goes_on(settings: Settings,
 
 
 @pytest.mark.parametrize("waits", [list, Job.wait])
-def test_an_interrupt_stops_the_run_of_a_job_here(job: Job, waits: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_stops_the_run_of_a_job_here(
+    job: Job, waits: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a notebook the program goes on after it."""
     stops: list[bool] = []
 
@@ -113,7 +121,9 @@ def test_an_interrupt_stops_the_run_of_a_job_here(job: Job, waits: Callable[[Job
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_program_that_failed_does_not_wait_for_its_run(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_failed_does_not_wait_for_its_run(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.setattr(sys, "last_type", ValueError if failed else None, raising=False)
     run: Any = None

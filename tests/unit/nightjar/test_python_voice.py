@@ -1,4 +1,5 @@
-"""An open model and what it says: wrong arguments are one sentence with a code, and no error of Python or of a library."""
+"""An open model and what it says: wrong arguments are one sentence with a code, and no error of Python or
+of a library."""
 
 from __future__ import annotations
 
@@ -70,7 +71,12 @@ def test_a_sound_is_saved_in_the_format_of_its_path(tmp_path: Path, name: str) -
     ],
 )
 def test_a_sound_that_cannot_be_saved_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any, rate: int, kind: type[nightjar.NightjarError], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: Any,
+    rate: int,
+    kind: type[nightjar.NightjarError],
+    words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(kind, match=words):

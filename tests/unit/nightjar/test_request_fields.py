@@ -1,4 +1,5 @@
-"""Every field of a request for speech, on each way in, becomes the setting that it is named after, and no other."""
+"""Every field of a request for speech, on each way in, becomes the setting that it is named after, and no
+other."""
 
 from __future__ import annotations
 
@@ -53,7 +54,13 @@ _SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty", "max_seconds
 
 def rows(*names: str, inside: str = "") -> list[Row]:
     """Rows of fields that are called as the setting is."""
-    return [({inside: {name: VALUES[name]}} if inside else {name: VALUES[name]}, {f"generation.{name}": VALUES[name]}) for name in names]
+    return [
+        (
+            {inside: {name: VALUES[name]}} if inside else {name: VALUES[name]},
+            {f"generation.{name}": VALUES[name]},
+        )
+        for name in names
+    ]
 
 
 IN_PYTHON: list[Row] = [
@@ -73,13 +80,25 @@ CHAT: list[Row] = [
     *rows(*_SETTINGS, "max_tokens"),
     *rows("mode", "cfg", "text_temperature", "audio_temperature", inside="vllm_xargs"),
     ({"vllm_xargs": {"audio_topk": 13}}, {"generation.audio_top_k": 13}),
-    ({"messages": [{"role": "system", "content": "Softly."}]}, {"messages": (Message("system", "text", "Softly."),)}),
+    (
+        {"messages": [{"role": "system", "content": "Softly."}]},
+        {"messages": (Message("system", "text", "Softly."),)},
+    ),
     ({"modalities": ["text"], "vllm_xargs": {"mode": None}}, {"generation.mode": "text_only"}),
     ({"audio": {"voice": "bob"}}, {"generation.voice": "bob"}),
     ({"max_completion_tokens": 98}, {"generation.max_tokens": 98}),
     ({"seed": 8}, {"seed": 8}),
 ]
-CHAT_ELSEWHERE = {"model", "audio.format", "stop_token_ids", "stream", "stream_options", "n", "user", "vllm_xargs.phase"}
+CHAT_ELSEWHERE = {
+    "model",
+    "audio.format",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "n",
+    "user",
+    "vllm_xargs.phase",
+}
 AGENTS: list[Row] = [
     *rows("instruct", *_SETTINGS, "cfg", inside="generation_config"),
     ({"generation_config": {"seed": 8}}, {"seed": 8}),
@@ -109,13 +128,21 @@ def last(recorder: Recorder) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    return {**base, **{name: {**base.get(name, {}), **value} if isinstance(value, dict) else value for name, value in more.items()}}
+    return {
+        **base,
+        **{
+            name: {**base.get(name, {}), **value} if isinstance(value, dict) else value
+            for name, value in more.items()
+        },
+    }
 
 
 def leaves(said: Mapping[str, Any]) -> set[str]:
     """The names of the fields that a row gives; of one with fields of its own, those."""
     return {
-        f"{name}.{inner}" if name in ("vllm_xargs", "audio", "generation_config") else name for name in said for inner in _names(said[name])
+        f"{name}.{inner}" if name in ("vllm_xargs", "audio", "generation_config") else name
+        for name in said
+        for inner in _names(said[name])
     }
 
 
@@ -132,7 +159,9 @@ def speaking() -> Iterator[tuple[Running, Recorder]]:
 
 @pytest.fixture(scope="module")
 def answering() -> Iterator[tuple[Running, Recorder]]:
-    recorder = Recorder(multi_turn=True, text_out=True, audio_in=True, guidance=True, modes=("text_audio", "text_only"))
+    recorder = Recorder(
+        multi_turn=True, text_out=True, audio_in=True, guidance=True, modes=("text_audio", "text_only")
+    )
     with Running(recorder) as server:
         yield server, recorder
 
@@ -141,7 +170,9 @@ def identity(row: Row) -> str:
     return ",".join(sorted(leaves(row[0])))
 
 
-def posted(server: Running, recorder: Recorder, route: str, base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def posted(
+    server: Running, recorder: Recorder, route: str, base: Mapping[str, Any], said: Mapping[str, Any]
+) -> dict[str, Any]:
     answer = server.http.post(route, json=merged(base, said))
     assert answer.status_code == 200, answer.text
     return last(recorder)
@@ -177,7 +208,9 @@ def test_a_field_of_cartesias_websocket(speaking: tuple[Running, Recorder], row:
 
     def arrives(said: dict[str, Any]) -> dict[str, Any]:
         with talk(server.url) as one:
-            one.send({"context_id": "a", **merged({"transcript": TEXT, "generation_config": {"seed": 7}}, said)})
+            one.send(
+                {"context_id": "a", **merged({"transcript": TEXT, "generation_config": {"seed": 7}}, said)}
+            )
             one.hear("a")
         return last(recorder)
 
@@ -224,7 +257,10 @@ def test_a_setting_of_a_line_or_a_job(name: str) -> None:
 def test_no_field_is_missing_in_the_tables() -> None:
     assert set(VALUES) == set(Generation.__struct_fields__)
     assert {name for said, _ in IN_PYTHON for name in said} == {"reference", *Generation.__struct_fields__}
-    assert {path.removeprefix("generation.") for _, expected in IN_PYTHON for path in expected} == {"messages", *VALUES}
+    assert {path.removeprefix("generation.") for _, expected in IN_PYTHON for path in expected} == {
+        "messages",
+        *VALUES,
+    }
     inside = {"vllm_xargs": Xargs, "audio": AudioOut}
     chat = {name for name in ChatBody.model_fields if name not in inside}
     chat |= {f"{name}.{inner}" for name, body in inside.items() for inner in body.model_fields}

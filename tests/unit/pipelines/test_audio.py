@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 
 from pipelines import audio
-from pipelines.audio import BLOCK_SAMPLES, MAX_CHANNELS, MAX_SAMPLES, RATES, decode, encode, loudness, normalize_loudness, read_header
+from pipelines.audio import (
+    BLOCK_SAMPLES,
+    MAX_CHANNELS,
+    MAX_SAMPLES,
+    RATES,
+    decode,
+    encode,
+    loudness,
+    normalize_loudness,
+    read_header,
+)
 from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 
 RATE = 24_000
@@ -31,13 +41,17 @@ def speech_like(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
     return (0.1 * noise * np.maximum(bursts, 0)).astype(np.float32)
 
 
-def file_bytes(samples: NDArray[np.float32], rate: int, file_format: str, subtype: str | None = None) -> bytes:
+def file_bytes(
+    samples: NDArray[np.float32], rate: int, file_format: str, subtype: str | None = None
+) -> bytes:
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, rate, format=file_format, subtype=subtype)
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(("file_format", "subtype"), [("WAV", "PCM_16"), ("WAV", "FLOAT"), ("FLAC", "PCM_24"), ("AIFF", "PCM_16")])
+@pytest.mark.parametrize(
+    ("file_format", "subtype"), [("WAV", "PCM_16"), ("WAV", "FLOAT"), ("FLAC", "PCM_24"), ("AIFF", "PCM_16")]
+)
 def test_decode_keeps_samples(file_format: str, subtype: str) -> None:
     samples, rate = decode(file_bytes(tone(0.5), RATE, file_format, subtype))
     assert rate == RATE
@@ -70,7 +84,14 @@ def test_what_is_no_audio_is_refused() -> None:
     wav = encode(tone(0.1), RATE, "wav")
     nan = np.full(100, np.nan, np.float32)
     empty = np.zeros(0, np.float32)
-    for data in (b"", b"RIFF", b"<html>", wav[:20], file_bytes(nan, RATE, "WAV", "FLOAT"), file_bytes(empty, RATE, "WAV", "PCM_16")):
+    for data in (
+        b"",
+        b"RIFF",
+        b"<html>",
+        wav[:20],
+        file_bytes(nan, RATE, "WAV", "FLOAT"),
+        file_bytes(empty, RATE, "WAV", "PCM_16"),
+    ):
         with pytest.raises(InputError) as caught:
             decode(data)
         assert caught.value.code is ErrorCode.INPUT_AUDIO_UNREADABLE
@@ -78,7 +99,11 @@ def test_what_is_no_audio_is_refused() -> None:
 
 def test_damaged_files_are_refused_or_read_never_worse() -> None:
     chance = random.Random(5)
-    for original in (encode(tone(0.05), RATE, "wav"), encode(tone(0.05), RATE, "flac"), file_bytes(tone(0.05), RATE, "OGG")):
+    for original in (
+        encode(tone(0.05), RATE, "wav"),
+        encode(tone(0.05), RATE, "flac"),
+        file_bytes(tone(0.05), RATE, "OGG"),
+    ):
         for _ in range(150):
             data = bytearray(original[: chance.randrange(1, len(original) + 1)])
             for _ in range(chance.randrange(8)):
@@ -136,7 +161,8 @@ def test_what_a_file_claims_is_bounded_before_it_is_decoded(
 
 def test_many_samples_of_a_small_file_are_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     wav = bytearray(file_bytes(np.zeros((100, 8), np.float32), 192_000, "FLAC", "PCM_16"))
-    # The total of frames stands in the last 36 bits of the first 18 of STREAMINFO's bytes, behind `fLaC` and a header of 4.
+    # The total of frames stands in the last 36 bits of the first 18 of STREAMINFO's bytes, behind `fLaC` and
+    # a header of 4.
     frames = MAX_SAMPLES // 8 + 1
     wav[8 + 13] = wav[8 + 13] & 0xF0 | frames >> 32
     wav[8 + 14 : 8 + 18] = (frames & 0xFFFFFFFF).to_bytes(4, "big")
@@ -201,7 +227,9 @@ def test_encode_refuses_what_is_not_a_number_and_what_it_does_not_know() -> None
 def test_loudness_is_that_of_pyloudnorm(rate: int, seconds: float) -> None:
     samples = speech_like(seconds, rate)
     samples[-len(samples) // 4 :] *= 0.1
-    assert loudness(samples, rate) == pytest.approx(pyloudnorm.Meter(rate).integrated_loudness(samples), abs=0.01)
+    assert loudness(samples, rate) == pytest.approx(
+        pyloudnorm.Meter(rate).integrated_loudness(samples), abs=0.01
+    )
 
 
 @pytest.mark.parametrize("rate", [8_000, 24_000, 192_000])
@@ -210,7 +238,10 @@ def test_the_filter_of_loudness_is_that_of_scipy(rate: int, samples: int) -> Non
     """With the stages of pyloudnorm, across the blocks that it runs in."""
     numerator = denominator = np.ones(1)
     for stage in pyloudnorm.Meter(rate)._filters.values():
-        numerator, denominator = np.convolve(numerator, stage.passband_gain * stage.b), np.convolve(denominator, stage.a)
+        numerator, denominator = (
+            np.convolve(numerator, stage.passband_gain * stage.b),
+            np.convolve(denominator, stage.a),
+        )
     noise = np.random.default_rng(samples).standard_normal(samples).astype(np.float32)
     made = audio._filtered(*audio._k_weighting(rate), noise)
     assert made == pytest.approx(lfilter(numerator, denominator, noise), abs=1e-6)

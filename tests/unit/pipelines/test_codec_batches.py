@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec.batches import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, PADDING_COST, alike, cheapest, round_up
+from pipelines.codec.batches import (
+    BATCH_COST,
+    FIXED_ROWS,
+    LENGTH_STEP,
+    MIN_FRAMES,
+    PADDING_COST,
+    alike,
+    cheapest,
+    round_up,
+)
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
@@ -45,7 +54,9 @@ def test_the_cut_is_the_cheapest_of_all(seed: int, padding_cost: float) -> None:
         return len(batch) == 1 or len(batch) * min(round_up(lengths[batch[0]]), PASS) <= MOST
 
     assert all(allowed(batch) for batch in found)
-    least = min(cost(cut, lengths, padding_cost) for cut in every_cut(order) if all(allowed(batch) for batch in cut))
+    least = min(
+        cost(cut, lengths, padding_cost) for cut in every_cut(order) if all(allowed(batch) for batch in cut)
+    )
     assert cost(found, lengths, padding_cost) == pytest.approx(least)
 
 
@@ -57,7 +68,9 @@ def test_little_of_a_usual_gathering_is_padding() -> None:
     assert padded < 1.11 * sum(lengths)
     larger = cheapest(lengths, MOST, PASS, PADDING_COST)
     assert len(larger) == 3 < len(batches)
-    assert sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in larger) < 1.25 * sum(lengths)
+    assert sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in larger) < 1.25 * sum(
+        lengths
+    )
     assert cheapest([], MOST, PASS) == []
     assert cheapest([0, 0], MOST, PASS) == []
 
@@ -67,7 +80,10 @@ def test_many_utterances_come_once_each_and_stay_in_their_budget() -> None:
     lengths = [draw.randint(0, 900) for _ in range(300)]
     batches = cheapest(lengths, MOST, PASS)
     assert sorted(i for batch in batches for i in batch) == [i for i, length in enumerate(lengths) if length]
-    assert all(len(batch) == 1 or len(batch) * min(round_up(max(lengths[i] for i in batch)), PASS) <= MOST for batch in batches)
+    assert all(
+        len(batch) == 1 or len(batch) * min(round_up(max(lengths[i] for i in batch)), PASS) <= MOST
+        for batch in batches
+    )
 
 
 def test_alike_utterances_meet_one_shape() -> None:
@@ -95,11 +111,16 @@ def alone() -> CodecDecoder:
 
 def speech(decoder: CodecDecoder, lengths: list[int]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(decoder.config.codebook_size, (n, decoder.config.num_quantizers), generator=generator) for n in lengths]
+    return [
+        torch.randint(decoder.config.codebook_size, (n, decoder.config.num_quantizers), generator=generator)
+        for n in lengths
+    ]
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_batches_decode_to_what_each_decodes_to_alone(alone: CodecDecoder, reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_decode_to_what_each_decodes_to_alone(
+    alone: CodecDecoder, reproducible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipelines.codec.decoder.PASS_FRAMES", 24)
     codes = speech(alone, [3, 12, 9, 26, 8, 30])
     starts = [alone.new_state() for _ in codes]

@@ -42,7 +42,9 @@ def test_golden_config(tmp_path: Path) -> None:
 
 
 def test_a_bare_encoder_section_means_mimi(tmp_path: Path) -> None:
-    sizes = MimiConfig(**load(tmp_path, published(encoder_config={}, encoder_valid_num_quantizers=32)).encoder)
+    sizes = MimiConfig(
+        **load(tmp_path, published(encoder_config={}, encoder_valid_num_quantizers=32)).encoder
+    )
     assert (sizes.num_filters, sizes.hidden_size, sizes.num_quantizers, sizes.head_dim) == (64, 512, 32, 64)
     assert list(sizes.upsampling_ratios) == [8, 6, 5, 4]
     assert sizes.encodec_frame_rate / sizes.frame_rate == 2

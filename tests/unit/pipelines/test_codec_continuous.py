@@ -1,4 +1,5 @@
-"""Whole utterances as a continuous batch: the audio of the whole decode in any company, rows that leak nothing, faults that end alone.
+"""Whole utterances as a continuous batch: the audio of the whole decode in any company, rows that leak
+nothing, faults that end alone.
 
 On a CPU a graph is the pass itself.
 """
@@ -35,7 +36,8 @@ def plain() -> CodecDecoder:
 
 
 class Spoiled(UtteranceGraphs):
-    """Steps that fail where they are told to, and whose rows hold what must not be heard before each utterance."""
+    """Steps that fail where they are told to, and whose rows hold what must not be heard before each
+    utterance."""
 
     def __init__(self, rows: int, frames: int, fixed: bool = False, broken: int = -1) -> None:
         super().__init__(plain()._run, plain().shape, rows, frames, fixed, plain()._check)
@@ -71,10 +73,14 @@ class Continuous(CodecDecoder):
 
 def codes(frames: int, seed: int) -> Tensor:
     config = plain().config
-    return torch.randint(config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def uttered(decoder: Continuous, items: list[Tensor], starts: dict[int, CodecState] | None = None) -> list[np.ndarray | NightjarError]:
+def uttered(
+    decoder: Continuous, items: list[Tensor], starts: dict[int, CodecState] | None = None
+) -> list[np.ndarray | NightjarError]:
     """What the stage makes of the items, handed over in this order."""
     heard, stage = Heard(), CodecStage[CodecState](decoder)
     for at, item in enumerate(items):
@@ -90,7 +96,9 @@ def check(found: np.ndarray | NightjarError, item: Tensor, wanted: Tensor | None
     torch.testing.assert_close(torch.from_numpy(found), wanted, atol=CLOSE, rtol=0)
 
 
-@pytest.mark.parametrize(("rows", "frames", "fixed"), [(1, 4, False), (3, 4, False), (5, 7, True), (16, 16, False), (2, 1, False)])
+@pytest.mark.parametrize(
+    ("rows", "frames", "fixed"), [(1, 4, False), (3, 4, False), (5, 7, True), (16, 16, False), (2, 1, False)]
+)
 def test_any_mix_in_any_order_is_the_whole_decode(rows: int, frames: int, fixed: bool) -> None:
     plan = random.Random(rows)
     items = [codes(plan.choice((1, 2, frames, 2 * frames, plan.randint(1, 40))), seed) for seed in range(14)]
@@ -112,7 +120,10 @@ def test_alone_in_a_row_an_utterance_is_its_chunks_bit_for_bit() -> None:
 
 def test_with_one_size_of_steps_an_utterance_is_the_same_bits_in_any_company() -> None:
     items = [codes(frames, frames) for frames in (5, 9, 1, 23, 16, 3, 12)]
-    together, backwards = uttered(Continuous(4, fixed=True), items), uttered(Continuous(4, fixed=True), items[::-1])[::-1]
+    together, backwards = (
+        uttered(Continuous(4, fixed=True), items),
+        uttered(Continuous(4, fixed=True), items[::-1])[::-1],
+    )
     for item, one, other in zip(items, together, backwards):
         (alone,) = uttered(Continuous(4, fixed=True), [item])
         assert isinstance(alone, np.ndarray)
@@ -149,7 +160,8 @@ def test_codes_that_cannot_be_are_refused_alone(bad: Tensor) -> None:
 
 
 def test_a_step_that_fails_ends_those_in_it_and_nobody_else() -> None:
-    """Two have a row when the second step fails, one in its middle; those that wait get their rows and hear nothing of them."""
+    """Two have a row when the second step fails, one in its middle; those that wait get their rows and
+    hear nothing of them."""
     decoder, items = Continuous(2, broken=2), [codes(12, seed) for seed in range(5)]
     found = uttered(decoder, items)
     failed = [one for one in found if isinstance(one, NightjarError)]
@@ -187,7 +199,13 @@ def test_without_steps_utterances_are_gathered_and_a_cpu_never_has_them() -> Non
 
 
 def test_steps_of_fewer_utterances_have_fewer_rows() -> None:
-    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2).sizes == [(64, 2), (32, 2), (16, 2), (8, 2), (4, 2)]
+    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2).sizes == [
+        (64, 2),
+        (32, 2),
+        (16, 2),
+        (8, 2),
+        (4, 2),
+    ]
     assert UtteranceGraphs(plain()._run, plain().shape, 3, 2).sizes == [(3, 2), (1, 2)]
     assert UtteranceGraphs(plain()._run, plain().shape, 64, 2, fixed=True).sizes == [(64, 2)]
 
@@ -196,7 +214,11 @@ def test_the_bytes_of_steps_grow_with_rows_and_frames() -> None:
     shape = plain().shape
     state = shape.state_size * shape.dtype.itemsize
     assert plain().utterance_bytes(256) == 0
-    small, wide, long = utterance_bytes(shape, 64), utterance_bytes(shape, 128), utterance_bytes(shape, 64, 2 * STEP_FRAMES)
+    small, wide, long = (
+        utterance_bytes(shape, 64),
+        utterance_bytes(shape, 128),
+        utterance_bytes(shape, 64, 2 * STEP_FRAMES),
+    )
     assert utterance_bytes(shape, 64) > 65 * state + 4 * 64 * STEP_FRAMES * shape.samples_per_frame
     assert wide - small > long - small > 0
     arena = UtteranceGraphs(plain()._run, shape, 8, 1).arena.values

@@ -30,7 +30,8 @@ class Sum:
 
 
 class Sums:
-    """Steps of one frame whose samples are running sums; codes of 99 come out as NaN. A test that `holds` them says when each is over."""
+    """Steps of one frame whose samples are running sums; codes of 99 come out as NaN. A test that `holds`
+    them says when each is over."""
 
     rows, frames, samples_per_frame = 2, 1, 1
 
@@ -98,7 +99,10 @@ def test_what_is_no_number_ends_its_utterance_in_the_middle_and_frees_its_row() 
     assert isinstance(error, NightjarError)
     assert error.code is ErrorCode.SYNTH_NAN
     assert len(steps.steps) < 30, "it was not decoded to its end"
-    assert {name: list(samples) for name, samples in found.items() if isinstance(samples, np.ndarray)} == {"good": [1, 3], "next": [5, 10]}
+    assert {name: list(samples) for name, samples in found.items() if isinstance(samples, np.ndarray)} == {
+        "good": [1, 3],
+        "next": [5, 10],
+    }
     assert steps.inside == 0
 
 
@@ -233,7 +237,9 @@ def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_ba
     lane.close()
 
 
-def test_codes_whose_audio_has_no_room_take_no_row_and_the_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_whose_audio_has_no_room_take_no_row_and_the_lane_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def empty(size: int, dtype: type) -> np.ndarray:
         if size == 3:
             raise MemoryError("no room for the audio")

@@ -1,4 +1,5 @@
-"""The codec decoder: alone equals in a batch, chunks equal the whole, states are independent, bad input and files are named."""
+"""The codec decoder: alone equals in a batch, chunks equal the whole, states are independent, bad input
+and files are named."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def decoder() -> CodecDecoder:
 
 def codes(frames: int, seed: int) -> Tensor:
     config = decoder().config
-    return torch.randint(config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def chunked(states: list[CodecState], streams: list[Tensor], plan: random.Random) -> list[Tensor]:
@@ -80,7 +83,9 @@ def test_any_chunk_schedule_equals_the_whole(seed: int) -> None:
 def test_first_chunk_comes_after_the_first_frame() -> None:
     stream = codes(3, 5)
     (first,) = decoder().decode_chunk([decoder().new_state()], [stream[:1]])
-    torch.testing.assert_close(first, decoder().decode([stream])[0][: decoder().samples_per_frame], atol=CLOSE, rtol=0)
+    torch.testing.assert_close(
+        first, decoder().decode([stream])[0][: decoder().samples_per_frame], atol=CLOSE, rtol=0
+    )
 
 
 def test_right_padding_cannot_be_heard() -> None:
@@ -88,7 +93,9 @@ def test_right_padding_cannot_be_heard() -> None:
     short, other = codes(11, 1), codes(32, 2)
     padded = torch.stack((torch.cat((short, codes(21, 3))), other))
     wave = decoder()._run(padded, None)
-    torch.testing.assert_close(wave[0, : 11 * decoder().samples_per_frame], decoder().decode([short])[0], atol=CLOSE, rtol=0)
+    torch.testing.assert_close(
+        wave[0, : 11 * decoder().samples_per_frame], decoder().decode([short])[0], atol=CLOSE, rtol=0
+    )
     torch.testing.assert_close(wave[1], decoder().decode([other])[0], atol=CLOSE, rtol=0)
 
 
@@ -135,7 +142,10 @@ def test_empty_input() -> None:
     ],
 )
 def test_codes_that_cannot_be_are_refused(bad: Tensor) -> None:
-    for call in (lambda: decoder().decode([bad]), lambda: decoder().decode_chunk([decoder().new_state()], [bad])):
+    for call in (
+        lambda: decoder().decode([bad]),
+        lambda: decoder().decode_chunk([decoder().new_state()], [bad]),
+    ):
         with pytest.raises(SynthesisError) as caught:
             call()
         assert caught.value.code is ErrorCode.SYNTH_ENGINE

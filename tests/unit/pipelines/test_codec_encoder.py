@@ -1,4 +1,5 @@
-"""The codec encoder: frame counts, causality, and what it refuses (its codes are checked against the golden folder)."""
+"""The codec encoder: frame counts, causality, and what it refuses (its codes are checked against the
+golden folder)."""
 
 from __future__ import annotations
 

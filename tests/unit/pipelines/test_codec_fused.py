@@ -1,4 +1,5 @@
-"""The fused convolution stack does the arithmetic of the plain one: whole, padded, in chunks, from warm states (on the ops' twins)."""
+"""The fused convolution stack does the arithmetic of the plain one: whole, padded, in chunks, from warm
+states (on the ops' twins)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_whole_utterances_equal_the_plain_stack(monkeypatch: pytest.MonkeyPatch,
 
 
 class OnGpu(CodecDecoder):
-    """A fused decoder that makes its batches on a CPU as it would on a GPU, and keeps the lengths that its passes are given."""
+    """A fused decoder that makes its batches on a CPU as it would on a GPU, and keeps the lengths that its
+    passes are given."""
 
     def __init__(self, reproducible: bool = False) -> None:
         self.__dict__.update(decoder(True).__dict__)
@@ -74,7 +76,9 @@ def unwritten_is_no_number() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unwritten_is_no_number")
 @pytest.mark.parametrize("widest", [0, 1000])
-def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(
+    monkeypatch: pytest.MonkeyPatch, widest: int
+) -> None:
     monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
     with Checkpoint.open(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
@@ -99,7 +103,9 @@ def test_a_mixed_batch_gives_each_what_it_decodes_to_alone() -> None:
     assert together.given == [[count * together.samples_per_frame for count in sorted(frames, reverse=True)]]
 
 
-def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reproducible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     items = [codes(count, count) for count in (9, 20)]
     fixed, going_on = OnGpu(reproducible=True), OnGpu()
     fixed.decode(items)
@@ -161,17 +167,45 @@ def test_open_ends_leave_what_lies_behind_them_and_others_are_zero() -> None:
 @pytest.mark.parametrize("lead", [0, 18, 25])
 def test_active_unit_is_the_residual_unit_after_its_snake(lead: int) -> None:
     channels, steps, dilation, ahead = 6, 21, 3, 4
-    snakes = [snake_parameters(rand(channels, seed=i, scale=0.3), rand(channels, seed=i + 1, scale=0.3)) for i in range(3)]
-    weight1, weight2 = rand(channels, channels, 7) / math.sqrt(7 * channels), rand(channels, channels) / math.sqrt(channels)
+    snakes = [
+        snake_parameters(rand(channels, seed=i, scale=0.3), rand(channels, seed=i + 1, scale=0.3))
+        for i in range(3)
+    ]
+    weight1, weight2 = (
+        rand(channels, channels, 7) / math.sqrt(7 * channels),
+        rand(channels, channels) / math.sqrt(channels),
+    )
     bias1, bias2 = rand(channels, seed=3), rand(channels, seed=4)
     x, history = rand(2, steps, channels), rand(2, lead, channels, seed=9)
     wanted = codec_residual_unit(
-        x, history[:, lead - 18 :] if lead else None, *snakes[0], weight1, bias1, *snakes[1], weight2, bias2, dilation
+        x,
+        history[:, lead - 18 :] if lead else None,
+        *snakes[0],
+        weight1,
+        bias1,
+        *snakes[1],
+        weight2,
+        bias2,
+        dilation,
     )
     raw, active = torch.empty_like(x), torch.full((2, ahead + steps, channels), 7.0)
     a = snake_beta(torch.cat((history, x), dim=1), *snakes[0])
     packed = weight1.permute(2, 1, 0).reshape(-1, channels)
-    ops.codec_active_unit(a, lead, x, packed, bias1, *snakes[1], weight2.T, bias2, dilation, raw, active, ahead * channels, *snakes[2])
+    ops.codec_active_unit(
+        a,
+        lead,
+        x,
+        packed,
+        bias1,
+        *snakes[1],
+        weight2.T,
+        bias2,
+        dilation,
+        raw,
+        active,
+        ahead * channels,
+        *snakes[2],
+    )
     torch.testing.assert_close(raw, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(active[:, ahead:], snake_beta(wanted, *snakes[2]), atol=2e-5, rtol=1e-5)
     assert (active[:, :ahead] == 7.0).all()
@@ -180,10 +214,16 @@ def test_active_unit_is_the_residual_unit_after_its_snake(lead: int) -> None:
 def test_active_conv_upsamples() -> None:
     channels_in, channels_out, rate = 6, 3, 4
     first, then = snake_parameters(rand(6), rand(6, seed=1)), snake_parameters(rand(3), rand(3, seed=1))
-    weight, bias, x = pack_upsample(rand(channels_in, channels_out, 2 * rate)), rand(channels_out, seed=2), rand(2, 9, channels_in)
+    weight, bias, x = (
+        pack_upsample(rand(channels_in, channels_out, 2 * rate)),
+        rand(channels_out, seed=2),
+        rand(2, 9, channels_in),
+    )
     wanted = ops.codec_upsample(x, None, *first, weight, bias, rate)
     raw, active = torch.empty(2, 36, 3), torch.empty(2, 36, 3)
     repeated = [value.repeat(rate) for value in (bias, *then)]
-    ops.codec_active_conv(snake_beta(x, *first), 0, weight, repeated[0], 2, 1, None, raw, active, 0, *repeated[1:])
+    ops.codec_active_conv(
+        snake_beta(x, *first), 0, weight, repeated[0], 2, 1, None, raw, active, 0, *repeated[1:]
+    )
     torch.testing.assert_close(raw, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(active, snake_beta(wanted, *then), atol=2e-5, rtol=1e-5)

@@ -1,4 +1,5 @@
-"""The fused front of the codec does the arithmetic of the plain modules: whole, in chunks, from warm states, in a continuous batch."""
+"""The fused front of the codec does the arithmetic of the plain modules: whole, in chunks, from warm
+states, in a continuous batch."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def test_bfloat16_errs_no_more_than_the_plain_front() -> None:
     errors: list[float] = []
     for front in (False, True):
         with Checkpoint.open(FOLDER) as source:
-            low = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, dtype=torch.bfloat16, fused_front=front)
+            low = CodecDecoder(
+                CodecConfig.load(FOLDER).decoder, source, dtype=torch.bfloat16, fused_front=front
+            )
         (wave,) = low.decode([item])
         errors.append(float((wave - exact).square().mean().sqrt() / exact.square().mean().sqrt()))
     assert 0.001 < errors[1] <= 1.2 * errors[0]

@@ -1,4 +1,5 @@
-"""Chunks of streams in an arena: what a launch reads and writes, sizes that are filled up, rows that come back.
+"""Chunks of streams in an arena: what a launch reads and writes, sizes that are filled up, rows that come
+back.
 
 On a CPU a graph is the pass itself.
 """
@@ -54,7 +55,9 @@ class Prepared(CodecDecoder):
     def arena(self) -> Arena:
         return self.graphs.arena
 
-    def hear(self, states: list[CodecState], codes: list[Tensor], last: bool | list[bool] = False) -> list[Tensor]:
+    def hear(
+        self, states: list[CodecState], codes: list[Tensor], last: bool | list[bool] = False
+    ) -> list[Tensor]:
         started = self.start_chunks(states, codes, last if isinstance(last, list) else [last] * len(codes))
         waves = [torch.from_numpy(started.of(at)) for at in range(len(codes))]
         started.release()
@@ -63,7 +66,9 @@ class Prepared(CodecDecoder):
 
 def codes(frames: int, seed: int) -> Tensor:
     config = plain().config
-    return torch.randint(config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.codebook_size, (frames, config.num_quantizers), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -76,7 +81,9 @@ def test_pieces_are_the_chunk_in_sizes_of_graphs(frames: int) -> None:
         found = pieces(frames, last)
         assert sum(taken for taken, _ in found) == frames
         assert all(size in FRAMES and 0 < taken <= size for taken, size in found)
-        assert all(taken == size for taken, size in found[: -1 if last else None]), "only the end of a stream is filled up"
+        assert all(taken == size for taken, size in found[: -1 if last else None]), (
+            "only the end of a stream is filled up"
+        )
     assert len(pieces(frames, True)) == math.ceil(frames / FRAMES[-1])
 
 
@@ -96,7 +103,8 @@ def test_graphs_are_those_of_a_group_and_its_frames() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_chunks_of_many_streams_make_the_whole_utterances(fixed: bool) -> None:
-    """Random chunks, in sizes that have a graph and others, some streams idle in some turns; new streams follow in rows of old ones."""
+    """Random chunks, in sizes that have a graph and others, some streams idle in some turns; new streams
+    follow in rows of old ones."""
     plan, decoder = random.Random(5), Prepared(6, fixed)
     for trial in range(2):
         streams = [codes(plan.randint(1, 40), 100 * trial + i) for i in range(6)]
@@ -133,7 +141,8 @@ def test_a_last_chunk_that_is_filled_up_sounds_the_same(frames: int) -> None:
 
 
 def test_what_a_row_held_before_does_not_reach_its_next_stream() -> None:
-    """The arena is full of NaN at first, and its one row again between two streams; the row that is nobody's is read as well."""
+    """The arena is full of NaN at first, and its one row again between two streams; the row that is
+    nobody's is read as well."""
     decoder, stream = Prepared(1), codes(4, 0)
     for _ in range(2):
         state = decoder.new_state()
@@ -229,7 +238,8 @@ def test_samples_are_the_receivers_own_and_buffers_are_written_again() -> None:
 
 
 def test_streams_that_end_at_any_point_leave_no_row_behind() -> None:
-    """Through the stage: some speak to their end, some are ended and some are forgotten while a chunk is under way."""
+    """Through the stage: some speak to their end, some are ended and some are forgotten while a chunk is
+    under way."""
     decoder = Prepared(8)
     stage: CodecStage[CodecState] = CodecStage(decoder)
 
@@ -238,7 +248,9 @@ def test_streams_that_end_at_any_point_leave_no_row_behind() -> None:
         parts = codes(27, seed).split([1, 2, 4, 8, 12])
         state, stops = stage.new_state(), plan.choice((0, 1, 3, len(parts)))
         for turn, part in enumerate(parts):
-            stage.decode_chunk(part.numpy(), heard.put, state, last=turn == len(parts) - 1, deadline=float(turn))
+            stage.decode_chunk(
+                part.numpy(), heard.put, state, last=turn == len(parts) - 1, deadline=float(turn)
+            )
             if turn == stops:
                 break
             assert isinstance(heard.get(timeout=240), np.ndarray)

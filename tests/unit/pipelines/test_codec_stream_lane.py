@@ -19,7 +19,8 @@ from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 class Starter(Decoder[list[int]]):
     """A decoder that starts groups of chunks of one length, at most `most`, whose events the test holds.
 
-    A state is a list of what was decoded from it. Codes of 13 are refused, codes of 66 break the device, codes of 99 come out as NaN.
+    A state is a list of what was decoded from it. Codes of 13 are refused, codes of 66 break the device,
+    codes of 99 come out as NaN.
     """
 
     def __init__(self, most: int = 2) -> None:
@@ -34,7 +35,9 @@ class Starter(Decoder[list[int]]):
     def company(self, frames: int, last: bool) -> tuple[int, int | None]:
         return frames, self.most
 
-    def start_chunks(self, states: Sequence[list[int]], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
+    def start_chunks(
+        self, states: Sequence[list[int]], codes: Sequence[Tensor], last: Sequence[bool]
+    ) -> SamplesOnTheWay:
         values = [int(one[0, 0]) for one in codes]
         if 13 in values:
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, "unlucky")
@@ -62,8 +65,16 @@ class Lane(StreamLane[list[int]]):
         self.chunk(1, frames=31)
         self.held = [self.starter.events.get(timeout=60) for _ in range(2)]
 
-    def chunk(self, value: int, state: list[int] | None = None, frames: int = 1, deadline: float = 0.0) -> None:
-        self.put(np.full((frames, 1), value), self.heard.at(str(value)), [] if state is None else state, False, deadline)
+    def chunk(
+        self, value: int, state: list[int] | None = None, frames: int = 1, deadline: float = 0.0
+    ) -> None:
+        self.put(
+            np.full((frames, 1), value),
+            self.heard.at(str(value)),
+            [] if state is None else state,
+            False,
+            deadline,
+        )
 
     def rest(self, groups: int) -> list[tuple[str, np.ndarray | NightjarError]]:
         """Lets the device finish; what is heard of so many chunks, without the first two."""

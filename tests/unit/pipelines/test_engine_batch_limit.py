@@ -1,4 +1,5 @@
-"""How the engine gets through a lack of device memory: a smaller batch, and step by step the full one again."""
+"""How the engine gets through a lack of device memory: a smaller batch, and step by step the full one
+again."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ class Load:
     def __init__(self, room: int) -> None:
         self.device = SmallDevice(room)
         self.heard = Recorder()
-        self.core = ListenedCore(self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard)
+        self.core = ListenedCore(
+            self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard
+        )
         self.sent = 0
 
     def run(self, turns: int) -> None:
@@ -105,7 +108,8 @@ def test_the_batch_is_full_again_when_the_memory_is_back() -> None:
 def test_a_device_that_stays_small_is_asked_less_and_less_often() -> None:
     load = Load(room=5)
     load.run(200 * FIRST_PATIENCE)
-    # From 16 to 4 at first; after that each try is one step above what went well, and the next one comes later.
+    # From 16 to 4 at first; after that each try is one step above what went well, and the next one comes
+    # later.
     assert load.device.lacks[:2] == [1, 2]
     pauses = np.diff(load.device.lacks[1:])
     assert len(pauses) >= 4
@@ -166,7 +170,9 @@ def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
     assert (limit.now > before) == (turns > 1)
 
 
-def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     load = Load(room=SLOTS)
     asked: list[int] = []
 

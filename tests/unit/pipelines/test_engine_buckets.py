@@ -69,7 +69,9 @@ def test_idle_turns_capture_what_is_left_one_by_one() -> None:
     assert list(buckets.captured) == [64, 1, 8, 2, 4, 16, 32]
 
 
-def test_a_size_without_memory_is_served_by_larger_ones_and_never_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_without_memory_is_served_by_larger_ones_and_never_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     buckets, tried = Buckets[int](buckets_for(64)), list[int]()
     capture(buckets, *buckets.first)
 

@@ -1,4 +1,5 @@
-"""The codec stage: batches of whole utterances, streams beside them by deadline, and faults that stay with their utterance."""
+"""The codec stage: batches of whole utterances, streams beside them by deadline, and faults that stay with
+their utterance."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_what_waits_is_decoded_together() -> None:
         stage.decode(codes(index, 1), heard.at(str(index)), Sum(100) if index == 3 else None)
     decoder.gate.set()
     got = dict(lists(heard.take(6)))
-    assert got == {str(index): [100.0 * (index == 3) + index, 100.0 * (index == 3) + index + 1] for index in range(6)}
+    assert got == {
+        str(index): [100.0 * (index == 3) + index, 100.0 * (index == 3) + index + 1] for index in range(6)
+    }
     assert len(decoder.batches) <= 2
     stage.close()
 
@@ -229,7 +232,8 @@ def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest
         lane.events.get(timeout=60).done.set()
     lane.close()
     heard.take(7)
-    # The first batch may have been taken before the others came; what a batch takes at most beside streams are two of two frames.
+    # The first batch may have been taken before the others came; what a batch takes at most beside streams
+    # are two of two frames.
     assert decoder.batches[0] <= 2
     assert sum(decoder.batches) == 7
 

@@ -25,7 +25,9 @@ GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
 
 def requests(count: int, seed: int = 0, **changes: Any) -> list[GenerationRequest]:
     rng = random.Random(seed)
-    return [replace(random_request(rng, golden_model("base"), f"r{index}"), **changes) for index in range(count)]
+    return [
+        replace(random_request(rng, golden_model("base"), f"r{index}"), **changes) for index in range(count)
+    ]
 
 
 def run(core: ListenedCore, limit: int = 2000) -> None:
@@ -71,7 +73,10 @@ def test_what_does_not_fit_now_waits_and_comes_out_the_same() -> None:
 
 def test_out_of_pages_makes_the_youngest_start_again() -> None:
     heard = Recorder()
-    pair = [replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40)) for request in requests(2, seed=3)]
+    pair = [
+        replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40))
+        for request in requests(2, seed=3)
+    ]
     alone = [run_alone(golden_model("base"), request)[0] for request in pair]
     needed = max(-(-request.positions // 8) for request in pair)
     core = make_core(golden_model("base"), heard, pages=needed + 1, reserve_frames=0)
@@ -243,7 +248,10 @@ def test_same_seed_same_codes_other_seed_other_codes(one_thread: None) -> None:
 
 
 def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> None:
-    pair = [replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40)) for request in requests(2, seed=3)]
+    pair = [
+        replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40))
+        for request in requests(2, seed=3)
+    ]
     needed = max(-(-request.positions // 8) for request in pair)
     core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
     for request in pair:

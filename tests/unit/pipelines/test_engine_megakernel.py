@@ -76,7 +76,9 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
     assert one.behind.control is not two.behind.control
 
 
-def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(lm_persistent, "TALKERS", {})
         executor = Unmade()
@@ -107,7 +109,9 @@ def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytes
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_a_device_without_room_has_plain_frames_and_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_without_room_has_plain_frames_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(Emulated, "resident_blocks", lambda *_: 1)
     executor = Unmade()
     executor.warm()
@@ -119,7 +123,9 @@ def test_a_device_without_room_has_plain_frames_and_one_warning(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_fault_of_the_device_is_not_a_missing_kernel(kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_device_is_not_a_missing_kernel(
+    kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(_: object) -> None:
         raise kind("CUDA error")
 
@@ -145,7 +151,10 @@ def test_a_talker_that_finds_no_memory_leaves_no_predictor(monkeypatch: pytest.M
 def test_persistent_kernels_are_the_executor_megakernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "GraphExecutor", lambda *_: "graph")
     monkeypatch.setattr(megakernel, "MegakernelExecutor", lambda *_: "megakernel")
-    opened = [graph_executor(golden_model("base"), EngineOptions(1, 8, 8, 64), persistent=persistent) for persistent in (False, True)]
+    opened = [
+        graph_executor(golden_model("base"), EngineOptions(1, 8, 8, 64), persistent=persistent)
+        for persistent in (False, True)
+    ]
     assert opened == ["graph", "megakernel"]
 
 
@@ -164,7 +173,9 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     frame = frame_of(executor, 2)
     assert isinstance(frame, PersistentFrame)
     frame.behind.control[1] = -(1 << 31) | 3 << 20 | 7
-    with pytest.raises(PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."):
+    with pytest.raises(
+        PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."
+    ):
         executor.frames([0], 1, SETTINGS)()
     assert [record.getMessage() for record in caplog.records] == [
         "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited in vain for exchange 7."

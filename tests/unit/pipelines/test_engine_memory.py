@@ -1,4 +1,5 @@
-"""How many slots and KV pages a GPU's memory holds, what is refused before anything is loaded, and the table of docs/models.md."""
+"""How many slots and KV pages a GPU's memory holds, what is refused before anything is loaded, and the
+table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dumm
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
-from pipelines.engine.opening import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, check_executor, plan_engine, plan_memory, slots_bytes
+from pipelines.engine.opening import (
+    LIBRARY_BYTES,
+    MemoryNeeds,
+    MemoryPlan,
+    check_executor,
+    plan_engine,
+    plan_memory,
+    slots_bytes,
+)
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
@@ -24,7 +33,14 @@ from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, packed_needs, stream_needs, utterance_needs
+from pipelines.qwen3_tts.execution import (
+    LATE_STATES,
+    engine_options,
+    memory_needs,
+    packed_needs,
+    stream_needs,
+    utterance_needs,
+)
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
 from tests.support.qwen3_golden import GOLDEN
@@ -49,7 +65,12 @@ def planned(gigabytes: float, needs: MemoryNeeds, slots: int | None = None) -> M
 
 def taken(plan: MemoryPlan, needs: MemoryNeeds) -> int:
     """Bytes of everything that a plan names."""
-    return needs.weights + plan.slots * needs.slot + plan.pages * needs.page + plan.decode_frames * needs.decoded_frame
+    return (
+        needs.weights
+        + plan.slots * needs.slot
+        + plan.pages * needs.page
+        + plan.decode_frames * needs.decoded_frame
+    )
 
 
 def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
@@ -64,9 +85,14 @@ def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
     fewer = []
     for size in ("0b6", "1b7"):
         plain = published_needs(tmp_path, size)
-        packed = replace(plain, weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16))
+        packed = replace(
+            plain, weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16)
+        )
         fewer.append(planned(141, plain).pages - planned(141, packed).pages)
-    assert f"On 141 GB, where the executor is `megakernel`, there are {fewer[0]} pages fewer (1.7B: {fewer[1]})." in lines
+    assert (
+        f"On 141 GB, where the executor is `megakernel`, there are {fewer[0]} pages fewer (1.7B: {fewer[1]})."
+        in lines
+    )
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
@@ -96,7 +122,9 @@ def test_more_than_512_slots_leave_room_for_what_the_codec_keeps(tmp_path: Path)
 
 def test_more_slots_than_the_memory_holds_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     needs = published_needs(tmp_path, "1b7")
-    with pytest.raises(ConfigError, match=r"500 slots do not fit into the GPU's memory: .* GiB, which hold \d+ slots\.") as caught:
+    with pytest.raises(
+        ConfigError, match=r"500 slots do not fit into the GPU's memory: .* GiB, which hold \d+ slots\."
+    ) as caught:
         planned(24, needs, 500)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     most = int(caught.value.message.split("hold ")[1].split()[0])
@@ -118,7 +146,12 @@ def test_wide_engines_count_the_rows_of_all_their_graphs(size: str, tmp_path: Pa
         counted = slots_bytes(needs, slots)
         assert counted >= sum(buckets) * row
         graphs = (
-            counted + plan.pages * needs.page + needs.weights + 2 * plan.decode_frames * needs.decoded_frame + LIBRARY_BYTES + (3 << 29)
+            counted
+            + plan.pages * needs.page
+            + needs.weights
+            + 2 * plan.decode_frames * needs.decoded_frame
+            + LIBRARY_BYTES
+            + (3 << 29)
         )
         assert graphs <= 0.9 * 141e9
     assert slots_bytes(needs, 512) == 512 * needs.slot, "the default is what was measured"
@@ -156,7 +189,11 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (15 << 30, 16 << 30))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.update({str(device): share}))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: given.update({str(device): share}),
+    )
     return given
 
 
@@ -165,21 +202,33 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, streams = (
-        engine_options(config, device, torch.bfloat16, NativeModelOptions(streams=count), weight_bytes + graphs, state)
+        engine_options(
+            config, device, torch.bfloat16, NativeModelOptions(streams=count), weight_bytes + graphs, state
+        )
         for count, (graphs, state) in ((0, (0, 0)), (16, stream_needs(PUBLISHED_CODEC, torch.bfloat16)))
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
-    assert engine_options(config, device, torch.bfloat16, NativeModelOptions(slots=8, streams=16)).stream_slots == 4
+    assert (
+        engine_options(config, device, torch.bfloat16, NativeModelOptions(slots=8, streams=16)).stream_slots
+        == 4
+    )
 
 
-def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions those of four turns have about 8,300."""
+def test_a_turn_of_a_wide_engine_prefills_more(
+    two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions those of four turns have
+    about 8,300."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
-    sizes = [plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)]
+    sizes = [
+        plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)
+    ]
     assert sizes == [2048, 2048, 7680, 12288]
-    assert [plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)] == [2, 2, 1]
+    assert [
+        plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)
+    ] == [2, 2, 1]
     plain = plan_engine(needs, device, CONTEXT)
     assert (plain.spare_slots, plain.frame_seconds) == (0, 0.08)
 
@@ -192,22 +241,35 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
     ],
 )  # fmt: skip
 def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
-    chosen: dict[str, Any], slots: int, spare: int, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    chosen: dict[str, Any],
+    slots: int,
+    spare: int,
+    two_gpus: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
-    config, options = Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"), qwen3.PipelineOptions(executor="graph", **chosen)
+    config, options = (
+        Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"),
+        qwen3.PipelineOptions(executor="graph", **chosen),
+    )
     sizes = execution.plan_sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
     assert (sizes.slots, sizes.spare_slots) == (slots, spare)
 
 
 @pytest.mark.parametrize(("share", "slots"), [(None, None), (0.9, None), (None, 64)])
 def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
-    two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float | None, slots: int | None
+    two_gpus: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    share: float | None,
+    slots: int | None,
 ) -> None:
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 << 30, 16 << 30))
-    with pytest.raises(SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free") as caught:
+    with pytest.raises(
+        SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free"
+    ) as caught:
         plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
     assert caught.value.code is ErrorCode.SYNTH_OOM
     assert "nvidia-smi" in caught.value.advice
@@ -264,7 +326,8 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
     assert two_gpus == {"cuda:1": 0.5 - 1 / 16}
     # Another program has taken more than the share leaves to others.
     all_of_it, what_is_free = (
-        engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=share), weight_bytes) for share in (1.0, 15 / 16)
+        engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=share), weight_bytes)
+        for share in (1.0, 15 / 16)
     )
     assert all_of_it == what_is_free
 
@@ -298,8 +361,12 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     assert caught.value.advice
 
 
-@pytest.mark.parametrize(("sizes", "said"), [((34, 2, 64), "this model has 34 for 2"), ((8, 8, 80), "this model's is 80")])
-def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_for(sizes: tuple[int, int, int], said: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((34, 2, 64), "this model has 34 for 2"), ((8, 8, 80), "this model's is 80")]
+)
+def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_for(
+    sizes: tuple[int, int, int], said: str
+) -> None:
     heads, kv_heads, head_dim = sizes
     stacks = [Shape(), Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)]
     for kind, reproducible in (("graph", False), ("auto", True)):
@@ -310,7 +377,9 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_weights"), (fish, "load_weights")])
+@pytest.mark.parametrize(
+    ("family", "loads"), [(qwen3, "_load"), (spark, "load_weights"), (fish, "load_weights")]
+)
 def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
     family: ModuleType, loads: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:

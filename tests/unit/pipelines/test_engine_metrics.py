@@ -32,7 +32,10 @@ def test_one_line_says_what_runs_a_model() -> None:
     assert H200.summary("qwen3-tts-0.6b-base") == (
         "qwen3-tts-0.6b-base on NVIDIA H200, graph executor, fused CUDA kernels, bfloat16, 512 slots, 9545 KV pages of 64"
     )
-    assert EngineInfo(slots=2, device="cpu", dtype="float32").summary("hibari") == "hibari on cpu, float32, 2 slots, reproducible"
+    assert (
+        EngineInfo(slots=2, device="cpu", dtype="float32").summary("hibari")
+        == "hibari on cpu, float32, 2 slots, reproducible"
+    )
     assert EngineInfo().summary("other") == "other, 1 slots, reproducible"
 
 
@@ -44,7 +47,12 @@ def test_the_metrics_of_engines_are_read_at_each_scrape() -> None:
     def metrics() -> dict[str, float]:
         return scraped(generate_latest(registry).decode())
 
-    sizes = ("speech_engine_slots", "speech_engine_waiting_room", "speech_engine_kv_pages", "speech_engine_kv_use")
+    sizes = (
+        "speech_engine_slots",
+        "speech_engine_waiting_room",
+        "speech_engine_kv_pages",
+        "speech_engine_kv_use",
+    )
     assert [metrics()[name] for name in sizes] == [0, 0, 0, 0]
     first, second = FakePipeline("first"), FakePipeline("second")
     first.info = H200

@@ -1,4 +1,5 @@
-"""Packed prefill: prompts in one row write what each writes alone, and speech does not depend on who shares its row."""
+"""Packed prefill: prompts in one row write what each writes alone, and speech does not depend on who
+shares its row."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def placed(model: Any, counts: Sequence[int]) -> SlotState:
     total = sum(-(-count // PAGE) for count in counts)
     pages = iter((torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1).tolist())
     state = model.make_state(len(counts), -(-max(counts) // PAGE), 4)
-    state.write_pages([(slot, [next(pages) for _ in range(-(-count // PAGE))], 0) for slot, count in enumerate(counts)])
+    state.write_pages(
+        [(slot, [next(pages) for _ in range(-(-count // PAGE))], 0) for slot, count in enumerate(counts)]
+    )
     return state
 
 
@@ -74,8 +77,14 @@ def test_chunks_of_any_length_from_any_position_write_what_they_write_alone() ->
     lengths, starts = [5, 30, 9, 41, 17, 8], [0, 0, 8, 21, 16, 7]
     prompts, state = prompts_of(model, lengths), placed(model, lengths)
     alone, packed = (model.make_kv(20, PAGE) for _ in range(2))
-    before = [PrefillRun(slot, 0, prompt[:start]) for slot, (prompt, start) in enumerate(zip(prompts, starts)) if start]
-    chunks = [PrefillRun(slot, start, prompt[start:]) for slot, (prompt, start) in enumerate(zip(prompts, starts))]
+    before = [
+        PrefillRun(slot, 0, prompt[:start])
+        for slot, (prompt, start) in enumerate(zip(prompts, starts))
+        if start
+    ]
+    chunks = [
+        PrefillRun(slot, start, prompt[start:]) for slot, (prompt, start) in enumerate(zip(prompts, starts))
+    ]
     with torch.inference_mode():
         for kv in (alone, packed):
             model.prefill(before, state, kv)
@@ -97,14 +106,22 @@ def test_only_the_tail_of_the_last_row_is_padding() -> None:
     with torch.inference_mode():
         while rows.prepare():
             pass
-        assert rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]) == []
+        assert (
+            rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))])
+            == []
+        )
     # A row of 64 positions has room for eight chunks.
     assert [(size, len(counts)) for size, counts in rows.replayed] == [(64, 8), (64, 8), (64, 8), (64, 6)]
     longer = Rows(model, state, kv, (64, 128, 256))
     with torch.inference_mode():
         while longer.prepare():
             pass
-        assert longer.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]) == []
+        assert (
+            longer.run(
+                [PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]
+            )
+            == []
+        )
     assert [(size, sum(counts)) for size, counts in longer.replayed] == [(256, 210)]
 
 
@@ -158,11 +175,18 @@ def test_prompts_fill_every_row_but_the_last() -> None:
 
 
 def test_rows_are_as_long_as_their_positions_or_there_are_more() -> None:
-    """Of 8,208 positions 6,144 fill a row and 2,048 another; 2,640 would leave much of a row of 4,096 empty."""
+    """Of 8,208 positions 6,144 fill a row and 2,048 another; 2,640 would leave much of a row of 4,096
+    empty."""
     model = golden_model("base")
     rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE), packed_sizes(1024))
     hidden = model.config.talker.hidden
-    for positions, wanted in ((8208, [6144, 2048, 16]), (2640, [2048, 592]), (3900, [3900]), (1300, [1300]), (40, [40])):
+    for positions, wanted in (
+        (8208, [6144, 2048, 16]),
+        (2640, [2048, 592]),
+        (3900, [3900]),
+        (1300, [1300]),
+        (40, [40]),
+    ):
         groups = rows._groups([PrefillRun(0, 0, torch.zeros(positions, hidden))])
         assert [sum(len(run.embeddings) for run in group) for group in groups] == wanted
         assert [(run.start, len(run.embeddings)) for group in groups for run in group] == [
@@ -170,10 +194,14 @@ def test_rows_are_as_long_as_their_positions_or_there_are_more() -> None:
         ]
     for count, positions in ((60, 1), (100, 4), (300, 3)):
         short = [PrefillRun(slot, 0, torch.zeros(positions, hidden)) for slot in range(count)]
-        assert [len(group) for group in rows._groups(short)] == [count], "a longer row has room for all of these chunks"
+        assert [len(group) for group in rows._groups(short)] == [count], (
+            "a longer row has room for all of these chunks"
+        )
 
 
-def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = golden_model("base")
     rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE), packed_sizes(1024))
     kept, tried = rows._capture, list[int]()
@@ -272,7 +300,15 @@ class Packed(EagerExecutor):
 
 def packed_core(model: Any, heard: Recorder, **options: Any) -> ListenedCore:
     sizes = EngineOptions(
-        **{"slots": 8, "pages": 128, "page_size": 8, "max_context": MAX_CONTEXT, "prefill_chunk": 24, "reserve_frames": 4, **options}
+        **{
+            "slots": 8,
+            "pages": 128,
+            "page_size": 8,
+            "max_context": MAX_CONTEXT,
+            "prefill_chunk": 24,
+            "reserve_frames": 4,
+            **options,
+        }
     )
     return ListenedCore(Packed(model, sizes), sizes, heard)
 
@@ -286,7 +322,13 @@ def test_codes_are_those_of_the_plain_prefill_alone_and_in_any_mix(kind: str) ->
     shared = 0
     for _ in range(4):
         heard = Recorder()
-        core = packed_core(model, heard, slots=rng.randint(2, 9), pages=rng.choice((24, 64)), frames_per_turn=rng.choice((1, 3)))
+        core = packed_core(
+            model,
+            heard,
+            slots=rng.randint(2, 9),
+            pages=rng.choice((24, 64)),
+            frames_per_turn=rng.choice((1, 3)),
+        )
         for request in rng.sample(members, len(members)):
             core.add(request)
         run(core)
@@ -299,8 +341,12 @@ def test_codes_are_those_of_the_plain_prefill_alone_and_in_any_mix(kind: str) ->
     assert shared > 8, "nobody shared a row"
 
 
-@pytest.mark.parametrize(("slots", "spare_pages", "frames"), [(4, 80, 3), (6, 8, 24)], ids=["in a mix", "after a restart"])
-def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(slots: int, spare_pages: int, frames: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "spare_pages", "frames"), [(4, 80, 3), (6, 8, 24)], ids=["in a mix", "after a restart"]
+)
+def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(
+    slots: int, spare_pages: int, frames: int
+) -> None:
     many: list[GenerationRequest] = requests(9, 3, frames)
     alone = {request: run_alone(VoiceModel(), request)[0] for request in many}
     heard = Recorder()

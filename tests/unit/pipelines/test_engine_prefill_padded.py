@@ -1,4 +1,5 @@
-"""Prefill of padded chunks writes the keys and values that prefill of packed ones writes, whichever chunks share a replay."""
+"""Prefill of padded chunks writes the keys and values that prefill of packed ones writes, whichever chunks
+share a replay."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def placed(model: Qwen3TTSModel, counts: list[int], max_pages: int) -> SlotState
     total = sum(-(-count // PAGE) for count in counts)
     pages = iter((torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1).tolist())
     state = model.make_state(len(counts), max_pages, 4)
-    state.write_pages([(slot, [next(pages) for _ in range(-(-count // PAGE))], 0) for slot, count in enumerate(counts)])
+    state.write_pages(
+        [(slot, [next(pages) for _ in range(-(-count // PAGE))], 0) for slot, count in enumerate(counts)]
+    )
     return state
 
 
@@ -60,10 +63,26 @@ def test_padded_prefill_equals_packed(start: int) -> None:
     state = placed(model, [start + count for count in counts], (start + new) // PAGE)
     with torch.inference_mode():
         for kv in (packed, padded) if start else (packed,):
-            model.prefill([PrefillRun(slot, 0, prompt[:start] if start else prompt) for slot, prompt in enumerate(prompts)], state, kv)
+            model.prefill(
+                [
+                    PrefillRun(slot, 0, prompt[:start] if start else prompt)
+                    for slot, prompt in enumerate(prompts)
+                ],
+                state,
+                kv,
+            )
         if start:
-            model.prefill([PrefillRun(slot, start, prompt[start:]) for slot, prompt in enumerate(prompts)], state, packed)
-        rows = torch.stack([torch.nn.functional.pad(one[start:], (0, 0, 0, new + start - len(one)), value=0.5) for one in prompts])
+            model.prefill(
+                [PrefillRun(slot, start, prompt[start:]) for slot, prompt in enumerate(prompts)],
+                state,
+                packed,
+            )
+        rows = torch.stack(
+            [
+                torch.nn.functional.pad(one[start:], (0, 0, 0, new + start - len(one)), value=0.5)
+                for one in prompts
+            ]
+        )
         padded_twin(model, rows, state.page_table[:3], torch.tensor(counts), start, padded)
     assert_same(padded, packed)
 
@@ -84,7 +103,11 @@ def test_chunks_share_replays_of_their_one_shape_and_write_what_the_packed_prefi
     with torch.inference_mode():
         graphs = PaddedPrefills(work, state, replayed, at_once)
         for start in range(0, max(counts), CHUNK):
-            runs = [PrefillRun(slot, start, prompt[start : start + CHUNK]) for slot, prompt in enumerate(prompts) if len(prompt) > start]
+            runs = [
+                PrefillRun(slot, start, prompt[start : start + CHUNK])
+                for slot, prompt in enumerate(prompts)
+                if len(prompt) > start
+            ]
             model.prefill(runs, state, packed)
             rest = graphs.run(runs)
             left += [(run.slot, run.start) for run in rest]
@@ -96,7 +119,8 @@ def test_chunks_share_replays_of_their_one_shape_and_write_what_the_packed_prefi
 
 
 def test_padded_prefill_may_end_beyond_the_context() -> None:
-    """A context that is no whole number of pages: the last page of a padded chunk has positions that no request can have."""
+    """A context that is no whole number of pages: the last page of a padded chunk has positions that no
+    request can have."""
     golden = golden_model("base")
     model = Qwen3TTSModel(golden.config, golden.weights, 2 * PAGE + 3)
     packed, padded = (model.make_kv(8, PAGE) for _ in range(2))

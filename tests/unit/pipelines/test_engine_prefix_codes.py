@@ -1,4 +1,5 @@
-"""A model says the same whether its prompt's prefix was computed by the request itself or by another one, and in any company."""
+"""A model says the same whether its prompt's prefix was computed by the request itself or by another one,
+and in any company."""
 
 from __future__ import annotations
 
@@ -65,7 +66,15 @@ def requests(count: int, seed: int, frames: int) -> list[GenerationRequest]:
         one, voice = random_request(rng, golden_model("base", codebooks=2), f"r{index}"), index % len(LENGTHS)
         sampling = replace(one.sampling, min_new_tokens=frames)
         prefixes = (PromptPrefix(bytes([voice]), LENGTHS[voice]),)
-        made.append(replace(one, prompt=VoicePrompt(voice, one.prompt), prefixes=prefixes, max_tokens=frames, sampling=sampling))
+        made.append(
+            replace(
+                one,
+                prompt=VoicePrompt(voice, one.prompt),
+                prefixes=prefixes,
+                max_tokens=frames,
+                sampling=sampling,
+            )
+        )
     return made
 
 

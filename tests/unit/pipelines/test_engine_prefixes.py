@@ -1,4 +1,5 @@
-"""Prefixes that requests share: computed once, read by many, never written again, and no page lost or given to two."""
+"""Prefixes that requests share: computed once, read by many, never written again, and no page lost or
+given to two."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ DOINGS = [*["add"] * 10, *["step"] * 14, *["abort"] * 2, "nan", "lack", "fault"]
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=True), st.sampled_from([(0, 1), (1, 1), (1, 3)]))
-def test_no_page_is_lost_or_has_two_owners_whatever_happens(rng: random.Random, sizes: tuple[int, int]) -> None:
+def test_no_page_is_lost_or_has_two_owners_whatever_happens(
+    rng: random.Random, sizes: tuple[int, int]
+) -> None:
     run = Run(4, 10, *sizes, prefill_tokens=6)
     for _ in range(60):
         match rng.choice(DOINGS):
@@ -33,7 +36,9 @@ def test_no_page_is_lost_or_has_two_owners_whatever_happens(rng: random.Random, 
                 within = rng.choice(((), (5,), (8,), (5, 8, 11)))
                 shared = rng.choice((0, 5, 8, 13)) if not within else 13
                 own, frames = rng.randint(shared == 0, 6), rng.randrange(12)
-                run.add(request(len(run.asked), rng.randrange(2), shared, own, frames, rng.random() < 0.2, within))
+                run.add(
+                    request(len(run.asked), rng.randrange(2), shared, own, frames, rng.random() < 0.2, within)
+                )
             case "abort":
                 run.core.abort(f"r{rng.randrange(len(run.asked) + 1)}")
             # Frames that nobody has read yet can be of pages that were given back since.
@@ -49,8 +54,12 @@ def test_no_page_is_lost_or_has_two_owners_whatever_happens(rng: random.Random, 
     run.end()
 
 
-@pytest.mark.parametrize(("shared", "own", "cuts"), [(8, 9, [6, 2, 6, 2]), (11, 1, [6, 2, 3]), (8, 0, [4, 3]), (3, 9, [6, 5])])
-def test_chunks_are_cut_at_the_end_of_the_prefix_whoever_computes_it(shared: int, own: int, cuts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("shared", "own", "cuts"), [(8, 9, [6, 2, 6, 2]), (11, 1, [6, 2, 3]), (8, 0, [4, 3]), (3, 9, [6, 5])]
+)
+def test_chunks_are_cut_at_the_end_of_the_prefix_whoever_computes_it(
+    shared: int, own: int, cuts: list[int]
+) -> None:
     run = Run(slots=1)
     pair = request(0, 1, shared, own), request(1, 1, shared, own)
     run.add(*pair)
@@ -86,7 +95,9 @@ def test_prefixes_go_before_anybody_makes_way_and_the_one_read_longest_ago_first
     run.add(request(4, 0, 0, 20, frames=9))
     (utterance,) = run.core.scheduler.waiting
     run.end()
-    assert run.known == {bytes([1, 8])}, "7 pages for the newcomer: 4 that were free, and those of voices 2 and 3"
+    assert run.known == {bytes([1, 8])}, (
+        "7 pages for the newcomer: 4 that were free, and those of voices 2 and 3"
+    )
     assert utterance.run == 1, "it had to start again"
 
 
@@ -217,7 +228,11 @@ def test_a_later_turn_reads_what_every_turn_before_it_computed_and_the_longest_g
 
 def test_what_goes_on_from_a_prefix_with_nan_is_given_to_nobody_and_nothing_is_kept_behind_it() -> None:
     run = Run(slots=4, pages=40, prefill_tokens=6)
-    turns = [request(0, 1, 8, 3, frames=9), request(1, 1, 12, 3, frames=1, within=(8,)), request(2, 1, 28, 3, frames=9, within=(8,))]
+    turns = [
+        request(0, 1, 8, 3, frames=9),
+        request(1, 1, 12, 3, frames=1, within=(8,)),
+        request(2, 1, 28, 3, frames=9, within=(8,)),
+    ]
     for one in turns[:2]:
         run.add(one)
         run.step(4)

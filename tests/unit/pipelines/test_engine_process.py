@@ -33,7 +33,17 @@ from pipelines.errors import (
     SynthesisError,
 )
 from pipelines.ipc import ErrorRecord, plain
-from pipelines.request import Event, Failed, Generation, Handle, Message, Speech, SynthesisRequest, stream, submit
+from pipelines.request import (
+    Event,
+    Failed,
+    Generation,
+    Handle,
+    Message,
+    Speech,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
 from tests.support.native_plugin import NAME, installed
@@ -88,12 +98,18 @@ def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
     for seed in range(5):
         speech = submit(process, request("[[says:more]] hello", seed=seed)).result(60)
         np.testing.assert_array_equal(speech.samples, sine("[[says:more]] hello", seed))
-        assert (speech.sample_rate, speech.text, speech.text_out) == (SAMPLE_RATE, "[[says:more]] hello", "more")
+        assert (speech.sample_rate, speech.text, speech.text_out) == (
+            SAMPLE_RATE,
+            "[[says:more]] hello",
+            "more",
+        )
     assert len(submit(process, request("[[empty]]")).result(60).samples) == 0
     wait_for(lambda: process.stats().requests_done == 6)
 
 
-def test_a_recording_travels_once_and_every_request_has_its_own(open_process: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_travels_once_and_every_request_has_its_own(
+    open_process: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipelines.engine_process.client.SentRecordings", lambda: SentRecordings(2_500_000))
     process = open_process(slots=4)
     child = process._child
@@ -108,7 +124,9 @@ def test_a_recording_travels_once_and_every_request_has_its_own(open_process: Op
         audio = [Message("user", "audio", bytes(bytearray(recordings[place]))) for place in places]
         made.append(submit(process, SynthesisRequest("r", (*audio, Message("user", "text", "[[hears]]")))))
     digests = [hashlib.sha256(recording).hexdigest() for recording in recordings]
-    assert [one.result(60).text_out for one in made] == [" ".join(digests[place] for place in places) for places in asked]
+    assert [one.result(60).text_out for one in made] == [
+        " ".join(digests[place] for place in places) for places in asked
+    ]
     # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
     assert sum(size > 1_000_000 for size in posted) == 7
 
@@ -184,7 +202,9 @@ def test_a_text_that_is_no_unicode_is_refused(open_process: Open) -> None:
 
 def test_a_number_that_cannot_travel_is_refused_and_stops_nobody(open_process: Open) -> None:
     process = open_process()
-    huge = SynthesisRequest("r", (Message("user", "text", "hello"),), Generation(voice="sine", top_k=10**25), 1)
+    huge = SynthesisRequest(
+        "r", (Message("user", "text", "hello"),), Generation(voice="sine", top_k=10**25), 1
+    )
     with pytest.raises(InputError) as caught:
         submit(process, huge)
     assert caught.value.code is ErrorCode.INPUT_UNSUPPORTED
@@ -205,7 +225,9 @@ def test_submit_blocks_while_the_engine_is_full(open_process: Open) -> None:
     def feed() -> None:
         with suppress(SynthesisError):
             for number in range(room + 5):
-                submitted.append(process.start(request(f"[[slow:6000]] {number}", f"r{number}"), heard.append))
+                submitted.append(
+                    process.start(request(f"[[slow:6000]] {number}", f"r{number}"), heard.append)
+                )
 
     thread = threading.Thread(target=feed, daemon=True)
     thread.start()
@@ -334,7 +356,9 @@ def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open)
     from pipelines.registry import open_pipeline
 
     process = open_process(str(CHECKPOINT), slots=4)
-    wanted = SynthesisRequest("r", (Message("user", "text", "One short line."),), Generation(max_seconds=2.0), 5)
+    wanted = SynthesisRequest(
+        "r", (Message("user", "text", "One short line."),), Generation(max_seconds=2.0), 5
+    )
     here = open_pipeline(str(CHECKPOINT), keep_unfinished=True)
     there = open_process(str(CHECKPOINT), keep_unfinished=True)
     try:
@@ -344,7 +368,8 @@ def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open)
         assert (speech.text, speech.meta) == (expected.text, expected.meta)
         chunks = list(stream(there, wanted))
         np.testing.assert_array_equal(
-            np.concatenate([chunk.samples for chunk in chunks]), np.concatenate([c.samples for c in stream(here, wanted)])
+            np.concatenate([chunk.samples for chunk in chunks]),
+            np.concatenate([c.samples for c in stream(here, wanted)]),
         )
         with pytest.raises(InputError):
             list(stream(there, SynthesisRequest("r", (Message("user", "text", ""),))))

@@ -1,4 +1,5 @@
-"""Streams of a child process: no thread for each of them, an end at once, and errors that reach every listener once."""
+"""Streams of a child process: no thread for each of them, an end at once, and errors that reach every
+listener once."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def threads_of(pid: int | None) -> int:
 
 
 def with_recording(text: str, request_id: str) -> SynthesisRequest:
-    return SynthesisRequest(request_id, (Message("user", "audio", b"recording"), Message("user", "text", text)))
+    return SynthesisRequest(
+        request_id, (Message("user", "audio", b"recording"), Message("user", "text", text))
+    )
 
 
 def test_chunks_are_those_of_the_pipeline(process: EngineProcess) -> None:
@@ -54,7 +57,10 @@ def test_many_streams_take_no_threads_on_either_side(process: EngineProcess) -> 
     assert first.over.wait(60)
     before = threads_of(os.getpid()), threads_of(process.pid)
     listeners = [Heard() for _ in range(200)]
-    handles = [process.start(request("[[chunks:9]] [[seconds:600]]", f"r{n}"), one, stream=True) for n, one in enumerate(listeners)]
+    handles = [
+        process.start(request("[[chunks:9]] [[seconds:600]]", f"r{n}"), one, stream=True)
+        for n, one in enumerate(listeners)
+    ]
     wait_for(lambda: process.stats().running == 200 and all(one.outcomes for one in listeners))
     # The few threads that start streams come as they are needed.
     assert threads_of(os.getpid()) <= before[0]
@@ -75,11 +81,15 @@ def test_a_stream_that_is_ended_leaves_the_childs_pipeline(process: EngineProces
     assert not heard.over.is_set()
 
 
-def test_encoding_a_recording_stops_no_other_stream_and_may_be_ended(process: EngineProcess, tmp_path: Path) -> None:
+def test_encoding_a_recording_stops_no_other_stream_and_may_be_ended(
+    process: EngineProcess, tmp_path: Path
+) -> None:
     encoded = tmp_path / "encoded"
     slow, gone, quick = Heard(), Heard(), Heard()
     process.start(with_recording(f"[[encode:{encoded}]]", "slow"), slow, stream=True)
-    handle = process.start(with_recording(f"[[encode:{encoded}]] [[chunks:9]] [[seconds:600]]", "gone"), gone, stream=True)
+    handle = process.start(
+        with_recording(f"[[encode:{encoded}]] [[chunks:9]] [[seconds:600]]", "gone"), gone, stream=True
+    )
     process.start(request("hello", "quick"), quick, stream=True)
     assert quick.over.wait(60)
     assert not slow.outcomes

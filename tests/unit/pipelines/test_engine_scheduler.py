@@ -60,7 +60,10 @@ def test_who_makes_way_is_the_first_of_its_queue() -> None:
             EngineOptions(prefill_chunk=16, prefill_tokens=64, reserve_frames=0),
         )
         everybody = [
-            Utterance(request(length), NOBODY, listening=Listening(0.0) if queue == "waiting_streams" else None) for length in range(9, 13)
+            Utterance(
+                request(length), NOBODY, listening=Listening(0.0) if queue == "waiting_streams" else None
+            )
+            for length in range(9, 13)
         ]
         for utterance in everybody:
             scheduler.add(utterance)

@@ -21,12 +21,16 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     rng = random.Random(frames_per_turn)
     model, heard = golden_model("custom", codebooks=2), Recorder()
     members = [random_request(rng, model, str(index)) for index in range(14)]
-    sizes = EngineOptions(4, 200, 8, MAX_CONTEXT, reserve_frames=4, spare_slots=3, frames_per_turn=frames_per_turn)
+    sizes = EngineOptions(
+        4, 200, 8, MAX_CONTEXT, reserve_frames=4, spare_slots=3, frames_per_turn=frames_per_turn
+    )
     executor = EagerExecutor(model, sizes)
     core = ListenedCore(executor, sizes, heard)
     batches: list[int] = []
     plain = executor.frames
-    executor.frames = lambda slots, count, settings: batches.append(len(slots)) or plain(slots, count, settings)  # type: ignore[method-assign]
+    executor.frames = lambda slots, count, settings: (
+        batches.append(len(slots)) or plain(slots, count, settings)
+    )  # type: ignore[method-assign]
     for request in members:
         core.add(request)
     ahead = 0
@@ -57,7 +61,9 @@ def test_streams_take_no_more_rows_than_there_are() -> None:
     draw, simulation = np.random.default_rng(5), Simulation(slots=16, stream_slots=8, spare_slots=8)
     frames = simulation.device.frames
     most: list[int] = []
-    simulation.device.frames = lambda slots, count, settings: most.append(len(slots)) or frames(slots, count, settings)  # type: ignore[method-assign]
+    simulation.device.frames = lambda slots, count, settings: (
+        most.append(len(slots)) or frames(slots, count, settings)
+    )  # type: ignore[method-assign]
     simulation.arrive(np.sort(draw.uniform(0, 3, 60)), lambda: int(draw.integers(10, 60)))
     simulation.run(until=6.0, batch=lambda: int(draw.integers(40, 120)))
     assert max(most) == 16

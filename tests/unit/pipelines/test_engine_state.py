@@ -22,7 +22,15 @@ def placement(slot: int, seed: int, pages: int, trailing: int, greedy: bool = Fa
         residual_top_k=number + 1, residual_top_p=0.6, min_new_tokens=number + 2,
     )  # fmt: skip
     text = np.arange(trailing, dtype=np.int64) + 10 * number
-    return Placement(slot, list(range(1, pages + 1)), seed, sampling, text, torch.full((HIDDEN,), float(number)), 20 + number)
+    return Placement(
+        slot,
+        list(range(1, pages + 1)),
+        seed,
+        sampling,
+        text,
+        torch.full((HIDDEN,), float(number)),
+        20 + number,
+    )
 
 
 def state() -> SlotState:
@@ -48,13 +56,27 @@ def test_a_request_is_in_its_slot_and_the_others_are_as_they_were() -> None:
     assert found["pages"] == [1, 2, 3, 0, 0, 0]
     assert found["trailing"] == [40, 41, *[PAD] * 6]
     assert (found["positions"], found["frames"], found["seeds"], found["least"]) == (24, 0, 4, 6)
-    assert (found["top_k"], found["residual_top_k"], found["greedy"], found["predictor_greedy"]) == (4, 5, False, False)
+    assert (found["top_k"], found["residual_top_k"], found["greedy"], found["predictor_greedy"]) == (
+        4,
+        5,
+        False,
+        False,
+    )
     assert found["inputs"] == [4.0] * HIDDEN
-    reals = [found[name] for name in ("temperature", "top_p", "residual_temperature", "residual_top_p", "penalty")]
+    reals = [
+        found[name] for name in ("temperature", "top_p", "residual_temperature", "residual_top_p", "penalty")
+    ]
     np.testing.assert_allclose(np.array(reals, np.float32), np.array([0.7, 0.8, 1.1, 0.6, 1.5], np.float32))
     other = in_slot(made, 3)
-    assert (other["seeds"], other["greedy"], other["temperature"], other["pages"]) == ((1 << 63) - 3, True, 1.0, [1, 0, 0, 0, 0, 0])
-    assert {slot: in_slot(made, slot) for slot in (0, 2, 4, SLOTS)} == {slot: before[slot] for slot in (0, 2, 4, SLOTS)}
+    assert (other["seeds"], other["greedy"], other["temperature"], other["pages"]) == (
+        (1 << 63) - 3,
+        True,
+        1.0,
+        [1, 0, 0, 0, 0, 0],
+    )
+    assert {slot: in_slot(made, slot) for slot in (0, 2, 4, SLOTS)} == {
+        slot: before[slot] for slot in (0, 2, 4, SLOTS)
+    }
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -93,6 +115,14 @@ def test_pages_are_appended() -> None:
 
 def test_blocks_begin_where_kernels_can_load_several_values() -> None:
     made = state()
-    for tensor in (made.page_table, made.trailing, made.positions, made.seeds, made.penalty, made.first.top_k, made.residual.top_p):
+    for tensor in (
+        made.page_table,
+        made.trailing,
+        made.positions,
+        made.seeds,
+        made.penalty,
+        made.first.top_k,
+        made.residual.top_p,
+    ):
         assert tensor.is_contiguous()
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0

@@ -1,4 +1,5 @@
-"""Streams in the frame loop: whole chunks, each frame once, the same codes as a whole utterance in any company, and room at once."""
+"""Streams in the frame loop: whole chunks, each frame once, the same codes as a whole utterance in any
+company, and room at once."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 from tests.unit.pipelines.test_engine_thread import SECONDS, Following, Waiter, make_engine
 
 
-def requests(count: int, seed: int, frames: int | None = None, stream: bool = False) -> list[GenerationRequest]:
+def requests(
+    count: int, seed: int, frames: int | None = None, stream: bool = False
+) -> list[GenerationRequest]:
     rng = random.Random(seed)
-    made = [replace(random_request(rng, golden_model("base"), f"r{index}"), stream=stream) for index in range(count)]
+    made = [
+        replace(random_request(rng, golden_model("base"), f"r{index}"), stream=stream)
+        for index in range(count)
+    ]
     if frames is None:
         return made
-    return [replace(one, max_tokens=frames + 1, sampling=replace(one.sampling, min_new_tokens=frames + 1)) for one in made]
+    return [
+        replace(one, max_tokens=frames + 1, sampling=replace(one.sampling, min_new_tokens=frames + 1))
+        for one in made
+    ]
 
 
 def run(core: ListenedCore) -> None:
@@ -78,7 +87,9 @@ def test_streamed_equals_whole_and_alone_equals_any_company(still: list[float]) 
             still[0] += 0.3
     run(core)
     for request in many:
-        np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), replace(request, stream=False))[0])
+        np.testing.assert_array_equal(
+            heard.codes[request], run_alone(golden_model("base"), replace(request, stream=False))[0]
+        )
         if request.stream and request in heard.chunks:
             handed = np.concatenate(heard.chunks[request])
             np.testing.assert_array_equal(handed, heard.codes[request][: len(handed)])
@@ -94,7 +105,9 @@ def test_a_stream_that_starts_again_hands_no_frame_on_twice(still: list[float]) 
         core.add(request)
     utterances = list(core.scheduler.waiting_streams)
     run(core)
-    assert max(utterance.run for utterance in utterances) > 1, "nobody had to make way: the test has too many pages"
+    assert max(utterance.run for utterance in utterances) > 1, (
+        "nobody had to make way: the test has too many pages"
+    )
     for request, codes in zip(pair, alone):
         np.testing.assert_array_equal(heard.codes[request], codes)
         assert [len(chunk) for chunk in heard.chunks[request]] == [1, 2, 4, 8, 12, 12]
@@ -102,7 +115,9 @@ def test_a_stream_that_starts_again_hands_no_frame_on_twice(still: list[float]) 
     assert core.scheduler.kv.free == core.scheduler.kv.pages
 
 
-def test_the_youngest_whole_utterance_makes_way_for_a_stream_and_says_the_same_later(still: list[float]) -> None:
+def test_the_youngest_whole_utterance_makes_way_for_a_stream_and_says_the_same_later(
+    still: list[float],
+) -> None:
     heard = Recorder()
     old, young, *_ = whole = requests(2, 7, 30)
     (urgent,) = requests(1, 8, 10, stream=True)
@@ -127,7 +142,9 @@ def test_a_stream_that_starts_again_hands_nothing_on_twice(still: list[float]) -
     long = SamplingParams(temperature=0.0, residual_temperature=0.0, min_new_tokens=40)
     pair = [replace(request, sampling=long) for request in requests(2, 3, 40, stream=True)]
     alone = [run_alone(golden_model("base"), replace(request, stream=False))[0] for request in pair]
-    core = core_of(heard, still, pages=max(-(-request.positions // 8) for request in pair) + 2, reserve_frames=0)
+    core = core_of(
+        heard, still, pages=max(-(-request.positions // 8) for request in pair) + 2, reserve_frames=0
+    )
     for request in pair:
         core.add(request)
     young = core.scheduler.waiting_streams[1]
@@ -145,7 +162,9 @@ def test_a_stream_that_needs_pages_takes_them_from_whole_utterances(still: list[
     (stream,) = requests(1, 3, 30, stream=True)
     whole = requests(3, 4, 30)
     needed = -(-stream.positions // 8)
-    core = core_of(heard, still, pages=max(needed, *(-(-one.positions // 8) for one in whole)) + 4, reserve_frames=0)
+    core = core_of(
+        heard, still, pages=max(needed, *(-(-one.positions // 8) for one in whole)) + 4, reserve_frames=0
+    )
     for request in (*whole, stream):
         core.add(request)
     others, (listening,) = list(core.scheduler.waiting), core.scheduler.waiting_streams
@@ -163,7 +182,11 @@ def test_whole_utterances_leave_the_slots_of_streams_free(still: list[float]) ->
     for request in requests(4, 2, 20):
         core.add(request)
     core.step()
-    assert (len(core.scheduler.running), core.scheduler.free_slots, core.scheduler.free_whole_slots) == (1, 3, 0)
+    assert (len(core.scheduler.running), core.scheduler.free_slots, core.scheduler.free_whole_slots) == (
+        1,
+        3,
+        0,
+    )
 
 
 def test_streams_leave_a_part_of_the_slots_to_whole_utterances_that_are_there() -> None:
@@ -192,7 +215,9 @@ def test_a_stream_that_is_cancelled_is_gone_at_once(steps: int, still: list[floa
     run(core)
     assert len(heard.chunks.get(doomed, ())) == handed
     assert core.scheduler.kv.free == core.scheduler.kv.pages
-    np.testing.assert_array_equal(heard.codes[other], run_alone(golden_model("base"), replace(other, stream=False))[0])
+    np.testing.assert_array_equal(
+        heard.codes[other], run_alone(golden_model("base"), replace(other, stream=False))[0]
+    )
 
 
 def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() -> None:
@@ -203,7 +228,9 @@ def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() 
     rests, waits, ends = Waiter(), Waiter(), Waiter()
     engine.submit(whole, rests)
     engine.submit(stream, waits)
-    np.testing.assert_array_equal(waits.wait().codes, run_alone(golden_model("base"), replace(stream, stream=False))[0])
+    np.testing.assert_array_equal(
+        waits.wait().codes, run_alone(golden_model("base"), replace(stream, stream=False))[0]
+    )
     assert rests.codes is None
     doomed = replace(doomed, max_tokens=150)
     engine.submit(doomed, ends)
@@ -239,7 +266,10 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
     simulation = Simulation(slots=8)
     asked: list[tuple[int, int]] = []
     frames = simulation.device.frames
-    simulation.device.frames = lambda slots, count, settings: (asked.append((len(slots), count)), frames(slots, count, settings))[1]
+    simulation.device.frames = lambda slots, count, settings: (
+        asked.append((len(slots), count)),
+        frames(slots, count, settings),
+    )[1]
     for seed in range(900, 904):
         simulation._add(seed, 40, stream=False)
     simulation.core.step()
@@ -260,10 +290,14 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
 def test_what_a_stream_may_draw_is_its_own() -> None:
     """A greedy stream beside drawn whole utterances."""
     (greedy,) = requests(1, 20, 12, stream=True)
-    greedy = replace(greedy, sampling=SamplingParams(temperature=0.0, residual_temperature=0.0, min_new_tokens=13))
+    greedy = replace(
+        greedy, sampling=SamplingParams(temperature=0.0, residual_temperature=0.0, min_new_tokens=13)
+    )
     heard = Recorder()
     core = make_core(golden_model("base"), heard)
     for request in (*requests(3, 21, 12), greedy):
         core.add(request)
     run(core)
-    np.testing.assert_array_equal(heard.codes[greedy], run_alone(golden_model("base"), replace(greedy, stream=False))[0])
+    np.testing.assert_array_equal(
+        heard.codes[greedy], run_alone(golden_model("base"), replace(greedy, stream=False))[0]
+    )

@@ -1,4 +1,5 @@
-"""Text that comes while it is spoken: the codes of the whole text, however it came; a stream whose text is used up waits."""
+"""Text that comes while it is spoken: the codes of the whole text, however it came; a stream whose text is
+used up waits."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
 from tests.support.listened import ListenedCore
-from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, random_sampling, run_alone
+from tests.support.qwen3_golden import (
+    Recorder,
+    golden_model,
+    make_core,
+    random_request,
+    random_sampling,
+    run_alone,
+)
 from tests.unit.pipelines.test_engine_thread import Waiter, make_engine
 
 FRAMES = 30
@@ -25,7 +33,9 @@ class Writer:
         rng, draw = random.Random(seed), np.random.default_rng(seed)
         config = golden_model("base").config
         body = draw.integers(0, 256, rng.randint(16, 24)).tolist()
-        reference = Reference(draw.integers(0, 256, 3).tolist(), draw.integers(0, config.predictor.vocab, (8, config.codebooks)))
+        reference = Reference(
+            draw.integers(0, 256, 3).tolist(), draw.integers(0, config.predictor.vocab, (8, config.codebooks))
+        )
         parts = PromptParts([1, 2, 3], body, reference=reference if clone else None, text_first=False)
         first = parts.streamed_ids
         sampling = replace(random_sampling(rng), min_new_tokens=frames + 1)
@@ -79,7 +89,9 @@ def test_text_in_pieces_gives_the_codes_of_the_whole_text_in_any_company(clone: 
         np.testing.assert_array_equal(heard.codes[writer.open], writer.codes())
     for request, codes in heard.codes.items():
         if request.request_id.startswith("o"):
-            np.testing.assert_array_equal(codes, run_alone(golden_model("base"), replace(request, stream=False))[0])
+            np.testing.assert_array_equal(
+                codes, run_alone(golden_model("base"), replace(request, stream=False))[0]
+            )
     assert core.scheduler.kv.free == core.scheduler.kv.pages
 
 
@@ -94,7 +106,9 @@ def test_a_stream_whose_text_is_used_up_takes_no_frames_and_others_go_on() -> No
         (starved,) = core.scheduler.running
         assert starved.starved
         assert starved.made == len(starved.trailing), "one frame for each id"
-        assert sum(len(chunk) for chunk in heard.chunks.get(writer.open, ())) == starved.made, "what was made is heard before it waits"
+        assert sum(len(chunk) for chunk in heard.chunks.get(writer.open, ())) == starved.made, (
+            "what was made is heard before it waits"
+        )
     core.add(other)
     while other not in heard.codes:
         assert not core.idle
@@ -105,7 +119,9 @@ def test_a_stream_whose_text_is_used_up_takes_no_frames_and_others_go_on() -> No
     writer.write(core, 100)
     run(core)
     np.testing.assert_array_equal(heard.codes[writer.open], writer.codes())
-    np.testing.assert_array_equal(np.concatenate(heard.chunks[writer.open]), writer.codes()[: sum(map(len, heard.chunks[writer.open]))])
+    np.testing.assert_array_equal(
+        np.concatenate(heard.chunks[writer.open]), writer.codes()[: sum(map(len, heard.chunks[writer.open]))]
+    )
 
 
 def test_text_comes_while_the_stream_waits_for_a_slot() -> None:

@@ -79,7 +79,9 @@ class Following:
         return threading.current_thread() is self.thread
 
 
-def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4, follower: Following | None = None) -> Engine:
+def make_engine(
+    waiting_room: int = 8, model: Any = None, slots: int = 4, follower: Following | None = None
+) -> Engine:
     model = model or golden_model("base")
     executor = EagerExecutor(model, replace(OPTIONS, slots=slots))
     return Engine(executor, OPTIONS, waiting_room, follower)  # type: ignore[arg-type]
@@ -107,7 +109,10 @@ def test_requests_from_many_threads_come_out_as_alone() -> None:
 
 def test_a_receiver_may_submit_although_the_room_is_full() -> None:
     engine = make_engine(waiting_room=2, slots=1)
-    first, *others, last = (replace(request, max_tokens=20, sampling=SamplingParams(min_new_tokens=20)) for request in some_requests(4))
+    first, *others, last = (
+        replace(request, max_tokens=20, sampling=SamplingParams(min_new_tokens=20))
+        for request in some_requests(4)
+    )
     later, full = Waiter(), threading.Event()
 
     def submit_last() -> None:
@@ -153,7 +158,9 @@ def test_a_follower_may_submit_although_the_room_is_full_and_the_engine_rests() 
     follower = Following()
     follower.behind = True
     engine = make_engine(waiting_room=2, follower=follower)
-    follower.thread = threading.Thread(target=lambda: [engine.submit(request, Waiter()) for request in some_requests(6)])
+    follower.thread = threading.Thread(
+        target=lambda: [engine.submit(request, Waiter()) for request in some_requests(6)]
+    )
     follower.thread.start()
     follower.thread.join(300)
     assert not follower.thread.is_alive()
@@ -244,7 +251,9 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
         engine.submit(some_requests(1)[0], Waiter())
 
 
-def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
     model = golden_model("base")
     rng = random.Random(3)

@@ -1,4 +1,5 @@
-"""Sequences of tokens on our own engine: ids, ends and limits as on vLLM, streams, aborts, and receivers that ask for more."""
+"""Sequences of tokens on our own engine: ids, ends and limits as on vLLM, streams, aborts, and receivers
+that ask for more."""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ from tests.support.vllm_kit import GOLDEN, Waiter, checkpoint
 SECONDS = 240
 #: Greedy golden sequences and how many tokens they have before their end.
 ENDS_AFTER = 15
-OPTIONS = EngineOptions(slots=4, pages=64, page_size=16, max_context=512, chunk_frames=(3, 6), first_frames=(3,))
+OPTIONS = EngineOptions(
+    slots=4, pages=64, page_size=16, max_context=512, chunk_frames=(3, 6), first_frames=(3,)
+)
 
 
 @cache
 def loaded() -> tuple[SparkModel, Drawable, Vocabulary]:
     torch.set_num_threads(1)
     config = SparkConfig.from_folder(checkpoint())
-    vocabulary = Vocabulary.from_folder(checkpoint() / LLM, config.bicodec.codebook_size, config.bicodec.global_codes)
+    vocabulary = Vocabulary.from_folder(
+        checkpoint() / LLM, config.bicodec.codebook_size, config.bicodec.global_codes
+    )
     drawable = Drawable.of(vocabulary, config.lm)
     weights = load_weights(config, drawable, torch.float32, torch.device("cpu"))
     return SparkModel(config.lm, weights, drawable, OPTIONS.max_context), drawable, vocabulary
@@ -46,7 +51,9 @@ def open_host(options: EngineOptions = OPTIONS, waiting_room: int = 8) -> Native
     model, drawable, _ = loaded()
     executor = EagerExecutor(model, options)
     engine = Engine(executor, options, waiting_room)
-    return NativeHost(engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
+    return NativeHost(
+        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +86,16 @@ def made(host: NativeHost, asked: TokenRequest, streamed: bool = False) -> tuple
 
 @pytest.mark.parametrize(
     ("most", "count", "finish"),
-    [(5, 5, "length"), (ENDS_AFTER, ENDS_AFTER, "length"), (ENDS_AFTER + 1, ENDS_AFTER, "stop"), (100, ENDS_AFTER, "stop")],
+    [
+        (5, 5, "length"),
+        (ENDS_AFTER, ENDS_AFTER, "length"),
+        (ENDS_AFTER + 1, ENDS_AFTER, "stop"),
+        (100, ENDS_AFTER, "stop"),
+    ],
 )
-def test_a_sequence_has_its_ids_before_the_end_and_says_how_it_ended(host: NativeHost, most: int, count: int, finish: str) -> None:
+def test_a_sequence_has_its_ids_before_the_end_and_says_how_it_ended(
+    host: NativeHost, most: int, count: int, finish: str
+) -> None:
     tokens, parts = made(host, request(most))
     assert tokens.ids == arrays()["output_ids"][:count].tolist()
     assert (tokens.finish, tokens.codes, parts) == (finish, None, [])
@@ -110,9 +124,15 @@ def test_a_sequence_that_ignores_its_end_goes_on_to_its_limit(host: NativeHost) 
 def test_ids_of_the_prompt_count_as_drawn(host: NativeHost) -> None:
     golden = arrays("clone_with_text_stereo")
     # The next likeliest id behind this prompt is one of the recording's.
-    prompt, repeated = [*golden["input_ids"].tolist(), *golden["output_ids"][:63].tolist()], int(golden["output_ids"][63])
+    prompt, repeated = (
+        [*golden["input_ids"].tolist(), *golden["output_ids"][:63].tolist()],
+        int(golden["output_ids"][63]),
+    )
     assert repeated in golden["input_ids"]
-    drawn = [TokenRequest("one", prompt, TokenSampling(1, 0.0, repetition_penalty=penalty, stop_ids=ends())) for penalty in (1.0, 1000.0)]
+    drawn = [
+        TokenRequest("one", prompt, TokenSampling(1, 0.0, repetition_penalty=penalty, stop_ids=ends()))
+        for penalty in (1.0, 1000.0)
+    ]
     plain, penalized = (made(host, one)[0].ids[0] for one in drawn)
     assert plain == repeated
     assert penalized not in prompt
@@ -187,17 +207,24 @@ def frames_host() -> tuple[NativeHost, GenerationRequest, Qwen3TTSModel]:
     executor = EagerExecutor(model, options)
     ids = np.arange(model.config.talker.vocab) + 1000
     end = model.config.ids.eos
-    host = NativeHost(Engine(executor, options), ids, (end,), lambda request: wanted.prompt, codebooks=model.codebooks)
+    host = NativeHost(
+        Engine(executor, options), ids, (end,), lambda request: wanted.prompt, codebooks=model.codebooks
+    )
     return host, wanted, model
 
 
 def test_all_codebooks_have_the_settings_of_a_request() -> None:
     host, _, _ = frames_host()
-    greedy, narrow = (TokenSampling(12, temperature, 0, top_p, ignore_end=True) for temperature, top_p in ((0.0, 1.0), (1.5, 1e-9)))
+    greedy, narrow = (
+        TokenSampling(12, temperature, 0, top_p, ignore_end=True)
+        for temperature, top_p in ((0.0, 1.0), (1.5, 1e-9))
+    )
     found = [made(host, TokenRequest("frames", [], sampling))[0].codes for sampling in (greedy, narrow)]
     host.close()
     assert found[0] is not None
-    assert np.array_equal(found[0], found[1]), "what is left of the nucleus is the likeliest code of each codebook"
+    assert np.array_equal(found[0], found[1]), (
+        "what is left of the nucleus is the likeliest code of each codebook"
+    )
 
 
 def test_codes_of_a_step_are_its_id_and_those_of_all_codebooks() -> None:

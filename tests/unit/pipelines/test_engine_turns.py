@@ -1,4 +1,5 @@
-"""Which streams take part in the next turn; and a day in the life of the engine, on a clock and a device that are simulated."""
+"""Which streams take part in the next turn; and a day in the life of the engine, on a clock and a device
+that are simulated."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import numpy as np
 import pytest
 
 from pipelines.engine.buckets import BUCKETS
-from pipelines.engine.turns import AHEAD_ROWS, DUE_SECONDS, FAIR_TURNS, LEAST_ROWS, MOST_AHEAD_ROWS, Listening, TurnPlanner
+from pipelines.engine.turns import (
+    AHEAD_ROWS,
+    DUE_SECONDS,
+    FAIR_TURNS,
+    LEAST_ROWS,
+    MOST_AHEAD_ROWS,
+    Listening,
+    TurnPlanner,
+)
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 
 NOW = 100.0
@@ -28,7 +37,14 @@ def planner(turn: float = 0.01) -> TurnPlanner:
 
 
 def test_first_chunks_come_before_everything_then_the_listener_who_runs_dry_first() -> None:
-    streams = [stream(5.0), stream(0.3), awaiting(0.01), stream(0.05), awaiting(0.02), *[stream(1.0 + 0.01 * index) for index in range(20)]]
+    streams = [
+        stream(5.0),
+        stream(0.3),
+        awaiting(0.01),
+        stream(0.05),
+        awaiting(0.02),
+        *[stream(1.0 + 0.01 * index) for index in range(20)],
+    ]
     plan = planner().plan(streams, NOW, batch=True)
     assert plan.streams[:4] == [4, 2, 3, 1]
     assert (len(plan.streams), plan.batch, plan.together) == (LEAST_ROWS, False, False)
@@ -155,7 +171,8 @@ def test_a_thousand_listeners_in_real_time_hear_no_gap() -> None:
 
 
 def made_beside(streams: int, seconds: float = 15.0) -> tuple[float, Simulation]:
-    """Frames a second of batch work beside so many streams, whose listeners ask again when they have heard enough."""
+    """Frames a second of batch work beside so many streams, whose listeners ask again when they have heard
+    enough."""
     draw, simulation = np.random.default_rng(3), Simulation(stream_slots=128)
     simulation.run(5.0, lambda: seed_tts(draw))
     before, began = simulation.core.frames_made, simulation.device.now

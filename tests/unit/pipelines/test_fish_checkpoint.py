@@ -56,7 +56,9 @@ def test_the_registry_recognises_the_folder_without_torch() -> None:
         "import sys; from pipelines.registry import describe; card = describe(sys.argv[1]); can = card.capabilities;"
         "print(card.family, *card.engines, card.sample_rate, can.cloning, can.references, can.streaming, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(whole())], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(whole())], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["fish_speech", "native", "vllm", "44100", "True", "5", "True", "False"]
 
 
@@ -74,7 +76,10 @@ def test_the_revision_follows_the_weights(folder: Path) -> None:
         (lambda c: c["text_config"].pop("n_layer"), "text_config.n_layer is missing"),
         (lambda c: c["text_config"].update(attention_qk_norm=False), "attention_qk_norm is False; only True"),
         (lambda c: c["audio_decoder_config"].update(attention_o_bias=True), "attention_o_bias is True"),
-        (lambda c: c["audio_decoder_config"].update(num_codebooks=8), "num_codebooks is 8, but the codec has 10"),
+        (
+            lambda c: c["audio_decoder_config"].update(num_codebooks=8),
+            "num_codebooks is 8, but the codec has 10",
+        ),
         (lambda c: c["audio_decoder_config"].update(text_dim=64), "text_dim is 64"),
         (lambda c: c["text_config"].update(tie_word_embeddings=False), "tie_word_embeddings is False"),
         (lambda c: c.update(semantic_end_token_id=477), "semantic_end_token_id and the start make 66 tokens"),
@@ -94,11 +99,16 @@ def test_a_config_that_cannot_be_is_named(folder: Path, change: Callable[[dict],
     [
         (lambda c: c.update(encoder_dim=16), "encoder_dim grows to 256"),
         (lambda c: c.update(decoder_rates=[8, 8, 4]), "decoder_rates do not make"),
-        (lambda c: c["quantizer"]["post_module"]["config"].update(n_head=3), "dim must be 128, and n_head times"),
+        (
+            lambda c: c["quantizer"]["post_module"]["config"].update(n_head=3),
+            "dim must be 128, and n_head times",
+        ),
         (lambda c: c.update(encoder_transformer_layers=[1]), "encoder_transformer_layers must have"),
     ],
 )
-def test_codec_sizes_that_cannot_be_are_named(folder: Path, change: Callable[[dict], object], words: str) -> None:
+def test_codec_sizes_that_cannot_be_are_named(
+    folder: Path, change: Callable[[dict], object], words: str
+) -> None:
     edit(folder / "codec_config.json", change)
     with pytest.raises(ModelError, match=words):
         FishConfig.from_folder(folder)
@@ -146,7 +156,9 @@ def test_queries_and_keys_are_put_into_halves() -> None:
     stack = replace(PUBLISHED.slow, layers=1, hidden=2, heads=2, kv_heads=1, head_dim=4, intermediate=2)
 
     class Numbered(Shapes):
-        def take(self, name: str, shape: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
+        def take(
+            self, name: str, shape: Sequence[int], dtype: object = None, device: object = None
+        ) -> Tensor:
             return torch.arange(float(shape[0])).view(-1, *[1] * (len(shape) - 1)).expand(tuple(shape))
 
     (layer,) = take_layers(Loader(Numbered(), "", torch.float32, META), stack)
@@ -160,9 +172,13 @@ def test_rotating_halves_is_rotating_pairs() -> None:
     assert torch.equal(cosine, cosine.bfloat16().float())
     x = torch.randn(8)
     even, odd = x[0::2], x[1::2]
-    pairs = torch.stack((even * cosine[5] - odd * sine[5], odd * cosine[5] + even * sine[5]), dim=-1).flatten()
+    pairs = torch.stack(
+        (even * cosine[5] - odd * sine[5], odd * cosine[5] + even * sine[5]), dim=-1
+    ).flatten()
     left, right = halves(x, 8).chunk(2)
-    assert torch.equal(torch.cat((left * cosine[5] - right * sine[5], right * cosine[5] + left * sine[5])), halves(pairs, 8))
+    assert torch.equal(
+        torch.cat((left * cosine[5] - right * sine[5], right * cosine[5] + left * sine[5])), halves(pairs, 8)
+    )
 
 
 class Shapes:
@@ -177,7 +193,13 @@ class Shapes:
             return False
         return "weight_v" in name if "_proj." in name else "original1" in name
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         self.taken[name] = torch.Size(shape).numel()
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
@@ -194,17 +216,30 @@ class TestCodec:
         tensors = torch.load(path, weights_only=True)
         names = sorted(tensors)
         if wrapper in ("prefix", "both"):
-            tensors = {f"model.generator.{name}": tensor for name, tensor in tensors.items()} | {"discriminator.x": torch.zeros(1)}
-        torch.save({wrapper: tensors} if wrapper in ("state_dict", "generator") else {"state_dict": tensors, "step": 3}, path)
+            tensors = {f"model.generator.{name}": tensor for name, tensor in tensors.items()} | {
+                "discriminator.x": torch.zeros(1)
+            }
+        torch.save(
+            {wrapper: tensors}
+            if wrapper in ("state_dict", "generator")
+            else {"state_dict": tensors, "step": 3},
+            path,
+        )
         table = open_codec(folder)
         assert all(name in table for name in names)
         codec_from(FishConfig.from_folder(folder).codec, table, torch.device("cpu"), torch.float32)
         assert [name for name in table.left() if not name.startswith("discriminator")] == []
 
-    def test_unknown_extras_are_named_and_left_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unknown_extras_are_named_and_left_alone(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         path = folder / "codec.pth"
         tensors = torch.load(path, weights_only=True)
-        torch.save(tensors | {"quantizer.pre_module.freqs_cis": torch.zeros(1), "encoder.block.9.alpha": torch.zeros(1)}, path)
+        torch.save(
+            tensors
+            | {"quantizer.pre_module.freqs_cis": torch.zeros(1), "encoder.block.9.alpha": torch.zeros(1)},
+            path,
+        )
         with caplog.at_level(logging.WARNING):
             load_codec(FishConfig.from_folder(folder))
         assert "encoder.block.9.alpha" in caplog.text
@@ -223,7 +258,9 @@ class TestCodec:
         torch.save([1] if fault == "no tensors" else tensors, path)
         if fault == "no file":
             path.unlink()
-        with pytest.raises(ModelError, match=name if fault in ("missing", "shape", "whole numbers") else r"codec\.pth") as caught:
+        with pytest.raises(
+            ModelError, match=name if fault in ("missing", "shape", "whole numbers") else r"codec\.pth"
+        ) as caught:
             load_codec(FishConfig.from_folder(folder))
         assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
@@ -242,12 +279,18 @@ class TestCodec:
 
     def test_every_spelling_of_the_weight_norm_is_one_weight(self) -> None:
         class Table(dict):
-            def take(self, name: str, shape: Sequence[int], dtype: object = None, device: object = None) -> Tensor:
+            def take(
+                self, name: str, shape: Sequence[int], dtype: object = None, device: object = None
+            ) -> Tensor:
                 assert tuple(self[name].shape) == tuple(shape)
                 return self[name]
 
         v, g = torch.randn(3, 2, 5), torch.rand(3, 1, 1)
-        new = take_normed(Table({"a.parametrizations.weight.original0": g, "a.parametrizations.weight.original1": v}), "a.", v.shape)
+        new = take_normed(
+            Table({"a.parametrizations.weight.original0": g, "a.parametrizations.weight.original1": v}),
+            "a.",
+            v.shape,
+        )
         old = take_normed(Table({"a.weight_g": g, "a.weight_v": v}), "a.", v.shape)
         folded = take_normed(Table({"a.weight": new}), "a.", v.shape)
         assert torch.equal(new, old)

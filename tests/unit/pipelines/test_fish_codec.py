@@ -84,7 +84,10 @@ def test_attention_in_pieces_is_attention(codec: Codec, monkeypatch: pytest.Monk
 
 def test_fused_ops_make_the_same_audio() -> None:
     codes = some_codes(12)
-    plain, fused = (codec_from(CONFIG.codec, open_codec(CONFIG.folder), CPU, torch.float32, fused) for fused in (False, True))
+    plain, fused = (
+        codec_from(CONFIG.codec, open_codec(CONFIG.folder), CPU, torch.float32, fused)
+        for fused in (False, True)
+    )
     wave = fused.decoder.decode([codes])[0]
     assert (wave - plain.decoder.decode([codes])[0]).abs().max() < NEAR
     assert wave.abs().max() > 0.1, "nothing was compared"
@@ -103,7 +106,9 @@ def test_codes_beyond_a_codebook_are_its_last_and_stay_as_they_were(codec: Codec
     assert torch.equal(codes, before)
 
 
-@pytest.mark.parametrize("codes", [torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 10), torch.full((3, 10), -1)])
+@pytest.mark.parametrize(
+    "codes", [torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 10), torch.full((3, 10), -1)]
+)
 def test_codes_that_cannot_be_are_refused(codec: Codec, codes: torch.Tensor) -> None:
     with pytest.raises(SynthesisError) as caught:
         codec.decoder.decode([codes])
@@ -142,7 +147,9 @@ def test_resampling_is_exact_where_nothing_is_to_do() -> None:
     assert torch.equal(resample(samples, 44_100, 44_100), samples)
 
 
-def test_channels_are_averaged_and_codes_kept_by_content(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_are_averaged_and_codes_kept_by_content(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     references = ReferenceEncoder(codec.encoder)
     mono = tone(44_100)
     stereo = encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100)

@@ -1,4 +1,5 @@
-"""Dialogues of Fish Speech S2 on our own engine: a turn prefills only what is new, and says what it says without shared prefixes."""
+"""Dialogues of Fish Speech S2 on our own engine: a turn prefills only what is new, and says what it says
+without shared prefixes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PAGE = OPTIONS.page_size
 
 
 class WatchedExecutor(EagerExecutor):
-    """Counts the positions that it prefills, and remembers the context that the first frame of each run of a request reads."""
+    """Counts the positions that it prefills, and remembers the context that the first frame of each run of
+    a request reads."""
 
     def __init__(self, slots: int, pages: int) -> None:
         super().__init__(model(), replace(OPTIONS, slots=slots, pages=pages, page_size=PAGE))
@@ -49,14 +51,17 @@ class WatchedExecutor(EagerExecutor):
     def _context(self, slot: int) -> bytes:
         pages, length = self.state.page_table[slot], int(self.state.positions[slot])
         layers = zip(self.kv.k, self.kv.v)
-        return b"".join(part.numpy().tobytes() for k, v in layers for part in gather_pages(k, v, pages, length))
+        return b"".join(
+            part.numpy().tobytes() for k, v in layers for part in gather_pages(k, v, pages, length)
+        )
 
 
 class Rig:
     """An engine of dialogues, and what happened in it."""
 
     def __init__(self, share: bool = True, forgetful: bool = False, slots: int = 6, pages: int = 128) -> None:
-        """`share`: whether prompts name prefixes; `forgetful`: whether those that nobody reads are gone before each prompt."""
+        """`share`: whether prompts name prefixes; `forgetful`: whether those that nobody reads are gone
+        before each prompt."""
         self.executor = WatchedExecutor(slots, pages)
         engine = Engine(self.executor, OPTIONS)
         prefixes = engine.core.scheduler.prefixes
@@ -106,7 +111,15 @@ class Dialogue:
             return self.prompts[-1]
 
         conversation.ask = asked
-        return TurnPlan(f"d{self.seed}", conversation, self.texts, sampling, None, OPTIONS.max_context, keep_unfinished=True)
+        return TurnPlan(
+            f"d{self.seed}",
+            conversation,
+            self.texts,
+            sampling,
+            None,
+            OPTIONS.max_context,
+            keep_unfinished=True,
+        )
 
 
 def spoken(rig: Rig, *dialogues: Dialogue) -> list[NDArray[np.int64]]:
@@ -129,7 +142,9 @@ def test_a_turn_of_a_dialogue_prefills_what_is_new_since_the_prompt_before_it() 
     assert len(dialogue.prompts) == len(TEXTS) == 8
     lengths = [len(prompt) - 1 for prompt in dialogue.prompts]
     assert before == sum(lengths)
-    assert after == lengths[-1] + sum(length % PAGE for length in lengths[:-1]), "only what does not fill a page is prefilled again"
+    assert after == lengths[-1] + sum(length % PAGE for length in lengths[:-1]), (
+        "only what does not fill a page is prefilled again"
+    )
     assert (before, after) == (2036, 420), "positions of all eight turns, as docs/fish-speech.md says"
 
 
@@ -160,10 +175,16 @@ def test_answers_of_equal_ids_and_other_codes_are_other_dialogues() -> None:
 
 
 def test_dialogues_say_the_same_alone_and_in_any_mix() -> None:
-    """Of one voice and of others, of equal texts with other answers, with too few pages for all: prefixes go, turns start again."""
+    """Of one voice and of others, of equal texts with other answers, with too few pages for all: prefixes
+    go, turns start again."""
     dialogues = [Dialogue(voices=[voice()], seed=seed, texts=TEXTS[:5]) for seed in (1, 2)]
-    dialogues += [Dialogue(voices=[voice(residual)], seed=3, texts=TEXTS[2:6], most=30) for residual in (0, 1)]
-    dialogues += [Dialogue(seed=4, texts=TEXTS[4:], most=20), Dialogue(voices=[voice()], seed=5, texts=TEXTS[:1], most=40)]
+    dialogues += [
+        Dialogue(voices=[voice(residual)], seed=3, texts=TEXTS[2:6], most=30) for residual in (0, 1)
+    ]
+    dialogues += [
+        Dialogue(seed=4, texts=TEXTS[4:], most=20),
+        Dialogue(voices=[voice()], seed=5, texts=TEXTS[:1], most=40),
+    ]
     alone: list[NDArray[np.int64]] = []
     for one in dialogues:
         with closing(Rig(share=False)) as rig:

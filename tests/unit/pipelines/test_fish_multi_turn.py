@@ -44,7 +44,9 @@ class FakeHost:
     def answer(self, codes: Sequence[int], finish: str = "stop", streamed: bool = False) -> None:
         """The turn under way speaks frames with these first codes, and ends, as on vLLM."""
         _, receiver = self.sent[-1]
-        columns = np.array([[FIRST + code, *[code] * 10] for code in codes] + [[END, *[0] * 10]] * (finish == "stop"))
+        columns = np.array(
+            [[FIRST + code, *[code] * 10] for code in codes] + [[END, *[0] * 10]] * (finish == "stop")
+        )
         ids = columns[:, 0].tolist()
         if streamed:
             for index in range(len(columns)):
@@ -73,7 +75,12 @@ class Heard:
 
 
 def start(
-    texts: Sequence[str], heard: Heard, most: int = 20, frames: int | None = None, context: int = 400, keep: bool = False
+    texts: Sequence[str],
+    heard: Heard,
+    most: int = 20,
+    frames: int | None = None,
+    context: int = 400,
+    keep: bool = False,
 ) -> tuple[FakeHost, TurnEngine, TurnPlan]:
     host = FakeHost()
     engine = TurnEngine(host)  # pyright: ignore[reportArgumentType]
@@ -98,7 +105,9 @@ def end_of(heard: Heard) -> Tokens:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None:
     heard = Heard(streamed)
-    host, _, _ = start(["One.", "Two.", "Three."], heard, most=5)  # of each turn; all of them together have more columns
+    host, _, _ = start(
+        ["One.", "Two.", "Three."], heard, most=5
+    )  # of each turn; all of them together have more columns
     host.answer([1, 2, 3], streamed=streamed)
     assert heard.end is None
     host.answer([4], streamed=streamed)
@@ -114,9 +123,13 @@ def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
     system = host.sent[0][0].shared_positions[0]
-    assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][system], "all turns begin with the system message"
+    assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][system], (
+        "all turns begin with the system message"
+    )
     behind = [system, *(len(prompt) - 1 for prompt in prompts[:2])]
-    assert [list(request.shared_positions) for request, _ in host.sent] == [behind[:2], behind, behind], "nothing follows the last turn"
+    assert [list(request.shared_positions) for request, _ in host.sent] == [behind[:2], behind, behind], (
+        "nothing follows the last turn"
+    )
 
 
 @pytest.mark.parametrize("streamed", [False, True])

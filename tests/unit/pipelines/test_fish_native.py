@@ -1,4 +1,5 @@
-"""Fish Speech S2 on our own engine: its tensors, prompts that share a voice, sequences in any company, and opening it without vLLM."""
+"""Fish Speech S2 on our own engine: its tensors, prompts that share a voice, sequences in any company, and
+opening it without vLLM."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def voice(residual: int = 0) -> Reference:
     return Reference("The train to the city leaves at nine.", changed)
 
 
-def asked(text: str, *voices: Reference, most: int = 12, seed: int = 1, temperature: float = 0.8) -> TokenRequest:
+def asked(
+    text: str, *voices: Reference, most: int = 12, seed: int = 1, temperature: float = 0.8
+) -> TokenRequest:
     prompt = Conversation(VOCABULARY, CONFIG.codebooks, voices).ask(text)
     sampling = TokenSampling(most, temperature, 30, 0.9, seed=seed, stop_ids=(CONFIG.end,))
     return TokenRequest(text, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
@@ -116,7 +119,11 @@ class TestTensors:
         assert tensors.depth is not None
         assert len(tensors.depth.inputs) >= len(tensors.head)
         assert tensors.depth.starts.tolist() == [0] * CONFIG.codebooks
-        next_inputs(tensors.feedback, torch.full((1, CONFIG.codebooks), len(tensors.head) - 1).clamp(max=63), torch.zeros(1).long())
+        next_inputs(
+            tensors.feedback,
+            torch.full((1, CONFIG.codebooks), len(tensors.head) - 1).clamp(max=63),
+            torch.zeros(1).long(),
+        )
 
     def test_a_frame_is_fed_back_as_a_prompt_holds_it(self) -> None:
         reference = voice()
@@ -125,8 +132,12 @@ class TestTensors:
         ids = np.array(prompt.ids)
         spoken = (ids >= CONFIG.semantic.start) & (ids < CONFIG.semantic.stop)
         codes = torch.from_numpy(reference.codes)
-        assert torch.equal(embedded[torch.from_numpy(spoken)], next_inputs(model().tensors.feedback, codes, codes[:, 0]))
-        assert not torch.equal(embedded, model().embed(Conversation(VOCABULARY, CONFIG.codebooks, [voice(1)]).ask("Good.")))
+        assert torch.equal(
+            embedded[torch.from_numpy(spoken)], next_inputs(model().tensors.feedback, codes, codes[:, 0])
+        )
+        assert not torch.equal(
+            embedded, model().embed(Conversation(VOCABULARY, CONFIG.codebooks, [voice(1)]).ask("Good."))
+        )
 
     def test_rotations_are_those_of_the_published_tables(self) -> None:
         """Rounded to bfloat16, whatever the model's type, and turned in float32."""
@@ -142,13 +153,17 @@ class TestTensors:
 class Table(dict[str, Tensor]):
     """Tensors by name, as a checkpoint gives them."""
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: object = None
+    ) -> Tensor:
         assert tuple(self[name].shape) == tuple(shape), name
         return self[name].to(dtype)
 
 
 def stored() -> Table:
-    return Table({name: tensor for path in whole().glob("*.safetensors") for name, tensor in load_file(path).items()})
+    return Table(
+        {name: tensor for path in whole().glob("*.safetensors") for name, tensor in load_file(path).items()}
+    )
 
 
 def frame_of(config: FishConfig, table: Table) -> FrameTensors:
@@ -160,7 +175,11 @@ class TestWeights:
     def test_what_is_wrong_is_named(self, tmp_path: Path, fault: str) -> None:
         folder = shutil.copytree(whole(), tmp_path / "checkpoint", copy_function=shutil.copyfile)
         path, index = folder / "model-00002-of-00003.safetensors", folder / "model.safetensors.index.json"
-        name, tensors, content = "text_model.model.layers.0.attention.wo.weight", load_file(path), json.loads(index.read_text())
+        name, tensors, content = (
+            "text_model.model.layers.0.attention.wo.weight",
+            load_file(path),
+            json.loads(index.read_text()),
+        )
         if fault == "missing":
             del tensors[name], content["weight_map"][name]
         elif fault == "extra":
@@ -182,15 +201,29 @@ class TestWeights:
         one, other = frame_of(CONFIG, table), frame_of(CONFIG, apart)
         assert one.depth is not None
         assert other.depth is not None
-        for mine, theirs in zip(one.backbone.layers + one.depth.stack.layers, other.backbone.layers + other.depth.stack.layers):  # pyright: ignore[reportOperatorIssue]
+        for mine, theirs in zip(
+            one.backbone.layers + one.depth.stack.layers, other.backbone.layers + other.depth.stack.layers
+        ):  # pyright: ignore[reportOperatorIssue]
             assert torch.equal(mine.qkv, theirs.qkv)
 
     @pytest.mark.parametrize("name", ["project_in", "fast_project_in"])
     def test_a_fast_ar_of_another_width_has_a_projection_under_either_name(self, name: str) -> None:
         config, table = replace(CONFIG, fast=replace(CONFIG.fast, hidden=32)), stored()
-        for key in [key for key in table if key.startswith("audio_decoder.") and "codebook_embeddings" not in key]:
-            narrow = table[key] if ".w1." in key or ".w3." in key or "wqkv" in key or key.count(".") == 2 else table[key][:32]
-            table[key] = narrow[:32] if narrow.dim() == 1 else narrow[:, :32] if "wo." not in key and "w2." not in key else narrow
+        for key in [
+            key for key in table if key.startswith("audio_decoder.") and "codebook_embeddings" not in key
+        ]:
+            narrow = (
+                table[key]
+                if ".w1." in key or ".w3." in key or "wqkv" in key or key.count(".") == 2
+                else table[key][:32]
+            )
+            table[key] = (
+                narrow[:32]
+                if narrow.dim() == 1
+                else narrow[:, :32]
+                if "wo." not in key and "w2." not in key
+                else narrow
+            )
         table[f"audio_decoder.{name}.weight"] = torch.randn(32, 48)
         table[f"audio_decoder.{name}.bias"] = torch.randn(32)
         depth = frame_of(config, table).depth
@@ -202,7 +235,10 @@ class TestWeights:
 
 class TestVoices:
     def test_the_second_request_of_a_voice_prefills_its_text_alone_and_says_the_same(self) -> None:
-        requests = [asked(text, voice(), seed=seed) for seed, text in enumerate(("Good morning.", "The rain falls on the quiet street."))]
+        requests = [
+            asked(text, voice(), seed=seed)
+            for seed, text in enumerate(("Good morning.", "The rain falls on the quiet street."))
+        ]
         with closing(open_host(share=False)) as host:
             alone = [made(host, one)[0] for one in requests]
         with closing(open_host()) as host:
@@ -235,7 +271,10 @@ class TestVoices:
         request = asked("Good morning.", voice())
         (length,) = request.shared_positions
         ends = ((length,), (3, length), (3, length - 2, length))
-        found = [shared_prefixes(prompt_of(replace(request, shared_positions=each)), CONFIG.semantic) for each in ends]
+        found = [
+            shared_prefixes(prompt_of(replace(request, shared_positions=each)), CONFIG.semantic)
+            for each in ends
+        ]
         assert len({one[-1] for one in found}) == 1
         assert found[1][0] == found[2][0]
         assert len({one.content for one in found[2]}) == 3
@@ -243,8 +282,14 @@ class TestVoices:
 
 def test_alone_is_as_together_with_any_settings() -> None:
     """Drawn and greedy, wide and narrow, with too few pages for all."""
-    requests = [asked("Good morning.", seed=3, most=30), asked("The rain falls.", voice(), seed=4, most=30, temperature=1.3)]
-    requests += [asked("There are 12 months.", temperature=0.0, most=40), asked("Do not wake the baby.", voice(), voice(1), seed=5)]
+    requests = [
+        asked("Good morning.", seed=3, most=30),
+        asked("The rain falls.", voice(), seed=4, most=30, temperature=1.3),
+    ]
+    requests += [
+        asked("There are 12 months.", temperature=0.0, most=40),
+        asked("Do not wake the baby.", voice(), voice(1), seed=5),
+    ]
     wide = replace(requests[0].sampling, top_k=0, top_p=1.0, seed=9)
     requests.append(replace(requests[0], sampling=wide))
     alone = []
@@ -276,7 +321,10 @@ def test_who_is_left_or_aborted_between_turns_frees_its_slot() -> None:
         next(chunks)
         chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
         heard: list[Event] = []
-        victim, neighbour = pipeline.start(spoken("victim"), heard.append), submit(pipeline, spoken("neighbour", temperature=0.0))
+        victim, neighbour = (
+            pipeline.start(spoken("victim"), heard.append),
+            submit(pipeline, spoken("neighbour", temperature=0.0)),
+        )
         victim.cancel()
         np.testing.assert_array_equal(neighbour.result(SECONDS).samples, alone.samples)
         assert (alone.meta["engine"], alone.meta["turns"]) == ("native", 2)
@@ -295,7 +343,9 @@ class TestOpening:
             open_pipeline(str(whole()), engine="vllm")
         assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
 
-    def test_vllm_is_refused_at_once_on_a_cpu_that_triton_makes_no_code_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_vllm_is_refused_at_once_on_a_cpu_that_triton_makes_no_code_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         monkeypatch.setattr(engine_choice, "has_gpu", lambda: False)
         monkeypatch.setattr(engine_choice, "find_spec", lambda name: object())
@@ -304,7 +354,10 @@ class TestOpening:
         card = describe(str(whole()))
         assert card.check_engine is not None
         card.check_engine("native")
-        for opening in (partial(open_pipeline, str(whole()), engine="vllm"), partial(card.check_engine, "vllm")):
+        for opening in (
+            partial(open_pipeline, str(whole()), engine="vllm"),
+            partial(card.check_engine, "vllm"),
+        ):
             with pytest.raises(ConfigError, match="Triton") as caught:
                 opening()
             assert caught.value.advice == "Set SPEECH_ENGINE__KIND to native, or unset it."
@@ -316,7 +369,9 @@ class TestOpening:
         with pytest.raises(ConfigError, match="'slot'"):
             open_pipeline(str(whole()), engine=engine, slot=3)
 
-    def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(fish, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
         with pytest.raises(ConfigError, match="The graph executor"):
             open_pipeline(str(whole()), engine="native", device="cpu", executor="graph")
@@ -324,7 +379,9 @@ class TestOpening:
     def test_it_opens_for_streams(self) -> None:
         with closing(open_pipeline(str(whole()), max_context=256, streams=4, slots=6)) as pipeline:
             assert pipeline.info.slots == 6
-            asked = SynthesisRequest("one", (Message("user", "text", "Good."),), Generation(max_seconds=0.2, temperature=0.0))
+            asked = SynthesisRequest(
+                "one", (Message("user", "text", "Good."),), Generation(max_seconds=0.2, temperature=0.0)
+            )
             with pytest.raises(SynthesisError) as caught:
                 list(stream(pipeline, asked))
         assert caught.value.code is ErrorCode.SYNTH_NO_EOS

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, columns, groups, turns
+from pipelines.fish_speech.prompt import (
+    Conversation,
+    Reference,
+    Vocabulary,
+    clean,
+    clean_reference,
+    columns,
+    groups,
+    turns,
+)
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())
@@ -32,7 +41,9 @@ def test_what_may_be_said(text: str) -> None:
     VOCABULARY.spoken(text)
 
 
-@pytest.mark.parametrize("text", ["<|speaker:0|>", " <speaker:1> ", "<|speaker:0|>Hello.<|speaker:1|>", "<|speaker:0|>\u200b"])
+@pytest.mark.parametrize(
+    "text", ["<|speaker:0|>", " <speaker:1> ", "<|speaker:0|>Hello.<|speaker:1|>", "<|speaker:0|>\u200b"]
+)
 def test_the_words_of_a_recording_are_more_than_a_speaker_tag(text: str) -> None:
     """A tag alone would be no words of a recording, which this model cannot clone by."""
     with pytest.raises(InputError, match="no words") as caught:
@@ -92,10 +103,16 @@ def test_a_tokenizer_may_have_tokens_of_speakers() -> None:
 
 
 def test_turns_are_cut_before_their_tags() -> None:
-    assert turns("Before. <|speaker:0|> One. \n<|speaker:1|>Two.") == ["Before.", "<|speaker:0|> One.", "<|speaker:1|>Two."]
+    assert turns("Before. <|speaker:0|> One. \n<|speaker:1|>Two.") == [
+        "Before.",
+        "<|speaker:0|> One.",
+        "<|speaker:1|>Two.",
+    ]
 
 
-@pytest.mark.parametrize("text", ["<|speaker:0|>", "<|speaker:0|>One. <|speaker:1|> \n", "<|speaker:0|><|speaker:1|>Two."])
+@pytest.mark.parametrize(
+    "text", ["<|speaker:0|>", "<|speaker:0|>One. <|speaker:1|> \n", "<|speaker:0|><|speaker:1|>Two."]
+)
 def test_a_speaker_who_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(InputError) as caught:
         groups(text, 200, 5)
@@ -120,7 +137,9 @@ def test_turns_are_joined_up_to_so_many_bytes_and_turns() -> None:
 def test_a_conversation_carries_references_and_what_was_spoken() -> None:
     dice = np.random.default_rng(0)
     first, second, spoken = (dice.integers(0, 24, (frames, 10)) for frames in (3, 2, 4))
-    conversation = Conversation(VOCABULARY, 10, [Reference("One.", first), Reference("<|speaker:7|>Two.", second)])
+    conversation = Conversation(
+        VOCABULARY, 10, [Reference("One.", first), Reference("<|speaker:7|>Two.", second)]
+    )
     conversation.ask("Hello.")
     conversation.answer(spoken)
     prompt = conversation.ask("Go on.")
@@ -130,6 +149,8 @@ def test_a_conversation_carries_references_and_what_was_spoken() -> None:
     assert np.array_equal(table[1:, speech].T, prompt.codes)
     assert np.array_equal(table[0, speech] - CONFIG.semantic.start, prompt.codes[:, 0])
     assert not table[1:, ~speech].any()
-    text = VOCABULARY._tokenizer.decode([token for token in prompt.ids if token not in CONFIG.semantic], skip_special_tokens=False)
+    text = VOCABULARY._tokenizer.decode(
+        [token for token in prompt.ids if token not in CONFIG.semantic], skip_special_tokens=False
+    )
     assert "Text:\n<|speaker:0|>One.\n<|speaker:7|>Two.\n\nSpeech:\n" in text
     assert text.endswith("<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n<|voice|>")

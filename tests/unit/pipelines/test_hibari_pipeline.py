@@ -17,7 +17,11 @@ from pipelines.hibari.utterance import Utterance, WholeUtterance
 from pipelines.registry import open_pipeline
 from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
-SENTENCES = ("The birch canoe slid on the smooth planks.", "Rice is often served in round bowls.", "Hello. Two sentences here.")
+SENTENCES = (
+    "The birch canoe slid on the smooth planks.",
+    "Rice is often served in round bowls.",
+    "Hello. Two sentences here.",
+)
 LONG = "These days a chicken leg is a rare dish, and nobody knows why. " * 40
 
 
@@ -51,7 +55,12 @@ def test_speaks_at_the_loudness_of_the_house(voice: HibariPipeline) -> None:
 
 def test_same_request_same_samples_whatever_runs_beside_it(voice: HibariPipeline) -> None:
     alone = {(text, seed): speak(voice, text, seed=seed).samples for text in SENTENCES for seed in (1, 2)}
-    crowd = [(text, seed, submit(voice, request(text, seed=seed))) for _ in range(4) for text in SENTENCES for seed in (1, 2)]
+    crowd = [
+        (text, seed, submit(voice, request(text, seed=seed)))
+        for _ in range(4)
+        for text in SENTENCES
+        for seed in (1, 2)
+    ]
     for text, seed, future in crowd:
         np.testing.assert_array_equal(future.result(240).samples, alone[text, seed])
     assert not np.array_equal(alone[SENTENCES[0], 1], alone[SENTENCES[0], 2])
@@ -72,7 +81,9 @@ def test_same_request_same_samples_whatever_runs_beside_it(voice: HibariPipeline
         ("a" * 5001, {}, ErrorCode.INPUT_TOO_LONG),
     ],
 )
-def test_refuses_at_submit(voice: HibariPipeline, text: str, settings: dict[str, object], code: ErrorCode) -> None:
+def test_refuses_at_submit(
+    voice: HibariPipeline, text: str, settings: dict[str, object], code: ErrorCode
+) -> None:
     done = voice.stats().requests_done
     with pytest.raises(InputError) as caught:
         submit(voice, request(text, **settings))  # type: ignore[arg-type]
@@ -151,7 +162,10 @@ def test_cancel_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -
     try:
         Busy(voice, monkeypatch)
         heard: list[Event] = []
-        running, waiting = voice.start(request(LONG, "runs"), heard.append), voice.start(request("Hello.", "waits"), heard.append)
+        running, waiting = (
+            voice.start(request(LONG, "runs"), heard.append),
+            voice.start(request("Hello.", "waits"), heard.append),
+        )
         last = submit(voice, request("Hello.", "stays"))
         _until(lambda: voice.stats().running == 1)
         waiting.cancel()

@@ -14,8 +14,26 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.hibari.utterance import DUE_SECONDS, STREAM_GAIN, Schedule, StreamedUtterance, Utterance, WholeUtterance
-from pipelines.request import AudioChunk, Done, Event, Failed, Generation, Listener, Message, SynthesisRequest, stream, submit
+from pipelines.hibari.utterance import (
+    DUE_SECONDS,
+    STREAM_GAIN,
+    Schedule,
+    StreamedUtterance,
+    Utterance,
+    WholeUtterance,
+)
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    Event,
+    Failed,
+    Generation,
+    Listener,
+    Message,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 
 TEXT = "The birch canoe slid on the smooth planks. Glue the sheet to the dark blue background! Is it easy to tell the depth of a well?"
 LONG = "These days a chicken leg is a rare dish, and nobody knows why. " * 40
@@ -41,7 +59,8 @@ def joined(chunks: list[AudioChunk]) -> NDArray[np.float32]:
 
 
 class Held:
-    """Lets a voice make one piece at a time, when told, and keeps the order of the requests whose pieces were made."""
+    """Lets a voice make one piece at a time, when told, and keeps the order of the requests whose pieces
+    were made."""
 
     def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
         self.order: list[str] = []
@@ -129,8 +148,13 @@ def test_nothing_is_heard_of_a_text_without_a_voice() -> None:
         ("a" * 5001, {}, ErrorCode.INPUT_TOO_LONG),
     ],
 )
-def test_a_stream_is_refused_where_it_is_asked_for(voice: HibariPipeline, text: str, settings: dict[str, Any], code: ErrorCode) -> None:
-    for ask in (lambda: next(stream(voice, request(text, **settings))), lambda: voice.start(request(text, **settings), print, stream=True)):
+def test_a_stream_is_refused_where_it_is_asked_for(
+    voice: HibariPipeline, text: str, settings: dict[str, Any], code: ErrorCode
+) -> None:
+    for ask in (
+        lambda: next(stream(voice, request(text, **settings))),
+        lambda: voice.start(request(text, **settings), print, stream=True),
+    ):
         with pytest.raises(InputError) as caught:
             ask()
         assert caught.value.code is code
@@ -232,7 +256,9 @@ def test_a_stream_of_a_closed_voice_ends_with_its_error(monkeypatch: pytest.Monk
         voice.start(request("Hello."), running.put, stream=True)
 
 
-def test_a_listener_that_fails_ends_its_stream_and_no_other(voice: HibariPipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_fails_ends_its_stream_and_no_other(
+    voice: HibariPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(_heard: Outcome) -> None:
         raise RuntimeError("gone")
 

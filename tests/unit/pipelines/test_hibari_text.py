@@ -78,7 +78,20 @@ def test_letters_that_cannot_be_read_are_named_in_their_order(reader: EnglishRea
 
 
 @pytest.mark.parametrize(
-    "text", ["café", "naïve Zürich Łódź", "don’t", "€5", "x²", "50% & more", "“Hi” — she said…", "A.B.C.", "hmm", "7", "a"]
+    "text",
+    [
+        "café",
+        "naïve Zürich Łódź",
+        "don’t",
+        "€5",
+        "x²",
+        "50% & more",
+        "“Hi” — she said…",
+        "A.B.C.",
+        "hmm",
+        "7",
+        "a",
+    ],
 )
 def test_reads(reader: EnglishReader, text: str) -> None:
     assert reader.read(text)
@@ -181,12 +194,15 @@ def lookups(reader: EnglishReader, text: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def bound(text: str) -> int:
-    """Lookups of a text at the worst: its characters are words, and each is looked up once for every place in its group."""
+    """Lookups of a text at the worst: its characters are words, and each is looked up once for every place
+    in its group."""
     return MAX_GROUP_WORDS * (len(normalize(readable(text))) + 1)
 
 
 @pytest.mark.parametrize("pattern", GLUED)
-def test_the_work_of_reading_grows_with_the_length_alone(reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_reading_grows_with_the_length_alone(
+    reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (pattern * 240)[:240]
     assert lookups(reader, text, monkeypatch) <= bound(text)
 
@@ -199,7 +215,9 @@ def test_no_pattern_takes_more_work_than_its_length(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", GLUED)
-def test_no_run_is_taken_apart_that_is_longer_than_its_bound(reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_is_taken_apart_that_is_longer_than_its_bound(
+    reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[int] = []
     split = Tokenizer.split
     monkeypatch.setattr(Tokenizer, "split", lambda self, run: runs.append(len(run)) or split(self, run))

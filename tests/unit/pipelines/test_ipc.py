@@ -1,4 +1,5 @@
-"""The channel between a process and its child: whole messages, descriptors, shared memory, and ends that die."""
+"""The channel between a process and its child: whole messages, descriptors, shared memory, and ends that
+die."""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ def test_a_killed_child_leaves_nothing_behind() -> None:
 
 
 def test_sending_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
-    """The socket takes a few hundred kB; what it has no room for goes out as it is read, with its descriptors."""
+    """The socket takes a few hundred kB; what it has no room for goes out as it is read, with its
+    descriptors."""
     before = open_descriptors()
     data = bytes(20_000)
     for number in range(200):

@@ -17,7 +17,10 @@ from pipelines.nn.checkpoint import Checkpoint
 
 
 def write_single(folder: Path) -> Path:
-    save_file({"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    save_file(
+        {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -52,7 +55,9 @@ def test_reads_shards(tmp_path: Path) -> None:
     ("name", "shape", "dtype", "words"),
     [("c", (1,), None, "c is missing"), ("a.weight", (3, 2), None, r"a.weight has shape \[2, 3\].*\[3, 2\]")],
 )
-def test_names_a_wrong_tensor(tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, words: str) -> None:
+def test_names_a_wrong_tensor(
+    tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, words: str
+) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         Checkpoint.open(write_single(tmp_path)).take(name, shape, dtype)
     assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT

@@ -32,7 +32,9 @@ def test_the_table_of_options_is_that_of_the_classes() -> None:
     table = DOCS.read_text().split("## Options for opening a model")[1].split("\n## ")[0]
     rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
     told = {
-        engine: {name for row in rows if row[2].strip("`") == engine for name in re.findall(r"`(\w+)`", row[0])}
+        engine: {
+            name for row in rows if row[2].strip("`") == engine for name in re.findall(r"`(\w+)`", row[0])
+        }
         for engine in ("both", "native", "vllm")
     }
     both, native, vllm = names(ModelOptions), names(NativeModelOptions), names(TokenModelOptions)
@@ -49,7 +51,9 @@ def test_families_have_the_options_of_their_engine_and_few_of_their_own() -> Non
 
 
 @pytest.mark.parametrize("kind", [PipelineOptions, NativeModelOptions, TokenModelOptions])
-@pytest.mark.parametrize(("option", "value"), [("slot", 3), ("slots", "many"), ("dtype", "float8"), ("threads", 1.5)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("slot", 3), ("slots", "many"), ("dtype", "float8"), ("threads", 1.5)]
+)
 def test_what_no_model_takes_is_refused_by_all(kind: type, option: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         read_options(kind, {option: value})
@@ -59,14 +63,24 @@ def test_what_no_model_takes_is_refused_by_all(kind: type, option: str, value: o
 @pytest.mark.parametrize("kind", [PipelineOptions, NativeModelOptions, TokenModelOptions])
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("slots", 0), ("slots", -1), ("waiting_room", -3), ("threads", 0), ("max_context", 0), ("memory_share", 0.0), ("memory_share", 7.0)],
+    [
+        ("slots", 0),
+        ("slots", -1),
+        ("waiting_room", -3),
+        ("threads", 0),
+        ("max_context", 0),
+        ("memory_share", 0.0),
+        ("memory_share", 7.0),
+    ],
 )
 def test_numbers_that_nothing_can_run_with_are_refused(kind: type, option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"An option has a wrong value.*\$\.{option}"):
         read_options(kind, {option: value})
 
 
-@pytest.mark.parametrize(("option", "value"), [("streams", -1), ("pages", 0), ("page_size", 0), ("page_size", -64)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("streams", -1), ("pages", 0), ("page_size", 0), ("page_size", -64)]
+)
 def test_sizes_that_no_engine_has_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"\$\.{option}"):
         read_options(NativeModelOptions, {option: value})
@@ -87,9 +101,16 @@ def test_qwen3_tts_has_no_float16() -> None:
 
 def test_who_waits_for_a_slot() -> None:
     device = torch.device("cuda")
-    assert [NativeModelOptions().room(512, device), NativeModelOptions().room(512, torch.device("cpu"))] == [512, 64]
+    assert [NativeModelOptions().room(512, device), NativeModelOptions().room(512, torch.device("cpu"))] == [
+        512,
+        64,
+    ]
     assert NativeModelOptions(waiting_room=7).room(512, device) == 7
-    assert [NativeModelOptions(max_context=context).context(300) for context in (None, 0, 100)] == [300, 0, 100]
+    assert [NativeModelOptions(max_context=context).context(300) for context in (None, 0, 100)] == [
+        300,
+        0,
+        100,
+    ]
 
 
 @pytest.fixture
@@ -116,7 +137,9 @@ def test_a_process_that_was_given_a_gpu_never_works_on_the_cpu_instead(
     (driver := tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(engine_choice, "DRIVER", driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(EngineCrashError, match=r"the GPU that this process was given \(CUDA_VISIBLE_DEVICES=3\)"):
+    with pytest.raises(
+        EngineCrashError, match=r"the GPU that this process was given \(CUDA_VISIBLE_DEVICES=3\)"
+    ):
         open_device(None)
     assert open_device("cpu").type == "cpu"
     for nothing in ("", "-1", "NoDevFiles"):

@@ -41,7 +41,9 @@ def test_published_shapes_come_from_the_config(kind: str) -> None:
     assert config.talker.head_dim == talker["head_dim"]
     assert config.ids.eos == talker["codec_eos_token_id"]
     assert config.predictor.rope_theta == talker["code_predictor_config"]["rope_theta"]
-    assert config.needs_projection == (talker["hidden_size"] != talker["code_predictor_config"]["hidden_size"])
+    assert config.needs_projection == (
+        talker["hidden_size"] != talker["code_predictor_config"]["hidden_size"]
+    )
     assert not any("dialect" in name for name in config.spoken_languages)
 
 
@@ -77,7 +79,10 @@ def test_revision_follows_the_weights(folder: Path) -> None:
         (lambda c: c.pop("talker_config"), "talker_config is missing"),
         (lambda c: c["talker_config"].pop("head_dim"), r"talker_config\.head_dim is missing"),
         (lambda c: c["talker_config"].update(head_dim="128"), "head_dim must be a whole number"),
-        (lambda c: c["talker_config"]["code_predictor_config"].pop("hidden_size"), r"code_predictor_config\.hidden_size is missing"),
+        (
+            lambda c: c["talker_config"]["code_predictor_config"].pop("hidden_size"),
+            r"code_predictor_config\.hidden_size is missing",
+        ),
         (lambda c: c.update(tts_model_type="singer"), "tts_model_type is 'singer'"),
         (lambda c: c.update(tokenizer_type="qwen3_tts_tokenizer_25hz"), "tokenizer_type"),
         (lambda c: c["talker_config"].update(hidden_act="gelu"), "hidden_act"),
@@ -85,7 +90,10 @@ def test_revision_follows_the_weights(folder: Path) -> None:
         (lambda c: c["talker_config"].update(rope_scaling={"rope_type": "yarn"}), "rope_scaling"),
         (lambda c: c["talker_config"].update(num_code_groups=8), "num_code_groups"),
         (lambda c: c["talker_config"].update(spk_id={"ann": 99999}), "the id of ann"),
-        (lambda c: c["talker_config"].update(num_key_value_heads=0), "num_key_value_heads must be a whole number above 0"),
+        (
+            lambda c: c["talker_config"].update(num_key_value_heads=0),
+            "num_key_value_heads must be a whole number above 0",
+        ),
         (lambda c: c["talker_config"].update(rope_theta=-1), "rope_theta"),
         (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of pad"),
         (lambda c: c.update(tts_pad_token_id=99999), "tts_pad"),
@@ -99,7 +107,9 @@ def test_a_wrong_config_is_named(folder: Path, change: Callable[[dict[str, Any]]
     assert "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("temperature", "hot"), ("top_p", float("nan")), ("top_k", -1), ("do_sample", 3)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", "hot"), ("top_p", float("nan")), ("top_k", -1), ("do_sample", 3)]
+)
 def test_a_wrong_generation_config_is_named(folder: Path, key: str, value: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ModelError, match=rf"generation_config\.json: {key}"):
@@ -107,7 +117,9 @@ def test_a_wrong_generation_config_is_named(folder: Path, key: str, value: objec
 
 
 def test_settings_that_are_null_or_absent_are_the_published_ones(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"temperature": null, "top_k": 7, "subtalker_dosample": null}')
+    (folder / "generation_config.json").write_text(
+        '{"temperature": null, "top_k": 7, "subtalker_dosample": null}'
+    )
     sampling = Qwen3TTSConfig.from_folder(folder).sampling
     assert (sampling.temperature, sampling.top_k, sampling.predictor_do_sample) == (0.9, 7, True)
 
@@ -183,7 +195,13 @@ def test_tokenizer_is_the_same_from_both_kinds_of_files(tmp_path: Path) -> None:
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         shutil.copy(source / name, tmp_path)
     from_parts, from_one = TextTokenizer.from_folder(tmp_path), TextTokenizer.from_folder(source)
-    for text in ("Hello, world!", "  two  spaces\n\nlines", "今天 天气", "I'll've 123 x=y", "é e\u0301 <|im_start|> \U0001f600"):
+    for text in (
+        "Hello, world!",
+        "  two  spaces\n\nlines",
+        "今天 天气",
+        "I'll've 123 x=y",
+        "é e\u0301 <|im_start|> \U0001f600",
+    ):
         assert from_parts.target(text) == from_one.target(text)
 
 

@@ -14,7 +14,9 @@ from tests.support.qwen3_golden import KINDS, golden_model, random_request
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("together", [2048, 60, 1])
-def test_prompts_embedded_together_are_embedded_as_each_alone(kind: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_embedded_together_are_embedded_as_each_alone(
+    kind: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(qwen3_model, "_EMBEDDED_POSITIONS", together)
     rng, model = random.Random(kind), golden_model(kind)
     prompts: list[Any] = [random_request(rng, model, str(index)).prompt for index in range(12)]
@@ -28,4 +30,6 @@ def test_prompts_embedded_together_are_embedded_as_each_alone(kind: str, togethe
         for prompt, embeddings in zip(prompts, found, strict=True):
             assert embeddings.shape == (len(prompt), model.config.talker.hidden)
             torch.testing.assert_close(embeddings, model.embed(prompt), rtol=0, atol=0)
-    assert kind != "base" or sum(prompt.voice_at is not None for prompt in prompts) > 1, "no voice vectors were put into their places"
+    assert kind != "base" or sum(prompt.voice_at is not None for prompt in prompts) > 1, (
+        "no voice vectors were put into their places"
+    )

@@ -35,7 +35,8 @@ SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """What was found out about this machine's compilers comes from no other test and does not outlast this one."""
+    """What was found out about this machine's compilers comes from no other test and does not outlast this
+    one."""
     cached = (toolchain.triton_fault, available, codec_kernels, Source.on)
     for function in cached:
         function.cache_clear()
@@ -51,7 +52,8 @@ def model() -> Qwen3TTSModel:
 
 @pytest.fixture
 def gpu_model(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTSModel:
-    """A model that says it is on a GPU where there is none: whatever tries to make kernels for it fails for real."""
+    """A model that says it is on a GPU where there is none: whatever tries to make kernels for it fails
+    for real."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     monkeypatch.setattr(model, "device", torch.device("cuda"))
@@ -68,7 +70,9 @@ def test_auto_is_eager_on_a_cpu_and_graphs_are_refused(model: Qwen3TTSModel) -> 
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
-def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(
+    gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture
+) -> None:
     assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -87,8 +91,12 @@ def test_without_triton_the_warning_names_it(
 
 
 @pytest.mark.parametrize("asked", [{"kind": "graph"}, {"reproducible": True}])
-def test_what_was_asked_for_is_never_replaced_in_silence(gpu_model: Qwen3TTSModel, asked: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton cannot make kernels") as caught:
+def test_what_was_asked_for_is_never_replaced_in_silence(
+    gpu_model: Qwen3TTSModel, asked: dict[str, object]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"The graph executor cannot run here\. Triton cannot make kernels"
+    ) as caught:
         open_executor(gpu_model, SIZES, **asked)  # type: ignore[arg-type]
     assert "gcc" in caught.value.advice
 
@@ -96,14 +104,18 @@ def test_what_was_asked_for_is_never_replaced_in_silence(gpu_model: Qwen3TTSMode
 def test_a_kernel_that_does_not_compile_falls_back_too(
     gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(opening, "triton_fault", lambda: None)  # the small kernel ran; the frame's fail, for want of a device
+    monkeypatch.setattr(
+        opening, "triton_fault", lambda: None
+    )  # the small kernel ran; the frame's fail, for want of a device
     assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
     setup, said = caplog.records
     assert setup.exc_info
     assert said.getMessage().startswith("Its kernels could not be made (")
 
 
-def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_not_a_missing_compiler(
+    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_sizes: object, **_modes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -113,7 +125,9 @@ def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, mo
         open_executor(gpu_model, SIZES)
 
 
-def test_codecs_say_once_that_they_run_without_kernels(gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_codecs_say_once_that_they_run_without_kernels(
+    gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture
+) -> None:
     assert not codec_kernels()
     assert not codec_kernels()
     (record,) = caplog.records
@@ -122,7 +136,8 @@ def test_codecs_say_once_that_they_run_without_kernels(gpu_model: Qwen3TTSModel,
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with an sm_90 device, an empty cache, and only the programs that the test puts into the folder returned."""
+    """A machine with an sm_90 device, an empty cache, and only the programs that the test puts into the
+    folder returned."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -134,7 +149,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return programs
 
 
-@pytest.mark.parametrize("nvcc", [None, "#!/bin/sh\necho 'gcc: No such file or directory' >&2\nexit 1\n", "#!/bin/sh\nexit 0\n"])
+@pytest.mark.parametrize(
+    "nvcc", [None, "#!/bin/sh\necho 'gcc: No such file or directory' >&2\nexit 1\n", "#!/bin/sh\nexit 0\n"]
+)
 def test_without_cuda_kernels_frames_run_on_tritons_with_a_warning(
     nvcc: str | None, hopper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,7 +182,9 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
     assert toolchain.c_compiler() is None
 
 
-def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     decoder, warmed = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), threading.Event()
     monkeypatch.setattr(decoder, "warm", warmed.set)
     start_warming(decoder)()
@@ -182,7 +201,9 @@ def test_a_warm_decoder_has_decoded() -> None:
     assert torch.equal(decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0], before)
 
 
-def test_the_megakernel_is_refused_on_a_cpu_and_never_replaced_in_silence(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_megakernel_is_refused_on_a_cpu_and_never_replaced_in_silence(
+    model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="The megakernel executor needs a CUDA device"):
         open_executor(model, SIZES, "megakernel")
     monkeypatch.setattr(model, "device", torch.device("cuda"))
@@ -197,9 +218,15 @@ def test_the_reproducible_mode_has_no_megakernel() -> None:
     assert "SPEECH_ENGINE__REPRODUCIBLE" in caught.value.advice
 
 
-@pytest.mark.parametrize(("capability", "blocks", "fits"), [((9, 0), 132, True), ((9, 0), 114, False), ((10, 0), 148, False)])
+@pytest.mark.parametrize(
+    ("capability", "blocks", "fits"), [((9, 0), 132, True), ((9, 0), 114, False), ((10, 0), 148, False)]
+)
 def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
-    gpu_model: Qwen3TTSModel, capability: tuple[int, int], blocks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+    gpu_model: Qwen3TTSModel,
+    capability: tuple[int, int],
+    blocks: int,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[object] = []
 
@@ -209,9 +236,13 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
     monkeypatch.setattr(opening, "triton_fault", lambda: None)
     monkeypatch.setattr(opening, "graph_executor", opened)
-    monkeypatch.setattr(lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values())))
+    monkeypatch.setattr(
+        lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks)
+    )
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, reproducible)
@@ -229,20 +260,29 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "total_gib", "refused"), [(5, 5, ConfigError), (5, 141, SynthesisError), (9.9, 141, None), (140, 141, None)]
+    ("free_gib", "total_gib", "refused"),
+    [(5, 5, ConfigError), (5, 141, SynthesisError), (9.9, 141, None), (140, 141, None)],
 )
 def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
-    free_gib: float, total_gib: int, refused: type[NightjarError] | None, model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
+    free_gib: float,
+    total_gib: int,
+    refused: type[NightjarError] | None,
+    model: Qwen3TTSModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "packed_needs", lambda *_: 4 << 30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gib * 2**30), total_gib << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
 
     def sizes(executor: opening.ExecutorKind) -> EngineOptions:
         options = execution.PipelineOptions(executor=executor)
-        return execution.plan_sizes(model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+        return execution.plan_sizes(
+            model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16
+        )
 
     plain, chosen, roomy = sizes("graph"), sizes("auto"), free_gib == 140
     assert (chosen.slots, chosen.persistent) == (plain.slots, roomy)
@@ -254,7 +294,9 @@ def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
-def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(size: str, tmp_path: Path) -> None:
+def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(
+    size: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config(size)))
     config = Qwen3TTSConfig.from_folder(tmp_path)
     predictor = config.predictor
@@ -262,7 +304,10 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
     cut = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
 
     def packed(stack: StackConfig) -> int:
-        norm, heads = torch.empty(stack.hidden, device="meta"), (stack.heads + 2 * stack.kv_heads) * stack.head_dim
+        norm, heads = (
+            torch.empty(stack.hidden, device="meta"),
+            (stack.heads + 2 * stack.kv_heads) * stack.head_dim,
+        )
         shapes = (
             (heads, stack.hidden),
             (stack.hidden, stack.q_width),
@@ -272,7 +317,9 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
         qkv, o, gate_up, down = (torch.empty(shape, device="meta") for shape in shapes)
         layers = [Layer(norm, qkv, o, norm, gate_up, down)] * stack.layers
         table = torch.empty(1, stack.head_dim, device="meta")
-        return lm_persistent.packed_layers(StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut).numel()
+        return lm_persistent.packed_layers(
+            StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut
+        ).numel()
 
     heads = (config.codebooks - 1) * predictor.vocab * predictor.hidden
     talker = packed(config.talker) if size == "0b6" else 0

@@ -1,4 +1,5 @@
-"""Requests for Qwen3-TTS that were prepared outside of the engine's process: the same speech, the same refusals, without torch."""
+"""Requests for Qwen3-TTS that were prepared outside of the engine's process: the same speech, the same
+refusals, without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def requests_for(kind: str) -> list[SynthesisRequest]:
         settings = [short, Generation(max_seconds=1.0, reference_text="What was said.", language="english")]
         return [SynthesisRequest(f"r{number}", messages, one, number) for number, one in enumerate(settings)]
     spoken = (Message("system", "text", "A calm voice."), TEXT)
-    return [SynthesisRequest("r0", (TEXT,), short, 3), SynthesisRequest("r1", spoken, Generation(max_seconds=1.0, temperature=0.0), 4)]
+    return [
+        SynthesisRequest("r0", (TEXT,), short, 3),
+        SynthesisRequest("r1", spoken, Generation(max_seconds=1.0, temperature=0.0), 4),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["base", "custom", "design"])
@@ -50,7 +54,12 @@ def test_prepared_requests_give_the_same_speech(kind: str) -> None:
         for request in requests_for(kind):
             if kind == "custom":
                 voice = pipeline.capabilities.voices[0]
-                request = SynthesisRequest(request.request_id, request.messages, Generation(voice=voice, max_seconds=1.0), request.seed)
+                request = SynthesisRequest(
+                    request.request_id,
+                    request.messages,
+                    Generation(voice=voice, max_seconds=1.0),
+                    request.seed,
+                )
             whole_request = submit(pipeline, request).result(60)
             events: SimpleQueue[Event] = SimpleQueue()
             pipeline.start(frontend.prepare(request)[0], events.put)

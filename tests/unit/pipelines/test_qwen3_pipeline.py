@@ -20,7 +20,17 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
-from pipelines.request import Event, Generation, Message, Modality, Role, Speech, SynthesisRequest, stream, submit
+from pipelines.request import (
+    Event,
+    Generation,
+    Message,
+    Modality,
+    Role,
+    Speech,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
 
@@ -52,12 +62,16 @@ def wav(samples: np.ndarray, rate: int = 24_000) -> bytes:
     return file.getvalue()
 
 
-def ask(name: str, *messages: tuple[Role, Modality, str | bytes], seed: int = 1, **generation: Any) -> SynthesisRequest:
+def ask(
+    name: str, *messages: tuple[Role, Modality, str | bytes], seed: int = 1, **generation: Any
+) -> SynthesisRequest:
     settings = Generation(**{"max_seconds": 0.8, **generation})
     return SynthesisRequest(name, tuple(Message(*message) for message in messages), settings, seed)
 
 
-def clone(name: str, text: str = "Good morning.", audio: bytes | None = None, **generation: Any) -> SynthesisRequest:
+def clone(
+    name: str, text: str = "Good morning.", audio: bytes | None = None, **generation: Any
+) -> SynthesisRequest:
     return ask(name, ("user", "audio", audio or reference()), ("user", "text", text), **generation)
 
 
@@ -97,10 +111,16 @@ def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == int(speech.meta["frames"]) * 1920
     assert speech.meta["finish"] in ("eos", "length")
-    assert (speech.meta["engine"], speech.meta["executor"], speech.meta["dtype"]) == ("native", "eager", "float32")
+    assert (speech.meta["engine"], speech.meta["executor"], speech.meta["dtype"]) == (
+        "native",
+        "eager",
+        "float32",
+    )
 
 
-def test_speech_says_which_executor_made_it_where_that_changed(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speech_says_which_executor_made_it_where_that_changed(
+    base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base.engine.core.executor, "name", "changed")
     assert submit(base, clone("meta", "Hello there.")).result(SECONDS).meta["executor"] == "changed"
 
@@ -118,7 +138,9 @@ def test_a_stream_is_the_whole_in_pieces(base: Qwen3TTSPipeline) -> None:
         whole = submit(base, wanted).result(SECONDS)
         chunks = list(stream(base, wanted))
         assert len(chunks[0].samples) == 1920
-        np.testing.assert_allclose(np.concatenate([chunk.samples for chunk in chunks]), whole.samples, atol=1e-4)
+        np.testing.assert_allclose(
+            np.concatenate([chunk.samples for chunk in chunks]), whole.samples, atol=1e-4
+        )
 
 
 def test_an_abandoned_stream_ends_its_request(base: Qwen3TTSPipeline) -> None:
@@ -132,13 +154,18 @@ def test_an_abandoned_stream_ends_its_request(base: Qwen3TTSPipeline) -> None:
 def test_nothing_is_heard_of_what_is_cancelled(base: Qwen3TTSPipeline) -> None:
     heard: list[Event] = []
     with held(base):
-        doomed, other = base.start(clone("doomed", max_seconds=30.0), heard.append), submit(base, clone("other"))
+        doomed, other = (
+            base.start(clone("doomed", max_seconds=30.0), heard.append),
+            submit(base, clone("other")),
+        )
         doomed.cancel()
     assert len(other.result(SECONDS).samples)
     assert not heard
 
 
-def test_the_engine_rests_while_the_codec_is_behind(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_rests_while_the_codec_is_behind(
+    base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = threading.Semaphore(0)
 
     def behind(_: object) -> bool:
@@ -177,7 +204,10 @@ def test_no_end_is_an_error_unless_asked_for() -> None:
         (clone("x", audio=b"not audio"), ErrorCode.INPUT_AUDIO_UNREADABLE),
         (clone("x", audio=wav(np.zeros(48_000, np.float32))), ErrorCode.INPUT_REFERENCE_SILENT),
         (clone("x", audio=wav(np.ones(2_000, np.float32) / 2)), ErrorCode.INPUT_REFERENCE_LENGTH),
-        (clone("x", audio=wav(np.tile(np.linspace(-0.5, 0.5, 80, dtype=np.float32), 8_000), 8_000)), ErrorCode.INPUT_REFERENCE_LENGTH),
+        (
+            clone("x", audio=wav(np.tile(np.linspace(-0.5, 0.5, 80, dtype=np.float32), 8_000), 8_000)),
+            ErrorCode.INPUT_REFERENCE_LENGTH,
+        ),
         (clone("x", voice="ryan"), ErrorCode.INPUT_UNKNOWN_VOICE),
         (clone("x", language="klingon"), ErrorCode.INPUT_UNKNOWN_LANGUAGE),
         (clone("x", instruct="happy"), ErrorCode.INPUT_UNSUPPORTED),
@@ -188,7 +218,9 @@ def test_no_end_is_an_error_unless_asked_for() -> None:
         (clone("x", cfg=2.0), ErrorCode.INPUT_UNSUPPORTED),
     ],
 )
-def test_refused_before_any_engine_work(base: Qwen3TTSPipeline, request_: SynthesisRequest, code: ErrorCode) -> None:
+def test_refused_before_any_engine_work(
+    base: Qwen3TTSPipeline, request_: SynthesisRequest, code: ErrorCode
+) -> None:
     before = base.stats()
     with pytest.raises(InputError) as caught:
         submit(base, request_)
@@ -247,7 +279,11 @@ def test_voice_language_and_instruction_change_the_speech(custom: Qwen3TTSPipeli
     plain = ask("a", ("user", "text", "Hello you."), voice="RYAN", temperature=0.0)
     variants = [
         plain,
-        replace(plain, generation=plain.generation.over(Generation()), messages=(Message("system", "text", "Whisper."), *plain.messages)),
+        replace(
+            plain,
+            generation=plain.generation.over(Generation()),
+            messages=(Message("system", "text", "Whisper."), *plain.messages),
+        ),
         ask("b", ("user", "text", "Hello you."), voice="serena", temperature=0.0),
         ask("c", ("user", "text", "Hello you."), voice="ryan", language="german", temperature=0.0),
     ]
@@ -270,7 +306,9 @@ def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
 
 
 def test_submit_blocks_while_the_waiting_room_is_full() -> None:
-    pipeline = open_pipeline(GOLDEN / "checkpoint-base", keep_unfinished=True, waiting_room=1, **{**SIZES, "slots": 1})
+    pipeline = open_pipeline(
+        GOLDEN / "checkpoint-base", keep_unfinished=True, waiting_room=1, **{**SIZES, "slots": 1}
+    )
     futures: list[Future[Speech]] = []
     prepared = clone("r", max_seconds=1.0)
 
@@ -326,7 +364,11 @@ def error_of(future: Future[Speech]) -> NightjarError:
 def test_the_codecs_stage_is_told_of_streams(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
     open_stage = qwen3.open_stage
-    monkeypatch.setattr(qwen3, "open_stage", lambda *rest, streams: (told.append(streams), open_stage(*rest, streams=streams))[1])
+    monkeypatch.setattr(
+        qwen3,
+        "open_stage",
+        lambda *rest, streams: (told.append(streams), open_stage(*rest, streams=streams))[1],
+    )
     open_pipeline(GOLDEN / "checkpoint-base", **{**SIZES, "slots": 1}, streams=streams).close()
     assert told == [bool(streams)], "with one slot too, which no stream has to itself"
 

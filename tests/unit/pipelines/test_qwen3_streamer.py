@@ -19,9 +19,12 @@ def test_a_chunk_is_due_when_the_listener_has_heard_all_before_it(monkeypatch: p
     monkeypatch.setattr(pipeline, "time", clock)
     asked: list[tuple[int, bool, float]] = []
     stage: Any = SimpleNamespace(
-        new_state=lambda: None, decode_chunk=lambda codes, _done, _state, last, deadline: asked.append((len(codes), last, deadline))
+        new_state=lambda: None,
+        decode_chunk=lambda codes, _done, _state, last, deadline: asked.append((len(codes), last, deadline)),
     )
-    streamer = FrameStreamer(FrameRequestInfo("Hello.", 24_000, {}, False, frame_seconds=0.5), stage, lambda _: None)
+    streamer = FrameStreamer(
+        FrameRequestInfo("Hello.", 24_000, {}, False, frame_seconds=0.5), stage, lambda _: None
+    )
     streamer._state = SimpleNamespace()  # type: ignore[assignment]
     codes = np.zeros((40, 16), np.int64)
     for begin, end in ((0, 4), (4, 12), (12, 24)):

@@ -1,4 +1,5 @@
-"""Text in pieces for Qwen3-TTS: token ids that no later text changes, and the speech of the whole text, also from another process."""
+"""Text in pieces for Qwen3-TTS: token ids that no later text changes, and the speech of the whole text,
+also from another process."""
 
 from __future__ import annotations
 
@@ -17,13 +18,26 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.qwen3_tts.frontend import OpenTokens, open_frontend
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from pipelines.qwen3_tts.prompt import TextTokenizer
-from pipelines.request import AudioChunk, Event, Failed, Generation, Handle, Message, Pipeline, SynthesisRequest, stream, submit
+from pipelines.request import (
+    AudioChunk,
+    Event,
+    Failed,
+    Generation,
+    Handle,
+    Message,
+    Pipeline,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 from tests.support.qwen3_golden import GOLDEN
 from tests.unit.pipelines.test_qwen3_pipeline import SECONDS, SIZES, reference
 
 BASE = GOLDEN / "checkpoint-base"
 TEXT = "Hi there, it's 3.1, 你好，ok?"
-LETTERS = [*"ab Ze  \n\r\t.,!?'’-12３你好，。、 　\u0301\u0323\u0302é한가\u1161\u11a8ব\u09c7\u09be=\u0338<|>🙂\u200d\u00a0\u2028"]
+LETTERS = [
+    *"ab Ze  \n\r\t.,!?'’-12３你好，。、 　\u0301\u0323\u0302é한가\u1161\u11a8ব\u09c7\u09be=\u0338<|>🙂\u200d\u00a0\u2028"
+]
 WORDS = ["it's", "'re", "<|im_end|>", "<|im_", " word", "don't", " 3.14", "\r\n", "你好，世界"]
 
 
@@ -50,7 +64,9 @@ def at_once(pipeline: Pipeline, wanted: SynthesisRequest) -> np.ndarray:
     return np.concatenate([chunk.samples for chunk in stream(pipeline, wanted)])
 
 
-def started(pipeline: Pipeline, wanted: SynthesisRequest, first: str) -> tuple[Handle, queue.SimpleQueue[Event]]:
+def started(
+    pipeline: Pipeline, wanted: SynthesisRequest, first: str
+) -> tuple[Handle, queue.SimpleQueue[Event]]:
     """A stream of which so much of the text is there."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     opened = replace(wanted, messages=(*wanted.messages[:-1], Message("user", "text", first)), text_open=True)

@@ -1,4 +1,5 @@
-"""What models made of recordings: kept in memory by content, made once, and kept in a folder for later processes."""
+"""What models made of recordings: kept in memory by content, made once, and kept in a folder for later
+processes."""
 
 from __future__ import annotations
 
@@ -129,7 +130,9 @@ class Folder:
         self.made = 0
 
     def get(self, recording: bytes = b"recording", variant: str = "whole", size: int = 3) -> Arrays:
-        return self.files.get(recording, variant, lambda: self._make(size), lambda found: found["codes"].dtype == np.int64)
+        return self.files.get(
+            recording, variant, lambda: self._make(size), lambda found: found["codes"].dtype == np.int64
+        )
 
     def _make(self, size: int) -> Arrays:
         self.made += 1
@@ -144,7 +147,9 @@ def test_arrays_outlive_their_process(tmp_path: Path) -> None:
     made, found = first.get(), second.get()
     assert (first.made, second.made) == (1, 0)
     assert made.keys() == found.keys()
-    assert all(made[name].dtype == found[name].dtype and np.array_equal(made[name], found[name]) for name in made)
+    assert all(
+        made[name].dtype == found[name].dtype and np.array_equal(made[name], found[name]) for name in made
+    )
 
 
 def test_another_recording_variant_or_model_is_another_file(tmp_path: Path) -> None:
@@ -173,7 +178,9 @@ def test_what_is_damaged_or_may_be_foreign_is_made_again(tmp_path: Path, damage:
         other.files.get(b"recording", "whole", lambda: {"codes": np.zeros(2, np.float32)}, lambda _: True)
         path.write_bytes(other.paths()[0].read_bytes())
     else:
-        path.write_bytes({"cut": data[:-3], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "empty": b""}[damage])
+        path.write_bytes(
+            {"cut": data[:-3], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "empty": b""}[damage]
+        )
     again, after = Folder(voices), Folder(voices)
     again.get()
     after.get()
@@ -206,7 +213,9 @@ def test_what_was_used_last_stays_within_the_bound(tmp_path: Path) -> None:
     assert (len(kept.paths()), kept.made) == (3, 0)
 
 
-def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_used_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     folder = Folder(tmp_path / "file" / "voices")
     with caplog.at_level(logging.WARNING):
@@ -230,7 +239,9 @@ def test_an_error_is_not_kept_on_disk(tmp_path: Path) -> None:
 
 def cloning(folder: Path | None, **options: object) -> Qwen3TTSPipeline:
     sizes = {"slots": 1, "pages": 32, "page_size": 16, "max_context": 256}
-    return open_pipeline(whole(GOLDEN / "checkpoint-base"), voice_cache=folder and str(folder), **sizes, **options)
+    return open_pipeline(
+        whole(GOLDEN / "checkpoint-base"), voice_cache=folder and str(folder), **sizes, **options
+    )
 
 
 def prepared(pipeline: Qwen3TTSPipeline, in_context: bool) -> PreparedVoice:
@@ -246,8 +257,16 @@ def alike(one: PreparedVoice, other: PreparedVoice, pipeline: Qwen3TTSPipeline) 
     assert other.codec_state is not None
     decoder = pipeline.codec.decoder
     codes = torch.from_numpy(one.codes[:5])
-    first, second = (decoder.decode_chunk([voice.codec_state.copy()], [codes])[0] for voice in (one, other) if voice.codec_state)
-    return np.array_equal(one.vector, other.vector) and np.array_equal(one.codes, other.codes) and torch.equal(first, second)
+    first, second = (
+        decoder.decode_chunk([voice.codec_state.copy()], [codes])[0]
+        for voice in (one, other)
+        if voice.codec_state
+    )
+    return (
+        np.array_equal(one.vector, other.vector)
+        and np.array_equal(one.codes, other.codes)
+        and torch.equal(first, second)
+    )
 
 
 def test_a_second_start_encodes_no_voice_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +288,9 @@ def test_another_checkpoint_is_another_voice(tmp_path: Path) -> None:
 
     folder = tmp_path / "checkpoint"
     subprocess.run(["cp", "-rL", str(whole(GOLDEN / "checkpoint-base")), str(folder)], check=True)
-    first = open_pipeline(folder, slots=1, pages=32, page_size=16, max_context=256, voice_cache=str(tmp_path / "voices"))
+    first = open_pipeline(
+        folder, slots=1, pages=32, page_size=16, max_context=256, voice_cache=str(tmp_path / "voices")
+    )
     prepared(first, False)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
@@ -278,7 +299,9 @@ def test_another_checkpoint_is_another_voice(tmp_path: Path) -> None:
                 tensors[name] = tensors[name] + 1
         path.unlink()
         save_file(tensors, path, {"format": "pt"})
-    second = open_pipeline(folder, slots=1, pages=32, page_size=16, max_context=256, voice_cache=str(tmp_path / "voices"))
+    second = open_pipeline(
+        folder, slots=1, pages=32, page_size=16, max_context=256, voice_cache=str(tmp_path / "voices")
+    )
     assert not np.array_equal(prepared(first, False).vector, prepared(second, False).vector)
     assert len(list((tmp_path / "voices").iterdir())) == 2
 
@@ -298,7 +321,10 @@ def test_two_processes_at_once_have_the_same_voice(tmp_path: Path) -> None:
     voices = tmp_path / "voices"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(voices)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [sys.executable, "-c", PROCESS, str(voices)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for _ in range(2)
     ]

@@ -13,7 +13,15 @@ import pytest
 from pipelines import registry
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.registry import Family, ModelCard, describe, list_models, open_pipeline, recognise, register_pipeline
+from pipelines.registry import (
+    Family,
+    ModelCard,
+    describe,
+    list_models,
+    open_pipeline,
+    recognise,
+    register_pipeline,
+)
 from pipelines.request import Capabilities, Pipeline
 
 FAMILIES = (
@@ -59,7 +67,12 @@ def test_describing_loads_no_model_library() -> None:
         "import sys; from pipelines.registry import describe, list_models; describe('hibari'); list_models();"
         "print([m for m in ('numpy', 'torch', 'onnxruntime', 'hibari', 'huggingface_hub') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_registered_pipelines_come_first_and_can_leave() -> None:
@@ -88,7 +101,9 @@ def test_entry_points_add_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     info = tmp_path / "night_voice-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: night-voice\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[nightjar.pipelines]\nnight-voice = night_voice\nbroken = night_voice_missing\n")
+    (info / "entry_points.txt").write_text(
+        "[nightjar.pipelines]\nnight-voice = night_voice\nbroken = night_voice_missing\n"
+    )
     (tmp_path / "night_voice.py").write_text(
         "from pipelines.hibari import load\n"
         "from pipelines.registry import ModelCard\n"
@@ -103,7 +118,18 @@ def test_entry_points_add_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "model", ["hibary", "", "a\0b", "x" * 100_000, "/nonexistent", "~/nonexistent", "http://x/y", "../../etc/passwd", "."]
+    "model",
+    [
+        "hibary",
+        "",
+        "a\0b",
+        "x" * 100_000,
+        "/nonexistent",
+        "~/nonexistent",
+        "http://x/y",
+        "../../etc/passwd",
+        ".",
+    ],
 )
 def test_what_is_no_model(model: str) -> None:
     expected = {"": ErrorCode.MODEL_BAD_CHECKPOINT, ".": ErrorCode.MODEL_BAD_CHECKPOINT}
@@ -116,7 +142,12 @@ def test_a_near_miss_gets_a_hint() -> None:
 
 
 def test_a_folder_is_recognised_by_its_config_or_its_subfolders(tmp_path: Path) -> None:
-    assert recognise(checkpoint(tmp_path, b'{"model_type": "alpha_old", "other": [1, {"x": null}]}'), FAMILIES).name == "alpha"
+    assert (
+        recognise(
+            checkpoint(tmp_path, b'{"model_type": "alpha_old", "other": [1, {"x": null}]}'), FAMILIES
+        ).name
+        == "alpha"
+    )
     (tmp_path / "LLM").mkdir()
     assert recognise(tmp_path, FAMILIES).name == "alpha"
     (tmp_path / "Codec").mkdir()
@@ -153,14 +184,18 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "needs_much").mkdir()
     (tmp_path / "needs_much" / "pipeline.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "FAMILIES", (Family("much", "gpu", model_types=("much",), package="needs_much"),))
+    monkeypatch.setattr(
+        registry, "FAMILIES", (Family("much", "gpu", model_types=("much",), package="needs_much"),)
+    )
     folder = checkpoint(tmp_path, json.dumps({"model_type": "much"}).encode())
     with pytest.raises(ModelError, match=r"a_library_that_nobody_has.*extra `gpu`") as caught:
         open_pipeline(str(folder))
     assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
 
 
-def test_a_family_describes_its_folder_under_its_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_describes_its_folder_under_its_full_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "small_family").mkdir()
     (tmp_path / "small_family" / "config.py").write_text(
         "from pipelines.registry import ModelCard\n"
@@ -171,20 +206,26 @@ def test_a_family_describes_its_folder_under_its_full_path(tmp_path: Path, monke
         "from pipelines import registry\ndef open_pipeline(path, **options): return registry.open_pipeline('hibari', **options)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "FAMILIES", (Family("small", "gpu", model_types=("small",), package="small_family"),))
+    monkeypatch.setattr(
+        registry, "FAMILIES", (Family("small", "gpu", model_types=("small",), package="small_family"),)
+    )
     folder = tmp_path / "weights"
     folder.mkdir()
     checkpoint(folder, b'{"model_type": "small"}')
     monkeypatch.chdir(tmp_path)
     for model in ("weights", "./weights", str(folder)):
-        assert describe(model) == ModelCard(str(folder.resolve()), "small", "native", 24_000, Capabilities(), revision="weights")
+        assert describe(model) == ModelCard(
+            str(folder.resolve()), "small", "native", 24_000, Capabilities(), revision="weights"
+        )
     open_pipeline("weights", threads=1).close()
 
 
 def test_a_published_checkpoint_without_a_hub_says_what_to_do(tmp_path: Path) -> None:
     code = "from pipelines.registry import describe\ndescribe('qwen3-tts-0.6b-base')"
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment
+    )
     assert "Qwen/Qwen3-TTS-12Hz-0.6B-Base" in result.stderr
     assert "download the folder elsewhere" in result.stderr
 

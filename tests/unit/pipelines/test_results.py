@@ -1,4 +1,5 @@
-"""What all families deliver by: speech and streams of an engine that is none, aborts, options, recordings and keys."""
+"""What all families deliver by: speech and streams of an engine that is none, aborts, options, recordings
+and keys."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from pipelines.options import read_options
 from pipelines.recording import read_recording
 from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
-from pipelines.tokens import TokenRequest, TokenRequestInfo, Tokens, TokenSampling, TokenStreamer, TokenUtterance, token_sampling
+from pipelines.tokens import (
+    TokenRequest,
+    TokenRequestInfo,
+    Tokens,
+    TokenSampling,
+    TokenStreamer,
+    TokenUtterance,
+    token_sampling,
+)
 from pipelines.validation import frames_within
 from pipelines.vllm_engine.library import ModelSpec
 
@@ -33,7 +42,8 @@ RATE = 100
 
 
 class Ramp(Decoder[list[int]]):
-    """A decoder: each code is four samples of its value. Its states count frames; an empty chunk is answered by one sample."""
+    """A decoder: each code is four samples of its value. Its states count frames; an empty chunk is
+    answered by one sample."""
 
     def new_state(self) -> list[int]:
         return []
@@ -146,7 +156,10 @@ def test_tokens_become_speech_with_what_is_known_of_them(host: Host, pipeline: P
     assert pipeline.stats().audio_seconds == 8 / RATE
 
 
-@pytest.mark.parametrize(("ids", "finish", "code"), [([1], "length", ErrorCode.SYNTH_NO_EOS), ([], "stop", ErrorCode.SYNTH_NO_AUDIO)])
+@pytest.mark.parametrize(
+    ("ids", "finish", "code"),
+    [([1], "length", ErrorCode.SYNTH_NO_EOS), ([], "stop", ErrorCode.SYNTH_NO_AUDIO)],
+)
 def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
     host: Host, pipeline: Pipeline, ids: list[int], finish: str, code: ErrorCode
 ) -> None:
@@ -160,17 +173,23 @@ def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
 
 
 @pytest.mark.parametrize("known_after", [0, 5])
-def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(host: Host, pipeline: Pipeline, known_after: int) -> None:
+def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(
+    host: Host, pipeline: Pipeline, known_after: int
+) -> None:
     pipeline.request_info = RequestInfo("text", RATE, {}, False, [], known_after)
     host.play = say([1, 2, 3, 4, 5, 6])
     chunks = list(stream(pipeline, REQUEST))
     assert pipeline.request_info.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
-    assert np.concatenate([chunk.samples for chunk in chunks]).tolist() == [code for code in range(1, 7) for _ in range(4)] + [1]
+    assert np.concatenate([chunk.samples for chunk in chunks]).tolist() == [
+        code for code in range(1, 7) for _ in range(4)
+    ] + [1]
     assert len(chunks) == 4
     assert not host.cancelled
 
 
-def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(host: Host, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(
+    host: Host, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def let_in(request: TokenRequest, receiver: Any) -> None:
         before = pipeline.stats().audio_seconds
         say([1, 2, 3, 4])(receiver)
@@ -247,13 +266,21 @@ def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("config.json", '{"part": {"size": 3, "list": [1, 2]}}'), ("c.yaml", "part: {size: 3, list: [1, 2]}")]
+    ("name", "text"),
+    [("config.json", '{"part": {"size": 3, "list": [1, 2]}}'), ("c.yaml", "part: {size: 3, list: [1, 2]}")],
 )
 def test_keys_name_file_section_and_key(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     part = Keys.read(tmp_path / name, "Get another.").section("part")
-    assert (part.value("size", Size), part.value("list", Sizes), "size" in part, part.value("other", Size, 7)) == (3, (1, 2), True, 7)
-    with pytest.raises(ModelError, match=rf"{name}: part\.list must be a whole number that is not negative\. Get another\."):
+    assert (
+        part.value("size", Size),
+        part.value("list", Sizes),
+        "size" in part,
+        part.value("other", Size, 7),
+    ) == (3, (1, 2), True, 7)
+    with pytest.raises(
+        ModelError, match=rf"{name}: part\.list must be a whole number that is not negative\. Get another\."
+    ):
         part.value("list", Whole)
     (tmp_path / name).write_text("[1, 2")
     with pytest.raises(ModelError, match=f"{name} cannot be read"):

@@ -14,7 +14,13 @@ import pytest
 from tests.support.fake_dialogues import FRAME, DialoguePipeline
 from tests.support.serving_kit import Running, b64, error_of, events, heard, wav
 
-AUDIO = {"mode": "text_audio", "phase": "text", "text_temperature": 0.6, "audio_temperature": 0.8, "audio_topk": 20}
+AUDIO = {
+    "mode": "text_audio",
+    "phase": "text",
+    "text_temperature": 0.6,
+    "audio_temperature": 0.8,
+    "audio_topk": 20,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,11 @@ MODES: list[tuple[list[dict[str, Any]], dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("dialogue", "fields", "frames"), MODES)
 def test_every_mode_by_a_bare_client_and_by_openais(
-    server: Running, client: openai.OpenAI, dialogue: list[dict[str, Any]], fields: dict[str, Any], frames: int
+    server: Running,
+    client: openai.OpenAI,
+    dialogue: list[dict[str, Any]],
+    fields: dict[str, Any],
+    frames: int,
 ) -> None:
     bare = server.chat(*dialogue, seed=4, **fields)
     assert bare.status_code == 200, bare.text
@@ -68,7 +78,9 @@ def test_every_mode_by_a_bare_client_and_by_openais(
     message = view["choices"][0]["message"]
     assert view["choices"][0]["finish_reason"] == "stop"
     assert view["usage"]["completion_tokens"] == len(message["content"].split()) + frames
-    by_openai = client.chat.completions.create(model="dialogues", messages=dialogue, seed=4, extra_body=fields)
+    by_openai = client.chat.completions.create(
+        model="dialogues", messages=dialogue, seed=4, extra_body=fields
+    )
     assert by_openai.choices[0].message.content == message["content"]
     audio = by_openai.choices[0].message.audio
     if not frames:
@@ -84,11 +96,19 @@ def test_every_mode_by_a_bare_client_and_by_openais(
 
 @pytest.mark.parametrize(("dialogue", "fields", "frames"), MODES)
 def test_a_stream_tells_what_the_whole_answer_tells(
-    server: Running, client: openai.OpenAI, dialogue: list[dict[str, Any]], fields: dict[str, Any], frames: int
+    server: Running,
+    client: openai.OpenAI,
+    dialogue: list[dict[str, Any]],
+    fields: dict[str, Any],
+    frames: int,
 ) -> None:
     whole = server.chat(*dialogue, seed=4, **fields).json()["choices"][0]["message"]
     extra = {**fields, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(model="dialogues", messages=dialogue, seed=4, stream=True, extra_body=extra))
+    chunks = list(
+        client.chat.completions.create(
+            model="dialogues", messages=dialogue, seed=4, stream=True, extra_body=extra
+        )
+    )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     pieces = [delta.content for delta in deltas if delta.content]
     assert len(pieces) > 2
@@ -123,17 +143,40 @@ def test_roles_have_the_models_names_and_a_top_k_below_0_is_none(server: Running
 
 
 def test_null_is_a_field_that_was_left_out(server: Running) -> None:
-    names = ("vllm_xargs", "audio", "stream", "stream_options", "stop_token_ids", "n", "max_tokens", "seed", "stop", "tools")
+    names = (
+        "vllm_xargs",
+        "audio",
+        "stream",
+        "stream_options",
+        "stop_token_ids",
+        "n",
+        "max_tokens",
+        "seed",
+        "stop",
+        "tools",
+    )
     assert server.chat(user("A bell."), **dict.fromkeys(names)).status_code == 200
-    assert server.chat(user("A bell."), vllm_xargs={**AUDIO, "cfg": None}, stream_options={"include_usage": None}).status_code == 200
+    assert (
+        server.chat(
+            user("A bell."), vllm_xargs={**AUDIO, "cfg": None}, stream_options={"include_usage": None}
+        ).status_code
+        == 200
+    )
 
 
-def test_the_voice_that_openais_client_must_name_may_be_the_models_own(server: Running, client: openai.OpenAI) -> None:
+def test_the_voice_that_openais_client_must_name_may_be_the_models_own(
+    server: Running, client: openai.OpenAI
+) -> None:
     made = client.chat.completions.create(
-        model="dialogues", messages=[user("A bell.")], modalities=["text", "audio"], audio={"voice": "default", "format": "wav"}
+        model="dialogues",
+        messages=[user("A bell.")],
+        modalities=["text", "audio"],
+        audio={"voice": "default", "format": "wav"},
     )
     assert made.choices[0].message.audio is not None
-    refused = server.chat(user("A bell."), modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"})
+    refused = server.chat(
+        user("A bell."), modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"}
+    )
     assert (refused.status_code, error_of(refused)["param"]) == (400, "audio.voice")
 
 
@@ -150,7 +193,10 @@ def test_text_without_its_audio_is_an_answer(server: Running, client: openai.Ope
     assert (answer["finish_reason"], view["usage"]["prompt_tokens"]) == ("stop", 5)
     assert "A bell." in answer["message"]["content"]
     stream = client.chat.completions.create(
-        model="dialogues", messages=[user("[[no_audio]] A bell.")], stream=True, extra_body={"vllm_xargs": AUDIO}
+        model="dialogues",
+        messages=[user("[[no_audio]] A bell.")],
+        stream=True,
+        extra_body={"vllm_xargs": AUDIO},
     )
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -161,12 +207,17 @@ def test_a_limit_that_was_reached_is_said(server: Running) -> None:
     mute = server.chat(user("[[no_audio]] A bell."), vllm_xargs=AUDIO, max_tokens=8).json()
     assert (mute["choices"][0]["message"]["audio"], mute["choices"][0]["finish_reason"]) == (None, "length")
     assert mute["usage"]["completion_tokens"] == 8
-    assert server.chat(user("A bell."), vllm_xargs=AUDIO, max_tokens=6).json()["choices"][0]["finish_reason"] == "length"
+    assert (
+        server.chat(user("A bell."), vllm_xargs=AUDIO, max_tokens=6).json()["choices"][0]["finish_reason"]
+        == "length"
+    )
 
 
 @pytest.mark.parametrize("kind", ["flac", "pcm16"])
 def test_audio_in_the_format_that_was_asked_for(server: Running, kind: str) -> None:
-    message = server.chat(user("A bell."), modalities=["audio", "text"], audio={"format": kind}).json()["choices"][0]["message"]
+    message = server.chat(user("A bell."), modalities=["audio", "text"], audio={"format": kind}).json()[
+        "choices"
+    ][0]["message"]
     data = base64.b64decode(message["audio"]["data"])
     assert data[:4] == b"fLaC" if kind == "flac" else len(data) == 2 * 8 * FRAME
 
@@ -178,8 +229,18 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, str]] = [
     ([user("x")], {"vllm_xargs": {"mode": "sing"}}, "vllm_xargs.mode", "invalid_value"),
     ([user("x")], {"vllm_xargs": {"phase": "audio"}}, "vllm_xargs.phase", "invalid_value"),
     ([user("x")], {"vllm_xargs": {"cfg": 3}}, "vllm_xargs.cfg", "input.bad_generation"),
-    ([user("x")], {"vllm_xargs": {**AUDIO, "audio_temperature": -2}}, "vllm_xargs.audio_temperature", "input.bad_generation"),
-    ([user("x")], {"vllm_xargs": {"mode": "text_only"}, "modalities": ["text", "audio"]}, "modalities", "invalid_value"),
+    (
+        [user("x")],
+        {"vllm_xargs": {**AUDIO, "audio_temperature": -2}},
+        "vllm_xargs.audio_temperature",
+        "input.bad_generation",
+    ),
+    (
+        [user("x")],
+        {"vllm_xargs": {"mode": "text_only"}, "modalities": ["text", "audio"]},
+        "modalities",
+        "invalid_value",
+    ),
     ([user("x")], {"vllm_xargs": AUDIO, "stop_token_ids": [3]}, "stop_token_ids", "input.unsupported"),
     ([user("x")], {"stop_token_ids": [7]}, "stop_token_ids", "input.unsupported"),
     ([user("x")], {"temperature": -1}, "temperature", "input.bad_generation"),
@@ -193,7 +254,12 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, str]] = [
     ([user("")], {}, "messages", "input.empty_text"),
     ([user(None)], {}, "messages[0].content", "invalid_value"),
     ([{"role": "tool", "content": "x"}], {}, "messages[0].role", "invalid_value"),
-    ([user([{"type": "image_url", "image_url": {"url": "x"}}])], {}, "messages[0].content[0]", "invalid_value"),
+    (
+        [user([{"type": "image_url", "image_url": {"url": "x"}}])],
+        {},
+        "messages[0].content[0]",
+        "invalid_value",
+    ),
     ([{"role": "assistant", "content": sound(b64(wav(0.1)))["content"]}], {}, "messages", "invalid_value"),
     ([sound("%%%")], {}, "messages", "input.audio_unreadable"),
     ([sound(b64(b"no sound"))], {}, "messages", "input.audio_unreadable"),
@@ -213,7 +279,12 @@ def test_a_bad_request_is_a_400_that_names_its_fault(
     before = len(pipeline_of(server).seen)
     answer = server.chat(*dialogue, **fields)
     error = error_of(answer)
-    assert (answer.status_code, error["param"], error["code"], error["type"]) == (400, param, code, "invalid_request_error")
+    assert (answer.status_code, error["param"], error["code"], error["type"]) == (
+        400,
+        param,
+        code,
+        "invalid_request_error",
+    )
     streamed = server.chat(*dialogue, stream=True, **fields)
     assert (streamed.status_code, error_of(streamed)) == (400, error)
     assert len(pipeline_of(server).seen) == before
@@ -237,12 +308,16 @@ def test_a_body_that_is_no_request_is_a_400(server: Running, body: bytes, kind: 
     error_of(answer)
 
 
-def test_a_body_over_its_bound_is_refused_whatever_it_says_of_its_length(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_over_its_bound_is_refused_whatever_it_says_of_its_length(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A client that is still sending when that is over finds its connection reset.
     monkeypatch.setattr("pipelines.serving.request_body._DISCARD_SECONDS", 240.0)
     body = json.dumps({"model": "dialogues", "messages": [sound("A" * 20_000_000)]}).encode()
     known, pieces = (
-        server.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+        server.http.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
         for content in (body, iter([body[:9_000_000], body[9_000_000:]]))
     )
     for answer in (known, pieces):
@@ -263,7 +338,9 @@ def test_what_is_not_there(server: Running, client: openai.OpenAI) -> None:
     assert (speech.status_code, error_of(speech)["code"]) == (400, "input.unsupported")
 
 
-def test_an_engine_that_fails_says_no_more_than_that(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_fails_says_no_more_than_that(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR):
         failed = server.chat(user("[[fail:synth.engine]]"))
     assert (failed.status_code, error_of(failed)["type"]) == (503, "server_error")
@@ -275,7 +352,10 @@ def test_an_engine_that_fails_says_no_more_than_that(server: Running, caplog: py
     with server.http.stream("POST", "/v1/chat/completions", json=body) as streamed:
         last = list(events(streamed.iter_lines()))[-1]
     assert last["error"]["code"] == "synth.engine"
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client, pytest.raises(openai.APIError):
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
+        pytest.raises(openai.APIError),
+    ):
         list(client.chat.completions.create(**body))
 
 

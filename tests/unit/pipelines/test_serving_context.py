@@ -48,11 +48,15 @@ def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **opti
         await asyncio.sleep(0)
 
     metrics: Any = SimpleNamespace(spoke=lambda _: None, began=lambda *_: None)
-    return Context(Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics), "a", first, REQUEST, send)
+    return Context(
+        Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics), "a", first, REQUEST, send
+    )
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.001, False)])
-def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hear(seconds: float, waits: bool) -> None:
+def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hear(
+    seconds: float, waits: bool
+) -> None:
     """The mean time of a slot is a second: without audio ahead the next sentence would come too late."""
 
     async def play() -> list[str]:
@@ -111,7 +115,9 @@ def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
 
 
 @pytest.mark.parametrize(("delay_ms", "said"), [(0, ["One.", "Two."]), (1_000, ["One. Two."])])
-def test_without_a_delay_a_model_that_takes_text_in_pieces_is_given_sentences(delay_ms: int, said: list[str]) -> None:
+def test_without_a_delay_a_model_that_takes_text_in_pieces_is_given_sentences(
+    delay_ms: int, said: list[str]
+) -> None:
     async def play() -> list[str]:
         model = Model(0.1)
         model.takes_text = True
@@ -141,7 +147,10 @@ def test_seeds_of_units_are_those_of_their_request() -> None:
     ("text", "first"),
     [
         ("word " * 50 + "end, " + "more " * 80, ("word " * 50 + "end,").strip()),
-        ("word " * 50 + "end, " + "more " * 20 + "then, " + "more " * 60, ("word " * 50 + "end, " + "more " * 20 + "then,").strip()),
+        (
+            "word " * 50 + "end, " + "more " * 20 + "then, " + "more " * 60,
+            ("word " * 50 + "end, " + "more " * 20 + "then,").strip(),
+        ),
         ("early, " + "word " * 100, ("early, " + "word " * 78).strip()),
         ("word " * 100, ("word " * 80).strip()),
         ("x" * 500, "x" * MAX_UNIT_CHARACTERS),

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Generation, Listener, Message, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineInfo,
+    EngineStats,
+    Generation,
+    Listener,
+    Message,
+    Speech,
+    SynthesisRequest,
+)
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import PipelineCall, Unread
@@ -79,7 +89,14 @@ def test_contexts_that_were_refused_take_no_place(refused: dict[str, Any]) -> No
 def test_a_stream_is_over_once_it_is_made() -> None:
     async def listen() -> int:
         times_over: list[bool] = []
-        call: Any = PipelineCall(_AtOnce(whole=True), REQUEST, lambda: times_over.append(True), Unread(), lambda _: None, stream=True)  # type: ignore[arg-type]
+        call: Any = PipelineCall(
+            _AtOnce(whole=True),
+            REQUEST,
+            lambda: times_over.append(True),
+            Unread(),
+            lambda _: None,
+            stream=True,
+        )  # type: ignore[arg-type]
         async with aclosing(call.events(DaemonThreads(1, "starter"))) as chunks:
             async for _ in chunks:
                 pass
@@ -89,7 +106,9 @@ def test_a_stream_is_over_once_it_is_made() -> None:
 
 
 @pytest.mark.parametrize(("unread_bytes", "running"), [(1 << 30, 0), (1, 1)])
-def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(unread_bytes: int, running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(
+    unread_bytes: int, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving_model, "_UNREAD_BYTES", unread_bytes)
 
     async def listen() -> int:

@@ -61,7 +61,11 @@ def test_a_gate_that_grows_lets_waiters_in_and_one_that_shrinks_sends_nobody_awa
         gate = AdmissionQueue(slots=1, waiting_room=4)
         turns = [gate.ask() for _ in range(5)]
         gate.resize(3)
-        assert ([turn.done() for turn in turns], gate.running, gate.waiting) == ([True, True, True, False, False], 3, 2)
+        assert ([turn.done() for turn in turns], gate.running, gate.waiting) == (
+            [True, True, True, False, False],
+            3,
+            2,
+        )
         gate.resize(1)
         turns[0].result().release()
         turns[1].result().release()
@@ -119,7 +123,12 @@ def flac(seconds: float) -> bytes:
 def test_audio_is_base64_or_a_data_url() -> None:
     sound = wav(0.5)
     lines = base64.encodebytes(sound).decode()
-    for text in (b64(sound), lines, f"data:audio/wav;base64,{b64(sound)}", f"data:audio/x-wav;codecs=1;base64,{b64(sound)}"):
+    for text in (
+        b64(sound),
+        lines,
+        f"data:audio/wav;base64,{b64(sound)}",
+        f"data:audio/x-wav;codecs=1;base64,{b64(sound)}",
+    ):
         assert read_audio(text, 1.0, "wav") == sound
     assert read_audio(b64(flac(0.5)), 1.0, "flac") == flac(0.5)
 
@@ -168,7 +177,8 @@ def test_a_stream_holds_the_samples_of_the_whole_file(kind: SpeechFormat) -> Non
     if kind == "flac":
         file = soundfile.SoundFile(io.BytesIO(data))
         found = np.zeros(60_000, np.int16)
-        # soundfile's own read goes back to a place that it works out of the length, which a stream does not tell.
+        # soundfile's own read goes back to a place that it works out of the length, which a stream does not
+        # tell.
         place = soundfile._ffi.cast("short*", found.ctypes.data)
         count = soundfile._snd.sf_readf_short(file._file, place, len(found))
         np.testing.assert_array_equal(found[:count], expected)
@@ -188,7 +198,9 @@ def test_an_mp3_stream_comes_in_pieces_and_has_its_length_for_readers_of_files(s
     encoder = stream_encoder(sample_rate, "mp3")
     pieces = [encoder.add(samples[start : start + 999]) for start in range(0, len(samples), 999)]
     data = b"".join(pieces) + encoder.end()
-    assert len(b"".join(pieces[: len(pieces) // 2])) > 0.4 * len(data), "a stream that holds everything back is none"
+    assert len(b"".join(pieces[: len(pieces) // 2])) > 0.4 * len(data), (
+        "a stream that holds everything back is none"
+    )
     found, rate = soundfile.read(io.BytesIO(data))
     assert rate == sample_rate
     # An encoder's own delay, and the fill of the last frame.
@@ -219,10 +231,18 @@ def test_keys_are_in_no_text_of_the_options() -> None:
 
 def messages(*parts: bytes, more: bool = False) -> list[dict[str, object]]:
     last = len(parts) - 1
-    return [{"type": "http.request", "body": part, "more_body": more or place < last} for place, part in enumerate(parts)]
+    return [
+        {"type": "http.request", "body": part, "more_body": more or place < last}
+        for place, part in enumerate(parts)
+    ]
 
 
-def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0, memory: BodyMemory | None = None) -> LimitedBody:
+def inlet(
+    script: list[dict[str, object]],
+    max_bytes: int = 100,
+    seconds: float = 5.0,
+    memory: BodyMemory | None = None,
+) -> LimitedBody:
     async def receive() -> dict[str, object]:
         if script:
             return script.pop(0)
@@ -279,7 +299,16 @@ def test_large_bodies_without_a_slot_are_bounded_together_and_small_ones_are_not
 
 
 def shaped(*, opened: int = 0, values: int = 0) -> bytes:
-    return b'{"text": "' + b'\\\\\\"[{,' * 20_000 + b'\\\\", "more": ' + b"[" * opened + b"1," * values + b"1" + b"]" * opened + b"}"
+    return (
+        b'{"text": "'
+        + b'\\\\\\"[{,' * 20_000
+        + b'\\\\", "more": '
+        + b"[" * opened
+        + b"1," * values
+        + b"1"
+        + b"]" * opened
+        + b"}"
+    )
 
 
 def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
@@ -294,7 +323,9 @@ def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
 
 def test_only_short_json_is_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(request_body, "parse", lambda data: seen.append(threading.current_thread() is threading.main_thread()))
+    monkeypatch.setattr(
+        request_body, "parse", lambda data: seen.append(threading.current_thread() is threading.main_thread())
+    )
 
     async def play() -> None:
         await request_body.read(b" " * request_body.INLINE_BYTES)
@@ -333,7 +364,9 @@ def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
     assert not after(1000, EngineStats(frames=1))
 
 
-def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = FakeClock()
     connections = Connections(10, 10.0, clock.monotonic)
     loop = asyncio.new_event_loop()
@@ -342,7 +375,9 @@ def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(caplog: py
     try:
         for second in range(120):
             for _ in range(50):
-                connections.on_loop_error(loop, {"exception": OSError(errno.EMFILE, "Too many open files"), "socket": object()})
+                connections.on_loop_error(
+                    loop, {"exception": OSError(errno.EMFILE, "Too many open files"), "socket": object()}
+                )
             clock.advance(1)
             assert len(caplog.records) == 1 + second // 60
         assert "(3000 times" in caplog.records[1].getMessage()
@@ -359,7 +394,11 @@ def test_threads_work_in_order_and_never_keep_a_process() -> None:
     gate = threading.Event()
     try:
         held = [threads.submit(gate.wait, 60) for _ in range(2)]
-        behind, failing, unwanted = threads.submit(lambda: "done"), threads.submit(lambda: 1 / 0), threads.submit(lambda: "never")
+        behind, failing, unwanted = (
+            threads.submit(lambda: "done"),
+            threads.submit(lambda: 1 / 0),
+            threads.submit(lambda: "never"),
+        )
         assert unwanted.cancel()
         assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("work-"))
         gate.set()

@@ -32,7 +32,11 @@ class _Refusing:
     def start(self, *_: object) -> Any:
         self.asked.set()
         self.answer.wait()
-        raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")
+        raise InputError(
+            ErrorCode.INPUT_REFERENCE_SILENT,
+            "The reference audio is silent.",
+            "Give a recording with a clear voice.",
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,7 +90,14 @@ class _LateThread(Executor):
 def test_a_slot_is_free_after_a_client_left_before_its_request_was_begun(stream: bool) -> None:
     async def leave_early() -> int:
         thread, outcomes = _LateThread(), list[bool]()
-        call: Any = PipelineCall(_Refusing(), REQUEST, lambda: outcomes.append(True), Unread(), lambda _seconds: None, stream=stream)  # pyright: ignore[reportArgumentType]
+        call: Any = PipelineCall(
+            _Refusing(),
+            REQUEST,
+            lambda: outcomes.append(True),
+            Unread(),
+            lambda _seconds: None,
+            stream=stream,
+        )  # pyright: ignore[reportArgumentType]
         listening = asyncio.create_task(anext(call.events(thread)))
         while not thread.work:
             await asyncio.sleep(0)

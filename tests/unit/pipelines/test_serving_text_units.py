@@ -43,7 +43,20 @@ PIECES = [
     "...",
     "\u2026",
 ]
-PIECES += ['"', "\u201d", ")", ",", "\u4f60\u597d", "\u3002", "\uff01", "\u300d", "\U0001f389", "x" * 150, "long " * 40, "p.m."]
+PIECES += [
+    '"',
+    "\u201d",
+    ")",
+    ",",
+    "\u4f60\u597d",
+    "\u3002",
+    "\uff01",
+    "\u300d",
+    "\U0001f389",
+    "x" * 150,
+    "long " * 40,
+    "p.m.",
+]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 
 
@@ -106,7 +119,8 @@ def test_a_unit_is_complete_as_soon_as_the_next_character_says_so() -> None:
     assert units.flush() == []
 
 
-#: A grapheme each, or several: words with marks, syllables, pictures of several characters, and what has a mark inside.
+#: A grapheme each, or several: words with marks, syllables, pictures of several characters, and what has a
+#: mark inside.
 WORDS = [
     "word",
     "na\u0131\u0308ve",
@@ -127,12 +141,31 @@ WORDS += [
     "\u304b\u3099",
     "\u1112\u1161\u11ab" * 160,
 ]
-BETWEEN = [" ", " ", "  ", "\n\n", ", ", ". ", "! ", "? ", "... ", "\u3002", "\uff0c", ".", "!", "\u201d ", "\u2026 "]
-WRITTEN = st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(BETWEEN)), max_size=12).map(lambda pairs: "".join(map("".join, pairs)))
+BETWEEN = [
+    " ",
+    " ",
+    "  ",
+    "\n\n",
+    ", ",
+    ". ",
+    "! ",
+    "? ",
+    "... ",
+    "\u3002",
+    "\uff0c",
+    ".",
+    "!",
+    "\u201d ",
+    "\u2026 ",
+]
+WRITTEN = st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(BETWEEN)), max_size=12).map(
+    lambda pairs: "".join(map("".join, pairs))
+)
 
 
 def check_cuts(text: str, parts: list[str]) -> None:
-    """The parts are the text as it stands there, without what nobody says, and none ends inside a word or a grapheme."""
+    """The parts are the text as it stands there, without what nobody says, and none ends inside a word or
+    a grapheme."""
     graphemes = {found.end() for found in regex.finditer(r"\X", text)} | {0}
     place = 0
     for part in parts:
@@ -147,7 +180,9 @@ def check_cuts(text: str, parts: list[str]) -> None:
 
 
 @given(WRITTEN, st.data())
-def test_no_unit_ends_inside_a_word_whatever_the_pieces_and_the_delays(text: str, data: st.DataObject) -> None:
+def test_no_unit_ends_inside_a_word_whatever_the_pieces_and_the_delays(
+    text: str, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
     units, found = TextUnits(), list[str]()
     for begin, end in pairwise([0, *cuts, len(text)]):
@@ -158,7 +193,9 @@ def test_no_unit_ends_inside_a_word_whatever_the_pieces_and_the_delays(text: str
 
 
 @given(WRITTEN, st.data())
-def test_no_passage_ends_inside_a_word_whatever_the_pieces_and_the_delays(text: str, data: st.DataObject) -> None:
+def test_no_passage_ends_inside_a_word_whatever_the_pieces_and_the_delays(
+    text: str, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
     passages, pieces = TextPassages(), list[tuple[str, bool]]()
     for begin, end in pairwise([0, *cuts, len(text)]):

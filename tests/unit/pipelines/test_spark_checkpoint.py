@@ -56,8 +56,16 @@ def test_the_revision_follows_the_weights(folder: Path) -> None:
 
 def test_sizes_come_from_the_configs() -> None:
     config = SparkConfig.from_folder(checkpoint())
-    assert (config.bicodec.samples_per_token, config.tokens_per_second, config.clip_samples) == (320, 50, 96_000)
-    assert (config.bicodec.speaker.tokens, config.bicodec.global_codes, config.bicodec.codebook_size) == (16, 4096, 2048)
+    assert (config.bicodec.samples_per_token, config.tokens_per_second, config.clip_samples) == (
+        320,
+        50,
+        96_000,
+    )
+    assert (config.bicodec.speaker.tokens, config.bicodec.global_codes, config.bicodec.codebook_size) == (
+        16,
+        4096,
+        2048,
+    )
     assert (config.lm.head_dim, config.lm.eos, config.lm.tied) == (12, 402, True)
 
 
@@ -85,7 +93,10 @@ def edit_lm(**changes: object) -> Callable[[Path], None]:
         (lambda folder: (folder / "config.yaml").unlink(), "config.yaml is missing"),
         (lambda folder: (folder / "config.yaml").write_text("[1, 2"), "cannot be read"),
         (lambda folder: (folder / "config.yaml").write_text("- 1"), "table of keys"),
-        (lambda folder: (folder / "config.yaml").write_text("sample_rate: 16000"), "latent_hop_length is missing"),
+        (
+            lambda folder: (folder / "config.yaml").write_text("sample_rate: 16000"),
+            "latent_hop_length is missing",
+        ),
         (edit_yaml("audio_tokenizer:", "tokenizer:"), "audio_tokenizer is missing"),
         (edit_yaml("  - 8\n", "  - 7\n"), "kernel_sizes do not fit"),
         (edit_yaml("fsq_num_quantizers: 1", "fsq_num_quantizers: 2"), "fsq_num_quantizers is 2"),
@@ -99,7 +110,10 @@ def edit_lm(**changes: object) -> Callable[[Path], None]:
         (edit_lm(num_attention_heads=0), "num_attention_heads must be a whole number above 0"),
         (edit_lm(num_attention_heads=7), "must be a multiple of num_key_value_heads"),
         (edit_lm(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling asks for a scaled rope"),
-        (edit_lm(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_scaling asks for a scaled rope"),
+        (
+            edit_lm(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}),
+            "rope_scaling asks for a scaled rope",
+        ),
         (edit_lm(rope_theta=-1), "rope_theta must be a number above 0"),
         (edit_lm(eos_token_id=[402, 5]), "eos_token_id must be a whole number"),
     ],
@@ -144,7 +158,10 @@ class TestFeatures:
         values = torch.randn(1, 8000, generator=torch.Generator().manual_seed(0))
         before = SemanticFeatures(place, CPU)(values)
         path = place / "pytorch_model.bin"
-        save_file({name: tensor.contiguous() for name, tensor in torch.load(path, weights_only=True).items()}, place / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in torch.load(path, weights_only=True).items()},
+            place / "model.safetensors",
+        )
         path.unlink()
         assert torch.equal(SemanticFeatures(place, CPU)(values), before)
 
@@ -205,7 +222,11 @@ def test_a_vocabulary_that_lacks_a_token_is_refused(folder: Path, token: str, ot
 
 def test_codes_out_of_order_are_refused(folder: Path) -> None:
     path = folder / "LLM" / "tokenizer.json"
-    text = path.read_text().replace('"<|bicodec_semantic_5|>"', '"?"').replace('"<|bicodec_semantic_6|>"', '"<|bicodec_semantic_5|>"')
+    text = (
+        path.read_text()
+        .replace('"<|bicodec_semantic_5|>"', '"?"')
+        .replace('"<|bicodec_semantic_6|>"', '"<|bicodec_semantic_5|>"')
+    )
     path.write_text(text.replace('"?"', '"<|bicodec_semantic_6|>"'))
     with pytest.raises(ModelError, match="do not follow one another"):
         Vocabulary.from_folder(folder / "LLM", 2048, 4096)

@@ -71,7 +71,9 @@ def test_a_stream_with_all_its_context_equals_the_whole(codec: BiCodec, sizes: l
 
 
 @pytest.mark.parametrize("sizes", [[100], [20, 25, 50, 5], [3] * 33 + [1]])
-def test_a_stream_in_windows_has_the_length_of_the_whole_and_is_near_it(codec: BiCodec, sizes: list[int]) -> None:
+def test_a_stream_in_windows_has_the_length_of_the_whole_and_is_near_it(
+    codec: BiCodec, sizes: list[int]
+) -> None:
     semantic, voice = tokens(codec, 100, 4)
     whole = codec.decode([semantic], [voice])[0]
     heard = stream(BiCodecDecoder(codec), semantic, voice, sizes)
@@ -107,4 +109,6 @@ def test_batches_hold_neighbours_in_length_and_no_more_than_they_may() -> None:
     found = longest_first(lengths, 200)
     assert sorted(index for batch in found for index in batch) == list(range(6))
     assert found == [[4], [1, 3], [2, 0, 5]]
-    assert all(len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= 200 for batch in found)
+    assert all(
+        len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= 200 for batch in found
+    )

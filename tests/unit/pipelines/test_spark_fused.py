@@ -59,7 +59,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.mark.parametrize("lengths", [(40,), (30, 30, 30), LENGTHS])
 @pytest.mark.parametrize("widest", [0, 1000])
-def test_utterances_equal_the_plain_generator(monkeypatch: pytest.MonkeyPatch, widest: int, lengths: tuple[int, ...]) -> None:
+def test_utterances_equal_the_plain_generator(
+    monkeypatch: pytest.MonkeyPatch, widest: int, lengths: tuple[int, ...]
+) -> None:
     """With each residual unit as one kernel, and with one kernel for each of its convolutions."""
     monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
     fused = load_bicodec(SparkConfig.from_folder(checkpoint()), CPU, fused=True)[1]
@@ -89,7 +91,10 @@ def test_any_upsampling_that_sees_neighbours_only(kernel: int, rate: int) -> Non
         whole, mixed = made(x), made(garbage, mask)
     torch.testing.assert_close(whole, wave(x), atol=CLOSE, rtol=0)
     torch.testing.assert_close(
-        mixed * mask[:, 0].repeat_interleave(rate, 1), wave(x, mask) * mask[:, 0].repeat_interleave(rate, 1), atol=CLOSE, rtol=0
+        mixed * mask[:, 0].repeat_interleave(rate, 1),
+        wave(x, mask) * mask[:, 0].repeat_interleave(rate, 1),
+        atol=CLOSE,
+        rtol=0,
     )
 
 

@@ -1,4 +1,5 @@
-"""A SparkTTS folder without vLLM: it runs on our own engine; asked for vLLM, it fails with an error that names the extra."""
+"""A SparkTTS folder without vLLM: it runs on our own engine; asked for vLLM, it fails with an error that
+names the extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SparkTTS on our own engine as a pipeline: which engine is taken, what a stream's listener waits for, and equal bits in any company."""
+"""SparkTTS on our own engine as a pipeline: which engine is taken, what a stream's listener waits for, and
+equal bits in any company."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def pipeline() -> Iterator[SparkPipeline]:
 
 
 def request(
-    wav: str | None = None, text: str = "今天天气很好。Das ist schön – café.", seed: int = 1, **generation: object
+    wav: str | None = None,
+    text: str = "今天天气很好。Das ist schön – café.",
+    seed: int = 1,
+    **generation: object,
 ) -> SynthesisRequest:
     messages = [Message("user", "text", text)]
     if wav is not None:
@@ -40,7 +44,9 @@ def request(
 CREATED = request(voice="male/very_low/very_high", temperature=0.0)
 CLONED = request("ref_quiet.wav", temperature=0.0)
 CONTINUED = request(
-    "ref_a.wav", "The rain falls on the quiet street, and nobody walks.", reference_text="The train to the city leaves at nine."
+    "ref_a.wav",
+    "The rain falls on the quiet street, and nobody walks.",
+    reference_text="The train to the city leaves at nine.",
 )
 
 
@@ -65,7 +71,9 @@ def test_a_listener_waits_for_what_stands_before_the_speech_and_behind_it(
 
 
 @pytest.mark.parametrize(("asked", "more"), [(CREATED, 1), (CLONED, 0)])
-def test_a_stream_is_heard_once_its_first_chunk_is_there(pipeline: SparkPipeline, asked: SynthesisRequest, more: int) -> None:
+def test_a_stream_is_heard_once_its_first_chunk_is_there(
+    pipeline: SparkPipeline, asked: SynthesisRequest, more: int
+) -> None:
     """A created voice of this checkpoint writes one token less before its speech than the usual one."""
     chunks = [len(chunk.samples) for chunk in stream(pipeline, asked)]
     assert chunks[0] == (FIRST + more) * TOKEN
@@ -80,7 +88,9 @@ def test_a_limit_of_seconds_is_that_of_the_speech_to_the_token(
 
     def within(tokens: int | None) -> SynthesisRequest:
         seconds = None if tokens is None else tokens / 50
-        return replace(asked, generation=structs.replace(asked.generation, max_seconds=seconds, temperature=0.0))
+        return replace(
+            asked, generation=structs.replace(asked.generation, max_seconds=seconds, temperature=0.0)
+        )
 
     whole = submit(pipeline, within(None)).result(SECONDS).samples
     count = len(whole) // TOKEN

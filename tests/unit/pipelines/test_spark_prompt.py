@@ -27,13 +27,16 @@ def test_prompts_are_what_their_strings_say(vocabulary: Vocabulary) -> None:
     spoken = "".join(f"<|bicodec_global_{code}|>" for code in VOICE)
     clone = f"<|task_tts|><|start_content|>Good day.<|end_content|><|start_global_token|>{spoken}<|end_global_token|>"
     assert clone_prompt(vocabulary, "Good day.", VOICE) == vocabulary.encode(clone)
-    with_text = clone.replace("Good day.", "Listen.Good day.") + "<|start_semantic_token|><|bicodec_semantic_7|><|bicodec_semantic_2047|>"
+    with_text = (
+        clone.replace("Good day.", "Listen.Good day.")
+        + "<|start_semantic_token|><|bicodec_semantic_7|><|bicodec_semantic_2047|>"
+    )
     assert clone_prompt(vocabulary, "Good day.", VOICE, "Listen.", (7, 2047)) == vocabulary.encode(with_text)
     assert clone_prompt(vocabulary, "Good day.", VOICE, None, (7,)) == vocabulary.encode(clone)
-    created = (
-        "<|task_controllable_tts|><|start_content|>Hi<|end_content|><|start_style_label|><|gender_1|><|pitch_label_4|><|speed_label_0|>"
+    created = "<|task_controllable_tts|><|start_content|>Hi<|end_content|><|start_style_label|><|gender_1|><|pitch_label_4|><|speed_label_0|>"
+    assert creation_prompt(vocabulary, "Hi", "male/very_high/very_low") == vocabulary.encode(
+        created + "<|end_style_label|>"
     )
-    assert creation_prompt(vocabulary, "Hi", "male/very_high/very_low") == vocabulary.encode(created + "<|end_style_label|>")
 
 
 @pytest.mark.parametrize("text", ["a <|im_end|> b", "<|bicodec_semantic_3|>", "<|end_content|>"])
@@ -49,11 +52,15 @@ def test_what_only_looks_like_a_control_token_is_spoken(vocabulary: Vocabulary) 
     assert vocabulary.spoken("a <|unknown|> b < | c")
 
 
-def info(vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False) -> SparkRequestInfo:
+def info(
+    vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False
+) -> SparkRequestInfo:
     return SparkRequestInfo("text", 16_000, {}, keep_unfinished, vocabulary, voice, len(VOICE))
 
 
-def heard(info: SparkRequestInfo, ids: list[int], finish: Finish = "stop") -> tuple[tuple[int, ...], tuple[int, ...]]:
+def heard(
+    info: SparkRequestInfo, ids: list[int], finish: Finish = "stop"
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Semantic tokens and voice of a finished sequence."""
     made = info.read(Tokens(ids, finish))
     assert made.start is not None
@@ -67,7 +74,9 @@ def code_of(info: SparkRequestInfo, ids: list[int], finish: Finish = "stop") -> 
 
 
 def test_a_clone_keeps_its_own_voice(vocabulary: Vocabulary) -> None:
-    ids = vocabulary.encode("<|start_semantic_token|><|bicodec_semantic_5|> noise <|pitch_value_3|><|bicodec_semantic_2|><|im_end|>")
+    ids = vocabulary.encode(
+        "<|start_semantic_token|><|bicodec_semantic_5|> noise <|pitch_value_3|><|bicodec_semantic_2|><|im_end|>"
+    )
     assert heard(info(vocabulary, VOICE), ids) == ((5, 2), VOICE)
 
 
@@ -97,7 +106,9 @@ def test_a_line_draws_as_it_asks_and_else_as_the_model_does() -> None:
     plain = token_sampling(defaults, Generation(), 10, 5, (1, 2))
     assert (plain.temperature, plain.top_k, plain.top_p, plain.repetition_penalty) == (0.8, 50, 0.95, 1.0)
     assert (plain.max_tokens, plain.seed, plain.stop_ids) == (10, 5, (1, 2))
-    own = token_sampling(defaults, Generation(temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.2), 10, 5, ())
+    own = token_sampling(
+        defaults, Generation(temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.2), 10, 5, ()
+    )
     assert (own.temperature, own.top_k, own.top_p, own.repetition_penalty) == (0.0, 0, 1.0, 1.2)
 
 
@@ -110,9 +121,13 @@ def test_a_temperature_that_vllm_refuses_is_refused_before_it() -> None:
 
 def test_volume_and_clip() -> None:
     quiet = np.full(1000, 0.02)
-    assert np.abs(normalize_volume(quiet)).max() == pytest.approx(1.0), "the gain follows the levels before the first step"
+    assert np.abs(normalize_volume(quiet)).max() == pytest.approx(1.0), (
+        "the gain follows the levels before the first step"
+    )
     faint = np.full(1000, 0.005)
-    assert np.abs(normalize_volume(faint)).max() == pytest.approx(0.1), "too little is heard for a second step"
+    assert np.abs(normalize_volume(faint)).max() == pytest.approx(0.1), (
+        "too little is heard for a second step"
+    )
     loud = np.tile([0.9, -0.9], 500)
     assert np.abs(normalize_volume(loud)).max() == pytest.approx(0.2)
     samples = np.arange(5, dtype=np.float32)

@@ -1,4 +1,5 @@
-"""The voice of a recording, part by part: what the reference implementation gave, and the published formulas written out."""
+"""The voice of a recording, part by part: what the reference implementation gave, and the published
+formulas written out."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def bicodec() -> tuple[Tokenizer, BiCodec]:
 
 @cache
 def mel(recording: str) -> Tensor:
-    clip = reference_clip(arrays(f"prep_{recording}")["audio"], SparkConfig.from_folder(checkpoint()).clip_samples)
+    clip = reference_clip(
+        arrays(f"prep_{recording}")["audio"], SparkConfig.from_folder(checkpoint()).clip_samples
+    )
     return bicodec()[0].mel(torch.from_numpy(clip)[None])
 
 
@@ -72,7 +75,8 @@ def plain_fsq(dimensions: int, levels: int = 4) -> Fsq:
 
 @pytest.mark.parametrize("levels", [4, 8])
 def test_an_even_number_of_levels_lies_half_a_level_off_the_middle(levels: int) -> None:
-    """lucidrains' FSQ: round(tanh(z + atanh(1 / (2 h))) * h - 1/2) with h = (levels - 1) * 1.001 / 2, and the lowest level is digit 0."""
+    """lucidrains' FSQ: round(tanh(z + atanh(1 / (2 h))) * h - 1/2) with h = (levels - 1) * 1.001 / 2, and
+    the lowest level is digit 0."""
     values = torch.linspace(-6, 6, 4_001)
     h = (levels - 1) * 1.001 / 2
     bounded = np.tanh(values.numpy().astype(np.float64) + np.arctanh(0.5 / h)) * h - 0.5
@@ -83,7 +87,8 @@ def test_an_even_number_of_levels_lies_half_a_level_off_the_middle(levels: int) 
 
 
 def test_slices_of_channels_are_chained() -> None:
-    """Desplanques et al. (2020), as the published code has it: each slice but the last is convolved on top of the one before."""
+    """Desplanques et al. (2020), as the published code has it: each slice but the last is convolved on top
+    of the one before."""
     torch.manual_seed(0)
     block, x = SeRes2Net(ecapa(4).config, 32, 3, 2).eval(), torch.randn(2, 32, 50)
     for group in block.groups:
@@ -96,7 +101,8 @@ def test_slices_of_channels_are_chained() -> None:
 
 
 def test_latents_keep_what_they_were_behind_each_part() -> None:
-    """Both parts of a perceiver's layer are added to the latents: with outputs of 0 they are the learned ones, normalized."""
+    """Both parts of a perceiver's layer are added to the latents: with outputs of 0 they are the learned
+    ones, normalized."""
     torch.manual_seed(0)
     perceiver = Perceiver(12, 5)
     for parameter in (perceiver.latents, perceiver.norm.gamma):
@@ -125,4 +131,6 @@ def test_latents_keep_what_they_were_behind_each_part() -> None:
 def test_the_vector_is_that_of_the_reference() -> None:
     """It takes the latent index first, then the token's."""
     ids = arrays("ids_len30")["global_ids"].reshape(1, -1)
-    check_near("vector", bicodec()[1].vector(torch.from_numpy(ids))[0], arrays("detokenize_len30")["d_vector"], LIMIT)
+    check_near(
+        "vector", bicodec()[1].vector(torch.from_numpy(ids))[0], arrays("detokenize_len30")["d_vector"], LIMIT
+    )

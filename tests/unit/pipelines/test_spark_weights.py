@@ -1,4 +1,5 @@
-"""The speech LM of SparkTTS as our engine takes it: what can be drawn, its head, and tensors at fault by name."""
+"""The speech LM of SparkTTS as our engine takes it: what can be drawn, its head, and tensors at fault by
+name."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ CPU = torch.device("cpu")
 def folder(tmp_path: Path) -> Path:
     """A copy of LLM/ and of the configs."""
     ignored = shutil.ignore_patterns("wav2vec2*", "model.safetensors.gz")
-    return shutil.copytree(checkpoint(), tmp_path / "checkpoint", copy_function=shutil.copyfile, ignore=ignored)
+    return shutil.copytree(
+        checkpoint(), tmp_path / "checkpoint", copy_function=shutil.copyfile, ignore=ignored
+    )
 
 
 def drawable_of(folder: Path) -> tuple[SparkConfig, Vocabulary, Drawable]:
     config = SparkConfig.from_folder(folder)
-    vocabulary = Vocabulary.from_folder(folder / LLM, config.bicodec.codebook_size, config.bicodec.global_codes)
+    vocabulary = Vocabulary.from_folder(
+        folder / LLM, config.bicodec.codebook_size, config.bicodec.global_codes
+    )
     return config, vocabulary, Drawable.of(vocabulary, config.lm)
 
 
@@ -43,7 +48,10 @@ def test_everything_but_text_can_be_drawn_and_two_codes_end_it() -> None:
     config, vocabulary, drawable = drawable_of(checkpoint())
     added = json.loads((checkpoint() / LLM / "tokenizer.json").read_text())["added_tokens"]
     assert drawable.ids.tolist() == sorted({one["id"] for one in added})
-    assert {int(drawable.ids[end]) for end in drawable.ends} == {config.lm.eos, vocabulary.control("end_semantic_token")}
+    assert {int(drawable.ids[end]) for end in drawable.ends} == {
+        config.lm.eos,
+        vocabulary.control("end_semantic_token"),
+    }
     assert drawable.rows % ROW_STEP == 0
     assert 0 <= drawable.rows - len(drawable.ids) < ROW_STEP
 
@@ -98,6 +106,8 @@ def test_rows_that_fill_the_head_up_are_never_drawn() -> None:
     logits = torch.full((1, drawable.rows), -5.0)
     logits[0, len(drawable.ids) :] = 0.0
     seen = torch.zeros_like(logits, dtype=torch.bool)
-    processed = process_first(logits, seen, torch.ones(1), torch.zeros(1, dtype=torch.bool), rules.ends, rules.suppress_from)
+    processed = process_first(
+        logits, seen, torch.ones(1), torch.zeros(1, dtype=torch.bool), rules.ends, rules.suppress_from
+    )
     assert processed[0, len(drawable.ids) :].max() == -torch.inf
     assert processed[0, : len(drawable.ids)].min() == -5.0

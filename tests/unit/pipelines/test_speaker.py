@@ -1,4 +1,5 @@
-"""The speaker encoder: shape, limits and strict loading (its values are checked against the golden folder)."""
+"""The speaker encoder: shape, limits and strict loading (its values are checked against the golden
+folder)."""
 
 from __future__ import annotations
 
@@ -60,5 +61,10 @@ def test_a_config_that_does_not_fit_the_weights_names_the_tensor() -> None:
         SpeakerEncoder(config(enc_dim=41), source)
     with Checkpoint.open(FOLDER) as source, pytest.raises(ModelError, match=r"speaker_encoder\.blocks\.4"):
         SpeakerEncoder(
-            config(enc_channels=[32, 32, 32, 32, 32, 128], enc_kernel_sizes=[5, 3, 3, 3, 3, 1], enc_dilations=[1, 2, 3, 4, 5, 1]), source
+            config(
+                enc_channels=[32, 32, 32, 32, 32, 128],
+                enc_kernel_sizes=[5, 3, 3, 3, 3, 1],
+                enc_dilations=[1, 2, 3, 4, 5, 1],
+            ),
+            source,
         )

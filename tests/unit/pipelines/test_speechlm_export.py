@@ -28,14 +28,19 @@ def line(messages: list[list[str]], text_out: str | None) -> list[list[str]]:
     ("messages", "expected"),
     [
         ([USER], [USER, ["assistant", "text", "T"], ["assistant", "audio", "a.wav"]]),
-        ([USER, ["assistant", "audio", "x"]], [USER, ["assistant", "text", "T"], ["assistant", "audio", "a.wav"]]),
+        (
+            [USER, ["assistant", "audio", "x"]],
+            [USER, ["assistant", "text", "T"], ["assistant", "audio", "a.wav"]],
+        ),
         (
             [USER, ["assistant", "text", "old"], ["assistant", "audio", "x"], ["user", "text", "b"]],
             [USER, ["assistant", "text", "T"], ["assistant", "audio", "a.wav"], ["user", "text", "b"]],
         ),
     ],
 )
-def test_text_and_audio_take_the_assistants_place(messages: list[list[str]], expected: list[list[str]]) -> None:
+def test_text_and_audio_take_the_assistants_place(
+    messages: list[list[str]], expected: list[list[str]]
+) -> None:
     assert line(messages, "T") == expected
 
 
@@ -45,5 +50,12 @@ def test_without_text_the_assistants_text_stays() -> None:
 
 
 def test_an_answer_in_text_alone_stands_at_the_end() -> None:
-    raw = msgspec.Raw(json.dumps({"example_id": "a", "messages": [USER, ["assistant", "text", "x"], USER]}).encode())
-    assert json.loads(espnet_text_line(raw, "T"))["messages"] == [USER, ["assistant", "text", "x"], USER, ["assistant", "text", "T"]]
+    raw = msgspec.Raw(
+        json.dumps({"example_id": "a", "messages": [USER, ["assistant", "text", "x"], USER]}).encode()
+    )
+    assert json.loads(espnet_text_line(raw, "T"))["messages"] == [
+        USER,
+        ["assistant", "text", "x"],
+        USER,
+        ["assistant", "text", "T"],
+    ]

@@ -131,7 +131,8 @@ def test_pairs_are_matched_by_name_place_and_wholeness() -> None:
 
 
 def test_kv_is_private_where_frames_are_in_it(config: SpeechLmConfig) -> None:
-    """Text alone may be shared; audio, guided or not, on both halves of a pair, has more in it than its token ids say."""
+    """Text alone may be shared; audio, guided or not, on both halves of a pair, has more in it than its
+    token ids say."""
 
     def script(**changes: object) -> Script:
         return Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), **changes)  # pyright: ignore[reportArgumentType]
@@ -174,7 +175,14 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
         script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0)
         send = lambda request, receiver: submitted.append(request)  # noqa: E731
         order = SpeechLmRequestInfo(
-            "", 16_000, {}, True, config, TextCoder(config), script, SimpleNamespace(submit=send, cancel=cancelled.append)
+            "",
+            16_000,
+            {},
+            True,
+            config,
+            TextCoder(config),
+            script,
+            SimpleNamespace(submit=send, cancel=cancelled.append),
         )
         listener = Listener(print, lambda _done: speaker.hang_up())
         speaker = SpeechLmUtterance(order, None, listener)  # pyright: ignore[reportArgumentType]
@@ -205,7 +213,15 @@ def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:
 
 def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> None:
     script = Script(
-        "r", [1, 5, 300, 2, 6], 50, 9, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0, features=[(2, torch.ones(1, 64))], salt="s"
+        "r",
+        [1, 5, 300, 2, 6],
+        50,
+        9,
+        StreamSampling(0, 0),
+        StreamSampling(0, 0),
+        cfg=3.0,
+        features=[(2, torch.ones(1, 64))],
+        salt="s",
     )
     pair = script.audio_pair(config, [7, 301, 3], "p")
     assert list(pair.prompt_ids) == [1, 5, 300, 2, 6, 7, 301, 3, 6, 8]
@@ -235,14 +251,17 @@ def test_windows_of_the_tower_can_be_chosen(config: SpeechLmConfig) -> None:
     with Checkpoint.open(CHECKPOINT) as checkpoint:
         cpu = torch.device("cpu")
         found = [
-            load_tower(checkpoint, config, cpu, torch.float32, *windows, False).encode(samples) for windows in ((None, None), (50, 800))
+            load_tower(checkpoint, config, cpu, torch.float32, *windows, False).encode(samples)
+            for windows in ((None, None), (50, 800))
         ]
         assert [len(one) for one in found] == [25, 26]
         with pytest.raises(ModelError, match="n_window_infer"):
             load_tower(checkpoint, config, cpu, torch.float32, 100, 100, False)
 
 
-@pytest.mark.parametrize("name", ["stream_emb.weight", "model.layers.1.self_attn.q_norm.weight", "adaptor.continuous_audio.bias"])
+@pytest.mark.parametrize(
+    "name", ["stream_emb.weight", "model.layers.1.self_attn.q_norm.weight", "adaptor.continuous_audio.bias"]
+)
 def test_a_missing_tensor_is_named(folder: Path, config: SpeechLmConfig, name: str) -> None:
     change(folder, lambda tensors: tensors.pop(name, None))
     with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=name):
@@ -252,7 +271,12 @@ def test_a_missing_tensor_is_named(folder: Path, config: SpeechLmConfig, name: s
 def test_an_unknown_tensor_and_one_of_another_shape_are_named(folder: Path, config: SpeechLmConfig) -> None:
     with Checkpoint.open(folder) as checkpoint:
         check_names(checkpoint, config)
-    change(folder, lambda tensors: tensors.update({"lm_head.bias": torch.zeros(3)}) if "lm_head.weight" in tensors else None)
+    change(
+        folder,
+        lambda tensors: (
+            tensors.update({"lm_head.bias": torch.zeros(3)}) if "lm_head.weight" in tensors else None
+        ),
+    )
     with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=r"lm_head\.bias"):
         check_names(checkpoint, config)
     fc2 = "multimodal_io_dict.discrete_audio.codec_model.fc2.weight"
@@ -281,7 +305,10 @@ def test_the_official_shape_is_refused_with_directions_and_converted(folder: Pat
     with pytest.raises(ModelError, match="nightjar models convert"):
         refuse_pickle(folder)
     out = tmp_path / "out"
-    done = CliRunner().invoke(models, ["convert", str(folder / "base.pt"), "--like", str(CHECKPOINT), "--out", str(out), "--dtype", "same"])
+    done = CliRunner().invoke(
+        models,
+        ["convert", str(folder / "base.pt"), "--like", str(CHECKPOINT), "--out", str(out), "--dtype", "same"],
+    )
     assert done.exit_code == 0, done.output
     with Checkpoint.open(out) as checkpoint:
         assert set(checkpoint.names()) == set(tensors)
@@ -322,11 +349,22 @@ def buffer(content: object) -> bytes:
         ({"use_v2_model_runner": False}, "V2 model runner"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallelism"),
-        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=1, enable_batch_sharded_sampling=True)}, "sharded"),
+        (
+            {
+                "parallel_config": SimpleNamespace(
+                    pipeline_parallel_size=1, enable_batch_sharded_sampling=True
+                )
+            },
+            "sharded",
+        ),
     ],
 )
 def test_engines_that_would_draw_frames_wrongly_are_refused(changes: dict[str, object], words: str) -> None:
-    sound = {"use_v2_model_runner": True, "speculative_config": None, "parallel_config": SimpleNamespace(pipeline_parallel_size=1)}
+    sound = {
+        "use_v2_model_runner": True,
+        "speculative_config": None,
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+    }
     refuse(SimpleNamespace(**sound))
     with pytest.raises(ValueError, match=words):
         refuse(SimpleNamespace(**{**sound, **changes}))

@@ -20,7 +20,10 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.5}, {"text.temperature": 0.5, "audio.temperature": 0.5}),
     ({"text_temperature": 0.5}, {"text.temperature": 0.5}),
     ({"audio_temperature": 0.5}, {"audio.temperature": 0.5}),
-    ({"temperature": 0.1, "text_temperature": 0.5, "audio_temperature": 0.3}, {"text.temperature": 0.5, "audio.temperature": 0.3}),
+    (
+        {"temperature": 0.1, "text_temperature": 0.5, "audio_temperature": 0.3},
+        {"text.temperature": 0.5, "audio.temperature": 0.3},
+    ),
     ({"top_k": 7}, {"text.top_k": 7, "audio.top_k": 7}),
     ({"audio_top_k": 7}, {"audio.top_k": 7}),
     ({"top_k": 3, "audio_top_k": 7}, {"text.top_k": 3, "audio.top_k": 7}),
@@ -30,7 +33,8 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_tokens": 9}, {"max_tokens": 9}),
     ({"max_seconds": 0.2}, {"max_rows": 10 + CONFIG.delay}),
 ]
-#: Read elsewhere: by the prompt, the mode of the request, its seed, and the check that refuses what SpeechLM cannot do.
+#: Read elsewhere: by the prompt, the mode of the request, its seed, and the check that refuses what SpeechLM
+#: cannot do.
 ELSEWHERE = {"voice", "language", "instruct", "reference_text", "seed", "repetition_penalty", "mode", "roles"}
 
 
@@ -38,14 +42,20 @@ def script_of(**settings: Any) -> dict[str, Any]:
     model = object.__new__(SpeechLmPipeline)
     model.config, model._options, model._frames_per_second = CONFIG, SpeechLmOptions(), 50.0
     request = SynthesisRequest("one", (), Generation(**settings), 5)
-    made: Script = model._script(request, "text_audio", cast("Prompt", SimpleNamespace(ids=[1, 6], features=[])), [], None, 4000)
+    made: Script = model._script(
+        request, "text_audio", cast("Prompt", SimpleNamespace(ids=[1, 6], features=[])), [], None, 4000
+    )
     return fields_of(made)
 
 
 @pytest.mark.parametrize(("said", "expected"), TABLE, ids=lambda part: ",".join(part))
 def test_a_setting_is_that_of_its_draws(said: dict[str, Any], expected: dict[str, Any]) -> None:
     plain = script_of()
-    assert (plain["seed"], plain["audio.top_k"], plain["text.top_k"]) == (5, CONFIG.audio_top_k, CONFIG.text_top_k)
+    assert (plain["seed"], plain["audio.top_k"], plain["text.top_k"]) == (
+        5,
+        CONFIG.audio_top_k,
+        CONFIG.text_top_k,
+    )
     assert changed(plain, script_of(**said)) == expected
 
 

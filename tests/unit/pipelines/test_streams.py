@@ -62,7 +62,9 @@ DONE = Done(Speech(np.zeros(0, np.float32), 10))
 LATE = Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, "broken"))
 
 
-def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(host: Host, pipeline: Pipeline) -> None:
+def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(
+    host: Host, pipeline: Pipeline
+) -> None:
     host.play = say([1, 2, 3])
     heard = Heard()
     pipeline.start(REQUEST, heard, stream=True)
@@ -70,7 +72,11 @@ def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(host: 
     assert heard.samples == [code for code in (1, 2, 3) for _ in range(4)] + [1]
     end = heard.outcomes[-1]
     assert isinstance(end, Done)
-    assert (len(end.samples), end.speech.text, end.speech.meta) == (0, "text", {"engine": "none", "frames": 3, "finish": "stop"})
+    assert (len(end.samples), end.speech.text, end.speech.meta) == (
+        0,
+        "text",
+        {"engine": "none", "frames": 3, "finish": "stop"},
+    )
     assert heard.threads == {"codec-chunks"}
     assert pipeline.stats().audio_seconds == len(heard.samples) / 100
 
@@ -171,7 +177,9 @@ def test_a_fault_of_a_stream_is_its_error(host: Host, pipeline: Pipeline) -> Non
     assert [one.code for one in heard.errors] == [ErrorCode.SYNTH_NO_EOS]
 
 
-def test_a_whole_utterance_that_is_cancelled_is_not_heard_and_leaves_the_engine(host: Host, pipeline: Pipeline) -> None:
+def test_a_whole_utterance_that_is_cancelled_is_not_heard_and_leaves_the_engine(
+    host: Host, pipeline: Pipeline
+) -> None:
     receivers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     host.play = receivers.put
     heard = Heard()
@@ -186,7 +194,9 @@ def test_a_whole_utterance_that_is_cancelled_is_not_heard_and_leaves_the_engine(
     assert pipeline.stats().audio_seconds == 0
 
 
-def test_what_a_model_cannot_do_is_refused_before_the_engine_hears_of_it(host: Host, pipeline: Pipeline) -> None:
+def test_what_a_model_cannot_do_is_refused_before_the_engine_hears_of_it(
+    host: Host, pipeline: Pipeline
+) -> None:
     pipeline.capabilities = Capabilities()
     for request, stream in ((REQUEST, True), (replace(REQUEST, text_open=True), False)):
         with pytest.raises(InputError) as caught:

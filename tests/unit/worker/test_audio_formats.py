@@ -1,4 +1,5 @@
-"""Jobs with an audio format and a sample rate of their own: the worker's files, and the same ones made again."""
+"""Jobs with an audio format and a sample rate of their own: the worker's files, and the same ones made
+again."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ from worker.shard_run import ShardEnd
 TEXTS = [f"Sentence number {number} of this job." for number in range(5)]
 
 
-@pytest.mark.parametrize(("audio_format", "container"), [("mp3", "MP3"), ("opus", "OGG"), ("flac", "FLAC"), ("wav", "WAV")])
-def test_a_job_has_the_format_and_the_rate_that_it_asks_for(build: Build, audio_format: str, container: str) -> None:
+@pytest.mark.parametrize(
+    ("audio_format", "container"), [("mp3", "MP3"), ("opus", "OGG"), ("flac", "FLAC"), ("wav", "WAV")]
+)
+def test_a_job_has_the_format_and_the_rate_that_it_asks_for(
+    build: Build, audio_format: str, container: str
+) -> None:
     rig = build()
     job = rig.submit(TEXTS, format=audio_format, sample_rate=24_000, quality=quality_of("basic"))
     assert rig.run_next() is ShardEnd.FINISHED
@@ -54,7 +59,10 @@ def test_bytes_do_not_depend_on_the_job_the_shard_or_the_order(build: Build, aud
         folder = rig.folder / f"{order}{pack}"
         folder.mkdir()
         path = folder / "in.jsonl"
-        lines = [f'{{"example_id": "item-{n}", "messages": [["user", "text", "{text}"]]}}\n' for n, text in enumerate(TEXTS)]
+        lines = [
+            f'{{"example_id": "item-{n}", "messages": [["user", "text", "{text}"]]}}\n'
+            for n, text in enumerate(TEXTS)
+        ]
         path.write_text("".join(lines[::order]))
         job = rig.submit_file(path, format=audio_format, sample_rate=12_000, pack=pack or msgspec.UNSET)
         assert job.total_shards == 3
@@ -115,33 +123,47 @@ class Rounding(FakePipeline):
         speech = super().submit(request).result()
         noise = np.random.default_rng(1).standard_normal(len(speech.samples)).astype(np.float32)
         rounded: Future[Speech] = Future()
-        rounded.set_result(replace(speech, samples=speech.samples + noise * np.float32(self._level * speech.samples.std())))
+        rounded.set_result(
+            replace(speech, samples=speech.samples + noise * np.float32(self._level * speech.samples.std()))
+        )
         return rounded
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3", "opus"])
-def test_rounding_is_close_in_a_lossy_format_too_and_other_speech_is_not(build: Build, audio_format: str) -> None:
+def test_rounding_is_close_in_a_lossy_format_too_and_other_speech_is_not(
+    build: Build, audio_format: str
+) -> None:
     rig = build()
     job = rig.submit(TEXTS, format=audio_format)
     rig.run_next()
-    assert {one.match for one in reproduce(rig.ledger, rig.store, job, Rounding(1e-3), 5)} <= {Match.CLOSE, Match.SAME}
+    assert {one.match for one in reproduce(rig.ledger, rig.store, job, Rounding(1e-3), 5)} <= {
+        Match.CLOSE,
+        Match.SAME,
+    }
     assert {one.match for one in reproduce(rig.ledger, rig.store, job, Rounding(1.0), 5)} == {Match.DIFFERENT}
     assert CLOSE_DB[True] < CLOSE_DB[False]
 
 
-def test_provenance_names_the_encoder_and_another_one_is_noticed(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_the_encoder_and_another_one_is_noticed(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = build()
     info = EngineInfo(slots=2, device="cpu", dtype="float32")
     opus, wav = rig.submit(TEXTS[:1], format="opus"), rig.submit(TEXTS[:1])
     for job in (opus, wav):
         put_provenance(rig.store, job, info)
     assert [record.encoder for record in records(rig.store, opus)] == [encoder("opus")]
-    assert b"encoder" not in rig.store.get(f"jobs/{wav.id}/provenance.json"), "the record of such a job is what it always was"
+    assert b"encoder" not in rig.store.get(f"jobs/{wav.id}/provenance.json"), (
+        "the record of such a job is what it always was"
+    )
     assert other_encoders(rig.store, opus) == other_encoders(rig.store, wav) == []
     monkeypatch.setattr("jobs.encoded_audio.encoder", lambda _: "libsndfile 9, libopus 2")
     assert other_encoders(rig.store, opus) == [encoder("opus")]
     put_provenance(rig.store, opus, info)
-    assert [record.encoder for record in records(rig.store, opus)] == [encoder("opus"), "libsndfile 9, libopus 2"]
+    assert [record.encoder for record in records(rig.store, opus)] == [
+        encoder("opus"),
+        "libsndfile 9, libopus 2",
+    ]
     assert other_encoders(rig.store, wav) == []
 
 

@@ -52,7 +52,9 @@ class Worker:
         return self._count - before
 
 
-@pytest.mark.parametrize(("items", "shards"), [(3, 43), (64, 2), (67, 2), (127, 2), (128, 1), (5000, 1), (1, MAX_SHARDS)])
+@pytest.mark.parametrize(
+    ("items", "shards"), [(3, 43), (64, 2), (67, 2), (127, 2), (128, 1), (5000, 1), (1, MAX_SHARDS)]
+)
 def test_shards_are_taken_until_their_open_items_cover_slots_and_reserve(items: int, shards: int) -> None:
     worker = Worker(slots=64)
     with ExitStack() as stack:

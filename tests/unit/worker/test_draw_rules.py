@@ -1,4 +1,5 @@
-"""What decides over a draw: the text that it is compared with, its own time in the engine, and whether another seed may help."""
+"""What decides over a draw: the text that it is compared with, its own time in the engine, and whether
+another seed may help."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_trimmed_audio_is_verified_and_made_again_as_it_was(build: Build) -> Non
     rig.run_next()
     spoken = len(sine("as long as this is", 0)) + 2 * SAMPLE_RATE * 50 // 1000
     kept = rig.audio()
-    assert [row.artifact.samples for row in rig.items(job) if row.artifact] == pytest.approx([spoken] * 2, abs=SAMPLE_RATE // 50)
+    assert [row.artifact.samples for row in rig.items(job) if row.artifact] == pytest.approx(
+        [spoken] * 2, abs=SAMPLE_RATE // 50
+    )
     assert [one.match for one in reproduce(rig.ledger, rig.store, job, rig.pipeline, 2)] == [Match.SAME] * 2
     rig.store.delete(next(iter(kept)))
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
@@ -49,9 +52,15 @@ def test_trimmed_audio_is_verified_and_made_again_as_it_was(build: Build) -> Non
 
 @pytest.mark.parametrize(
     ("written", "spoken", "expected"),
-    [("a written answer", "a spoken text", "a written answer"), (None, "a spoken text", "a spoken text"), (None, "", "the line says this")],
+    [
+        ("a written answer", "a spoken text", "a written answer"),
+        (None, "a spoken text", "a spoken text"),
+        (None, "", "the line says this"),
+    ],
 )
-def test_words_are_counted_against_the_text_that_the_model_wrote(build: Build, written: str | None, spoken: str, expected: str) -> None:
+def test_words_are_counted_against_the_text_that_the_model_wrote(
+    build: Build, written: str | None, spoken: str, expected: str
+) -> None:
     """Else against the one that it says it spoke, else against the line's."""
     asked: list[MeterTask] = []
 
@@ -82,7 +91,12 @@ def test_words_are_counted_against_the_text_that_the_model_wrote(build: Build, w
 def test_an_items_own_time_begins_when_the_engine_has_taken_it(build: Build, tmp_path: Path) -> None:
     """The wait for room is the engine's: an item that waited long is not late."""
     clock, gates = FakeClock(), [tmp_path / str(n) for n in range(3)]
-    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), clock=clock, item_timeout_seconds=30, lease_seconds=1000)
+    rig = build(
+        pipeline=FakePipeline(slots=1, waiting_room=1),
+        clock=clock,
+        item_timeout_seconds=30,
+        lease_seconds=1000,
+    )
     job = rig.submit([f"[[until:{gate}]] {n}" for n, gate in enumerate(gates)])
     thread = threading.Thread(target=rig.run_next)
     thread.start()
@@ -110,8 +124,12 @@ class Dumb(FakePipeline):
         return future
 
 
-@pytest.mark.parametrize(("settings", "draws"), [({}, 5), ({"temperature": 0.7}, 5), ({"temperature": 0.0}, 2)])
-def test_an_item_that_is_drawn_greedily_is_not_drawn_again_and_again(build: Build, settings: dict[str, Any], draws: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "draws"), [({}, 5), ({"temperature": 0.7}, 5), ({"temperature": 0.0}, 2)]
+)
+def test_an_item_that_is_drawn_greedily_is_not_drawn_again_and_again(
+    build: Build, settings: dict[str, Any], draws: int
+) -> None:
     """A second draw shows that nothing changes; of a model that samples the next one may speak."""
     rig = build(pipeline=Dumb())
     quality = msgspec.structs.replace(quality_of("basic") or Quality(), draws=5)

@@ -8,7 +8,9 @@ from tests.support.worker_rig import wait_for
 from worker.admission import FOLDER_SHARDS, FeedingOrder, Rank
 
 
-def waits(order: FeedingOrder, rank: Rank, name: str, told: list[str], gives_up: threading.Event | None = None) -> threading.Thread:
+def waits(
+    order: FeedingOrder, rank: Rank, name: str, told: list[str], gives_up: threading.Event | None = None
+) -> threading.Thread:
     """A thread that waits for its turn and tells of it."""
 
     def run() -> None:

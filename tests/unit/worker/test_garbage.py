@@ -1,4 +1,5 @@
-"""The sweep on a real ledger, with the fake engine and a store in memory: it deletes orphans, and nothing else."""
+"""The sweep on a real ledger, with the fake engine and a store in memory: it deletes orphans, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ def test_what_a_power_cut_damaged_is_an_orphan_when_its_item_is_done(rig: Rig) -
 
 def test_texts_inputs_and_references_are_looked_at_too(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "voice.wav").write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
-    line = {"example_id": "one", "messages": [["user", "audio", "voice.wav"], ["user", "text", "[[says:Hello.]] a"]]}
+    line = {
+        "example_id": "one",
+        "messages": [["user", "audio", "voice.wav"], ["user", "text", "[[says:Hello.]] a"]],
+    }
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     job = submit(rig.settings, rig.ledger, rig.store, str(tmp_path / "in.jsonl"), JobSpec(model="fake")).job
     rig.run_next()
@@ -168,7 +172,10 @@ def test_a_ledger_older_than_a_retry_deletes_nothing_of_it(rig: Rig, tmp_path: P
     job = rig.submit([f"[[fail_once:synth.no_eos]] {n}" for n in range(4)] + ["fine"])
     rig.run_next()
     path = rig.settings.ledger_url.removeprefix("sqlite:///")
-    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(tmp_path / "backup.sqlite")) as target:
+    with (
+        closing(sqlite3.connect(path)) as source,
+        closing(sqlite3.connect(tmp_path / "backup.sqlite")) as target,
+    ):
         source.backup(target)
     assert rig.ledger.retry(job.id, None) == 4
     rig.run_next()
@@ -216,7 +223,10 @@ def test_a_ledger_older_than_a_retry_deletes_no_pack_of_it(rig: Rig, tmp_path: P
     job = rig.submit([f"[[fail_once:synth.no_eos]] {n}" for n in range(4)] + ["fine"], pack=True)
     rig.run_next()
     path = rig.settings.ledger_url.removeprefix("sqlite:///")
-    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(tmp_path / "backup.sqlite")) as target:
+    with (
+        closing(sqlite3.connect(path)) as source,
+        closing(sqlite3.connect(tmp_path / "backup.sqlite")) as target,
+    ):
         source.backup(target)
     assert rig.ledger.retry(job.id, None) == 4
     rig.run_next()
@@ -278,7 +288,9 @@ def test_a_folder_knows_when_objects_were_written(tmp_path: Path) -> None:
     assert [info.modified_at for info in store.list("a/")] == [1000, 2000]
 
 
-def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_counts_and_says_what_it_could_not_look_at(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = cancelled(rig, ["a"])
     execute(rig.ledger, "UPDATE jobs SET store_url = :url", url=str(rig.folder / "store"))
     store = open_store(str(rig.folder / "store"), None)
@@ -287,7 +299,10 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeyp
     monkeypatch.setenv("SPEECH_HOME", str(rig.settings.home))
     assert CliRunner().invoke(cli, ["sweep"]).stdout == "0 orphans, 0 bytes\n"
     assert CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"]).stdout == "1 orphans, 5 bytes\n"
-    assert CliRunner().invoke(cli, ["sweep", "--grace-hours", "0", "--delete"]).stdout == "1 orphans, 5 bytes, deleted\n"
+    assert (
+        CliRunner().invoke(cli, ["sweep", "--grace-hours", "0", "--delete"]).stdout
+        == "1 orphans, 5 bytes, deleted\n"
+    )
     assert list(store.list("jobs/")) == []
     execute(rig.ledger, "UPDATE jobs SET store_url = 'ftp://nowhere'")
     failed = CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"])

@@ -30,7 +30,9 @@ class Keeper:
         self.rig, self.clock, self.asked = rig, FakeClock(), 0
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
         self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
-        self.maintenance = Maintenance(rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job)  # type: ignore[arg-type]
+        self.maintenance = Maintenance(
+            rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job
+        )  # type: ignore[arg-type]
 
     def end_job(self, job_id: str) -> None:
         self.asked += 1
@@ -48,7 +50,12 @@ def ended(rig: Rig, texts: Sequence[str] = ("a", "b"), seconds_ago: float = 61) 
     """A job whose last worker died as soon as the ledger had its end."""
     job = rig.submit(texts)
     rig.run_next()
-    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - :seconds WHERE id = :job", seconds=seconds_ago, job=job.id)
+    execute(
+        rig.ledger,
+        "UPDATE jobs SET finished_at = finished_at - :seconds WHERE id = :job",
+        seconds=seconds_ago,
+        job=job.id,
+    )
     assert newest_job_manifest(rig.store, job.id) is None
     return job
 
@@ -66,7 +73,10 @@ def test_who_ended_the_job_is_given_time_to_write_it(rig: Rig) -> None:
     job, keeper = ended(rig, seconds_ago=0), Keeper(rig)
     assert keeper.reconcile() == 0
     keeper.manifests.put_if_over(job.id)
-    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61")
+    execute(
+        rig.ledger,
+        "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61",
+    )
     assert keeper.reconcile() == 0
 
 

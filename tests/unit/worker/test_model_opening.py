@@ -1,4 +1,5 @@
-"""A model that is opened ahead of its first shard: taken once, closed where nobody wants it, and its error is told to who asks for it."""
+"""A model that is opened ahead of its first shard: taken once, closed where nobody wants it, and its error
+is told to who asks for it."""
 
 from __future__ import annotations
 

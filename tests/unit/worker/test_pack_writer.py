@@ -59,13 +59,20 @@ def test_a_packed_job_has_the_same_audio_as_a_loose_one(build: Build) -> None:
 
 def test_a_pack_is_a_tar_file_of_the_loose_files(build: Build) -> None:
     rig = build()
-    loose, packed = rig.submit(["One.", "Two. [[says:zwei]]"]), rig.submit(["One.", "Two. [[says:zwei]]"], pack=True)
+    loose, packed = (
+        rig.submit(["One.", "Two. [[says:zwei]]"]),
+        rig.submit(["One.", "Two. [[says:zwei]]"], pack=True),
+    )
     run_all(rig, loose)
     run_all(rig, packed)
     (pack,) = packs_of(rig, packed)
     with tarfile.open(fileobj=io.BytesIO(rig.store.get(pack))) as archive:
         *members, index = archive.getnames()
-    expected = [key for key in rig.store.objects if key.startswith((f"jobs/{loose.id}/audio/", f"jobs/{loose.id}/text/"))]
+    expected = [
+        key
+        for key in rig.store.objects
+        if key.startswith((f"jobs/{loose.id}/audio/", f"jobs/{loose.id}/text/"))
+    ]
     assert sorted(members) == sorted(key.replace(loose.id, packed.id) for key in expected)
     assert index == f"jobs/{packed.id}/packs/000000-1-0.jsonl"
     assert content_of(rig, packed, "text") == content_of(rig, loose, "text") != {}
@@ -77,7 +84,11 @@ def test_a_full_pack_is_put_and_the_next_one_begun(build: Build) -> None:
     run_all(rig, job)
     packs = packs_of(rig, job)
     assert 1 < len(packs) < len(TEXTS)
-    assert {artifact.pack for artifact in rig.ledger.artifact_facts(job.id, "audio")} == set(packs) == rig.ledger.packs(job.id)
+    assert (
+        {artifact.pack for artifact in rig.ledger.artifact_facts(job.id, "audio")}
+        == set(packs)
+        == rig.ledger.packs(job.id)
+    )
     assert all(len(rig.store.get(pack)) < 20_000 + 60_000 for pack in packs)
     assert len(content_of(rig, job)) == len(TEXTS)
 
@@ -89,7 +100,10 @@ def test_an_item_is_done_only_when_its_pack_is_synced(build: Build) -> None:
     class Watching(Recording):
         def commit(self, ticket, outcomes):  # pyright: ignore
             artifacts = [artifact for outcome in outcomes for artifact in outcome.artifacts]
-            seen.extend(artifact.pack in rig.store.objects and artifact.pack not in rig.store.unsynced for artifact in artifacts)
+            seen.extend(
+                artifact.pack in rig.store.objects and artifact.pack not in rig.store.unsynced
+                for artifact in artifacts
+            )
             return super().commit(ticket, outcomes)
 
     rig.runner = rig.runner_on(Watching(rig.ledger))  # pyright: ignore[reportArgumentType]
@@ -112,7 +126,9 @@ def test_checked_draws_go_into_packs_and_refused_ones_do_not(build: Build) -> No
     job = rig.submit(["A quiet sentence.", "[[silent]] nothing is heard"], pack=True, quality=quality)
     assert rig.run_next() is ShardEnd.FINISHED
     assert [(row.index, row.pack) for row in rig.ledger.artifact_facts(job.id, "quarantine")] == [(1, None)]
-    assert [(row.index, row.pack in rig.store.objects) for row in rig.ledger.artifact_facts(job.id, "audio")] == [(0, True)]
+    assert [
+        (row.index, row.pack in rig.store.objects) for row in rig.ledger.artifact_facts(job.id, "audio")
+    ] == [(0, True)]
 
 
 def test_a_worker_that_drains_stores_what_it_has(build: Build) -> None:
@@ -168,7 +184,8 @@ def test_a_store_that_is_away_costs_no_item(build: Build) -> None:
 
 
 def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Build) -> None:
-    """Eight threads add items while each put waits to be let go: at no time is more in memory than two packs and an item a thread."""
+    """Eight threads add items while each put waits to be let go: at no time is more in memory than two
+    packs and an item a thread."""
     rig = build()
     rig.submit(["One."], pack=True)
     held = rig.leases.hold(rig.claim_next())
@@ -200,7 +217,8 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
     for thread in threads:
         thread.start()
     putting.wait()
-    # Three items fill a pack: three are put, three wait in the full one, and each other thread holds the one it adds.
+    # Three items fill a pack: three are put, three wait in the full one, and each other thread holds the one
+    # it adds.
     wait_for(lambda: len(stored) >= 5)
     assert not any(one.done() for one in stored)
     let_go.set()

@@ -30,7 +30,8 @@ RATE = 16_000
 
 
 def add_meter(folder: Path, code: str) -> str:
-    """Writes what pip would write of a package with the meter `peak`, whose class is `Meter`; the search path that has it."""
+    """Writes what pip would write of a package with the meter `peak`, whose class is `Meter`; the search
+    path that has it."""
     info = folder / "peak_meter-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
@@ -46,7 +47,9 @@ class TestMeters:
         assert caught.value.code is ErrorCode.MODEL_UNKNOWN
         assert "asr" in str(caught.value)
 
-    def test_a_library_that_is_not_there_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_library_that_is_not_there_is_named_with_its_extra(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "faster_whisper", None)
         with pytest.raises(ModelError) as caught:
             open_meter("asr", {"model": "/nowhere"})
@@ -69,17 +72,29 @@ class TestMeters:
                 assert card.install in lack.advice
         assert lacking(["a-meter-of-another-package"]) is None
 
-    def test_each_command_of_several_missing_meters_names_what_it_installs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_command_of_several_missing_meters_names_what_it_installs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for card in METERS.values():
             for library in card.libraries:
                 monkeypatch.setitem(sys.modules, library, None)
         lack = lacking(METERS)
         assert lack is not None
-        assert "Install Nightjar with its extra `qa` (docs/install.md); DistillMOS with: pip install " in lack.advice
+        assert (
+            "Install Nightjar with its extra `qa` (docs/install.md); DistillMOS with: pip install "
+            in lack.advice
+        )
         assert not any(card.install.startswith("it ") for card in METERS.values())
 
-    def test_weights_are_looked_for_without_being_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert missing_weights({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
+    def test_weights_are_looked_for_without_being_opened(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert (
+            missing_weights(
+                {"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False
+            )
+            is None
+        )
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         gone = missing_weights({"asr": {"model": "owner/model"}}, fetch=False)
@@ -90,7 +105,9 @@ class TestMeters:
         assert broken is not None
         assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.CONFIG_MISSING_LIBRARY, True)
 
-    def test_weights_that_cannot_be_fetched_now_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_that_cannot_be_fetched_now_are_an_outage(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         import faster_whisper.utils
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -116,7 +133,9 @@ class TestMeters:
         (tmp_path / "model.bin").write_bytes(b"no weights")
         assert code_of(tmp_path) is ErrorCode.MODEL_BAD_CHECKPOINT
 
-    def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         asked: list[str | None] = []
 
         class Whisper:
@@ -172,7 +191,9 @@ class TestMeters:
         assert process.measure({}, sample) == {}
         process.close()
 
-    def test_a_hang_ends_with_the_process_and_slow_weights_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_hang_ends_with_the_process_and_slow_weights_are_an_outage(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = (
             "import time\n"
             "class Meter:\n"
@@ -205,7 +226,9 @@ class TestMeters:
         assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
         assert not child.alive
 
-    def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = (
             "import pathlib, time\n"
             "class Meter:\n"
@@ -251,7 +274,9 @@ class TestBuiltInMeters:
             ("speaker", "resemblyzer", "similarity", 0.95, 0.8),
         ],
     )
-    def test_good_speech_is_told_from_noise(self, speech: Speech, name: str, library: str, score: str, good: float, bad: float) -> None:
+    def test_good_speech_is_told_from_noise(
+        self, speech: Speech, name: str, library: str, score: str, good: float, bad: float
+    ) -> None:
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
         meter = open_meter(name, {})
@@ -259,7 +284,9 @@ class TestBuiltInMeters:
         noise = np.random.default_rng(0).normal(0, 0.1, len(speech.samples)).astype(np.float32)
 
         def value(samples: NDArray[np.float32]) -> float:
-            return meter.measure(Utterance(samples, speech.sample_rate, speech.text, reference=reference))[score][0]
+            return meter.measure(Utterance(samples, speech.sample_rate, speech.text, reference=reference))[
+                score
+            ][0]
 
         heard, noisy = value(speech.samples), value(noise)
         assert heard > good
@@ -267,7 +294,9 @@ class TestBuiltInMeters:
         assert value(speech.samples) == heard
         assert "torchaudio" not in sys.modules
 
-    def test_a_package_adds_a_meter_by_an_entry_point(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_package_adds_a_meter_by_an_entry_point(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = (
             "class Meter:\n"
             "    def __init__(self, times=1):\n"
@@ -284,7 +313,9 @@ class TestBuiltInMeters:
         process = MeterProcess(240)
         sample = Utterance(np.array([0.25, -0.5], np.float32), RATE, "hello")
         assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
-        assert process.measure({"peak": {}}, replace(sample, text="short")) == {"peak": (1.0, "too short", False)}
+        assert process.measure({"peak": {}}, replace(sample, text="short")) == {
+            "peak": (1.0, "too short", False)
+        }
         with pytest.raises(MeterError) as caught:
             process.measure({"peak": {}}, replace(sample, text="fail"))
         assert "no such text" in str(caught.value)

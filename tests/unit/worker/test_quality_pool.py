@@ -51,7 +51,10 @@ class TestPool:
         go = threading.Event()
         host = Blocked(go)
         pool = MeterPool(in_memory=3, open_host=lambda: host)
-        measured = [pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, ""))) for number in range(20)]
+        measured = [
+            pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, "")))
+            for number in range(20)
+        ]
         assert (host.measured, pool.waiting >= 19) == (0, True)
         go.set()
         for number, future in enumerate(measured):
@@ -65,13 +68,19 @@ class TestPool:
         host = Blocked(go)
         pool = MeterPool(open_host=lambda: host)
         utterance = Utterance(np.zeros(4, np.float32), RATE, "")
-        measured = [pool.submit(MeterTask({}, utterance, lambda number=number: number == 1)) for number in range(4)]
+        measured = [
+            pool.submit(MeterTask({}, utterance, lambda number=number: number == 1)) for number in range(4)
+        ]
         closer = threading.Thread(target=pool.close)
         closer.start()
         go.set()
         closer.join(240)
         assert not closer.is_alive()
-        dropped = [number for number, future in enumerate(measured) if future.cancelled() or future.exception() is not None]
+        dropped = [
+            number
+            for number, future in enumerate(measured)
+            if future.cancelled() or future.exception() is not None
+        ]
         assert 1 in dropped
         assert host.measured + len(dropped) == 4
 
@@ -83,7 +92,9 @@ class TestPool:
         assert (place.first_byte, place.count) == (0, 1)
         spool.close()
 
-    def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         files: list[IO[bytes]] = []
         make = tempfile.TemporaryFile
 
@@ -112,7 +123,11 @@ class TestPoolFaults:
         for item in items:
             try:
                 found.append(
-                    pool.submit(MeterTask({"asr": {}}, Utterance(np.zeros(4, np.float32), RATE, ""), item=item)).result(240).readings
+                    pool.submit(
+                        MeterTask({"asr": {}}, Utterance(np.zeros(4, np.float32), RATE, ""), item=item)
+                    )
+                    .result(240)
+                    .readings
                 )
             except (ModelError, MeterHangError) as error:
                 found.append(error)
@@ -123,9 +138,17 @@ class TestPoolFaults:
         go.set()
         host = Blocked(go, MeterHangError("It took long."))
         pool = MeterPool(open_host=lambda: host)
-        codes = [found.code for found in self.results(pool, ["a"] * 2 * HANGS_IN_A_ROW) if isinstance(found, NightjarError)]
+        codes = [
+            found.code
+            for found in self.results(pool, ["a"] * 2 * HANGS_IN_A_ROW)
+            if isinstance(found, NightjarError)
+        ]
         assert codes == [ErrorCode.QA_METER] * 2 * HANGS_IN_A_ROW
-        codes = [found.code for found in self.results(pool, ["b", "c", "d", "a"]) if isinstance(found, NightjarError)]
+        codes = [
+            found.code
+            for found in self.results(pool, ["b", "c", "d", "a"])
+            if isinstance(found, NightjarError)
+        ]
         assert codes == [ErrorCode.QA_METER, *[ErrorCode.MODEL_UNREACHABLE] * 3]
         host.fail = None
         assert self.results(pool, ["e"]) == [{"sum": (0.0, "")}]
@@ -144,13 +167,18 @@ class TestPoolFaults:
             items = ["a", "b", "c"] * OUTAGES_IN_A_ROW
             codes = [found.code for found in self.results(pool, items) if isinstance(found, NightjarError)]
             outages = [ErrorCode.MODEL_UNREACHABLE] * OUTAGES_IN_A_ROW
-            assert codes[: HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW] == [ErrorCode.QA_METER] * (HANGS_IN_A_ROW - 1) + outages
+            assert (
+                codes[: HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW]
+                == [ErrorCode.QA_METER] * (HANGS_IN_A_ROW - 1) + outages
+            )
             assert set(codes[HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW :]) == {ErrorCode.QA_METER}
             host.fail = None
             assert self.results(pool, ["d"]) == [{"sum": (0.0, "")}]
         pool.close()
 
-    @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, ErrorCode.STORE_FULL), (errno.EACCES, ErrorCode.STORE_FORBIDDEN)])
+    @pytest.mark.parametrize(
+        ("number", "code"), [(errno.ENOSPC, ErrorCode.STORE_FULL), (errno.EACCES, ErrorCode.STORE_FORBIDDEN)]
+    )
     def test_a_disk_without_room_for_draws_is_told_and_ends_no_thread(
         self, number: int, code: ErrorCode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -207,5 +235,7 @@ raise SystemExit(3)
 
 
 def test_a_process_that_ends_without_closing_its_pool_measures_nothing_more() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 3, done.stderr

@@ -1,4 +1,5 @@
-"""What is made again is made on the engine that made it; where a job has parts of both, whoever makes it again is told."""
+"""What is made again is made on the engine that made it; where a job has parts of both, whoever makes it
+again is told."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ class Notes:
         self.said.append(text)
 
 
-@pytest.mark.parametrize(("made_on", "options", "notes"), [((), {}, 0), (("vllm",), {"engine": "vllm"}, 0), (("vllm", "native"), {}, 1)])
+@pytest.mark.parametrize(
+    ("made_on", "options", "notes"),
+    [((), {}, 0), (("vllm",), {"engine": "vllm"}, 0), (("vllm", "native"), {}, 1)],
+)
 def test_what_is_made_again_says_where_nobody_knows_its_engine(
-    build: Build, monkeypatch: pytest.MonkeyPatch, made_on: tuple[str, ...], options: dict[str, str], notes: int
+    build: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    made_on: tuple[str, ...],
+    options: dict[str, str],
+    notes: int,
 ) -> None:
     rig = build()
     job = rig.submit(["One sentence."])

@@ -26,8 +26,18 @@ from worker.nightly import Night
 
 NIGHT = date(2026, 11, 20)
 #: Of a job, apart from what two jobs of one schedule differ in.
-OWN = {"id", "name", "spec_sha", "created_at", "spec.model_revision", "input_uri", "input_sha256", "store_identity"}
-#: What the exports read, what a refused line does, the file and what is read of it: other tests have them. The last two are the night's.
+OWN = {
+    "id",
+    "name",
+    "spec_sha",
+    "created_at",
+    "spec.model_revision",
+    "input_uri",
+    "input_sha256",
+    "store_identity",
+}
+#: What the exports read, what a refused line does, the file and what is read of it: other tests have them.
+#: The last two are the night's.
 ELSEWHERE = {
     "input",
     "on_error",
@@ -45,7 +55,8 @@ ELSEWHERE = {
 
 
 def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Field -> its value in a schedule, and the fields of the job that differ then from those of a schedule with an input alone."""
+    """Field -> its value in a schedule, and the fields of the job that differ then from those of a
+    schedule with an input alone."""
     qa = folder / "qa.toml"
     qa.write_text("bounds.pause.high = 2")
     return {
@@ -53,7 +64,10 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "model": ("second", {"spec.model": "second"}),
         "speak": ("user", {"spec.speak": "user"}),
         "voice": ("sine", {"spec.generation.voice": "sine"}),
-        "voice_of": ({"assistant": "sine"}, {"spec.generation.roles": {"assistant": Generation(voice="sine")}}),
+        "voice_of": (
+            {"assistant": "sine"},
+            {"spec.generation.roles": {"assistant": Generation(voice="sine")}},
+        ),
         "language": ("german", {"spec.generation.language": "german"}),
         "instruct": ("softly", {"spec.generation.instruct": "softly"}),
         "seed": (5, {"spec.seed": 5}),
@@ -77,7 +91,10 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def _models() -> Iterator[None]:
     able = Capabilities(voices=("sine",), languages=("english", "german"), cloning=True, instruct=True)
-    forget = [register_pipeline(name, replace(fake_card(name), capabilities=able), FakePipeline) for name in ("fake", "second")]
+    forget = [
+        register_pipeline(name, replace(fake_card(name), capabilities=able), FakePipeline)
+        for name in ("fake", "second")
+    ]
     yield
     for one in forget:
         one()
@@ -90,9 +107,15 @@ def home(_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     source = folder / "in.jsonl"
     source.write_text(json.dumps({"example_id": "one", "messages": [["user", "text", "good night"]]}) + "\n")
     (folder / "in.txt").write_text("good night\n")
-    said: dict[str, Any] = {"plain": {}, **{name: {name: value} for name, (value, _) in table(folder).items()}}
+    said: dict[str, Any] = {
+        "plain": {},
+        **{name: {name: value} for name, (value, _) in table(folder).items()},
+    }
     said["input_format"]["input"] = str(folder / "in.txt")
-    schedules = {name: Schedule.model_validate({"input": str(source), "model": "fake", **fields}) for name, fields in said.items()}
+    schedules = {
+        name: Schedule.model_validate({"input": str(source), "model": "fake", **fields})
+        for name, fields in said.items()
+    }
     settings = Settings(home=folder / "home", schedules=schedules)
     with closing(Ledger.open(settings.ledger_url)) as ledger:
         ledger.migrate()
@@ -105,9 +128,17 @@ def job_of(settings: Settings, ledger: Ledger, name: str) -> dict[str, Any]:
     night.run()
     assert night.job_id, night
     job = ledger.job(night.job_id)
-    assert (job.name, job.labels["schedule"], job.labels["night"]) == (f"{name} 2026-11-20", name, "2026-11-20")
+    assert (job.name, job.labels["schedule"], job.labels["night"]) == (
+        f"{name} 2026-11-20",
+        name,
+        "2026-11-20",
+    )
     labels = {key: value for key, value in job.labels.items() if key not in ("schedule", "night")}
-    return {path: value for path, value in fields_of(replace(job, labels=labels), Quality).items() if path not in OWN}
+    return {
+        path: value
+        for path, value in fields_of(replace(job, labels=labels), Quality).items()
+        if path not in OWN
+    }
 
 
 @pytest.mark.parametrize("name", sorted({*Schedule.model_fields, *hints()} - ELSEWHERE))

@@ -40,10 +40,15 @@ def test_every_item_is_stored_committed_and_listed_in_the_manifest(build: Build)
         data, metadata = rig.store.objects[row.artifact.key]
         assert data == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
         assert metadata == {"seed": str(row.artifact.seed), "spec_sha": job.spec_sha[:SPEC_SHA_CHARACTERS]}
-        assert (row.artifact.bytes, row.artifact.samples) == (len(data), soundfile.info(io.BytesIO(data)).frames)
+        assert (row.artifact.bytes, row.artifact.samples) == (
+            len(data),
+            soundfile.info(io.BytesIO(data)).frames,
+        )
     (key,) = [key for key in rig.store.objects if "/manifest/" in key]
     entries = list(read_manifest(rig.store, key))
-    assert [(entry.example_id, entry.text) for entry in entries] == [(f"item-{n}", f"text {n}") for n in range(100)]
+    assert [(entry.example_id, entry.text) for entry in entries] == [
+        (f"item-{n}", f"text {n}") for n in range(100)
+    ]
 
 
 def test_flac_jobs_get_flac(build: Build) -> None:
@@ -151,7 +156,10 @@ def test_a_ledger_that_is_away_for_a_while_costs_no_item(build: Build) -> None:
     ledger = Recording(rig.ledger, failures=6)
     assert rig.runner_on(ledger).run(rig.claim_next()) is ShardEnd.FINISHED  # pyright: ignore[reportArgumentType]
     assert rig.status(job).items.done == 20
-    assert rig.metrics.registry.get_sample_value("speech_service_retries_total", {"code": "ledger.unreachable"}) == 6
+    assert (
+        rig.metrics.registry.get_sample_value("speech_service_retries_total", {"code": "ledger.unreachable"})
+        == 6
+    )
 
 
 def test_a_ledger_that_stays_away_ends_the_shard_when_the_lease_is_over(build: Build) -> None:
@@ -171,7 +179,11 @@ def test_a_store_that_is_away_for_a_while_costs_no_item(build: Build) -> None:
     assert not rig.store.fail_next
     rows = rig.items(job)
     assert [row.state for row in rows] == [ItemState.DONE] * 20
-    made = {row.artifact.key: sine(f"text {row.index}", row.artifact.seed) for row in rows if row.artifact is not None}
+    made = {
+        row.artifact.key: sine(f"text {row.index}", row.artifact.seed)
+        for row in rows
+        if row.artifact is not None
+    }
     assert rig.audio() == {key: encode(samples, SAMPLE_RATE, "wav") for key, samples in made.items()}
 
 
@@ -264,7 +276,11 @@ def test_a_slow_item_times_out_and_the_others_are_kept(build: Build) -> None:
     clock.advance(31)
     thread.join(240)
     assert ends == [ShardEnd.FINISHED]
-    assert [row.error_code for row in rig.items(job)] == [None, ErrorCode.SYNTH_TIMEOUT, ErrorCode.SYNTH_TIMEOUT]
+    assert [row.error_code for row in rig.items(job)] == [
+        None,
+        ErrorCode.SYNTH_TIMEOUT,
+        ErrorCode.SYNTH_TIMEOUT,
+    ]
     assert len(rig.pipeline.aborted) == 2
     # They kept the engine at work for all their time.
     assert rig.status(job).engine_ms == 31_000

@@ -16,7 +16,9 @@ from tests.support.worker_rig import Build, Recording, wait_for
 from worker.shard_run import ShardEnd
 
 
-def test_a_drain_keeps_what_is_done_and_gives_the_rest_back(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_keeps_what_is_done_and_gives_the_rest_back(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.shard_run.WRITING_SECONDS", 240.0)
     rig = build(pipeline=FakePipeline(slots=8), commit_seconds=600.0)
     job = rig.submit(["quick", "[[slow:6000]] late"])
@@ -90,7 +92,11 @@ def test_a_spent_error_budget_stops_the_shard_in_hand(build: Build, tmp_path: Pa
     rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), commit_seconds=0.05)
     gate = tmp_path / "gate"
     job = rig.submit(
-        ["[[refuse:input.too_long]] a", "[[refuse:input.too_long]] b", *[f"[[until:{gate}]] {n}" for n in range(8)]],
+        [
+            "[[refuse:input.too_long]] a",
+            "[[refuse:input.too_long]] b",
+            *[f"[[until:{gate}]] {n}" for n in range(8)],
+        ],
         options=SubmitOptions(error_budget=0.1),
     )
     ledger = Asked(rig.ledger)

@@ -61,7 +61,12 @@ def in_folder(build: Build, pipeline: FakePipeline | None = None) -> Rig:
 
 def waits(rig: Rig) -> float:
     """How often a call waited for a store that was away."""
-    return rig.metrics.registry.get_sample_value("speech_service_retries_total", {"code": ErrorCode.STORE_UNREACHABLE.value}) or 0.0
+    return (
+        rig.metrics.registry.get_sample_value(
+            "speech_service_retries_total", {"code": ErrorCode.STORE_UNREACHABLE.value}
+        )
+        or 0.0
+    )
 
 
 @contextmanager
@@ -87,7 +92,9 @@ def assert_complete(rig: Rig, job: Job) -> None:
 
 @pytest.mark.parametrize("leave", [leave_nothing, leave_an_empty_folder, leave_another_store])
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_store_that_goes_away_in_a_shard_is_waited_for(build: Build, leave: Callable[[Path], None], pack: bool) -> None:
+def test_a_store_that_goes_away_in_a_shard_is_waited_for(
+    build: Build, leave: Callable[[Path], None], pack: bool
+) -> None:
     def take_away() -> None:
         root.rename(elsewhere)
         leave(root)
@@ -120,7 +127,9 @@ def test_a_store_of_another_identity_gets_nothing(build: Build) -> None:
     assert_complete(rig, job)
 
 
-@pytest.mark.parametrize("plant", [lambda path: path.mkdir(), lambda path: path.symlink_to("nothing"), os.mkfifo])
+@pytest.mark.parametrize(
+    "plant", [lambda path: path.mkdir(), lambda path: path.symlink_to("nothing"), os.mkfifo]
+)
 def test_a_store_whose_identity_is_no_file_is_away(build: Build, plant: Callable[[Path], object]) -> None:
     rig = in_folder(build)
     job = rig.submit([f"text {n}" for n in range(ITEMS)])

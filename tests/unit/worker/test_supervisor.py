@@ -14,12 +14,19 @@ import pytest
 
 from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_refused, say_up
 from jobs.gpus import Device
-from jobs.worker_group import CRASHES, CRASHES_BESIDE_OTHERS, FAILED_STARTS, HEALTHY_SECONDS, WorkerGroup, WorkerPlan
+from jobs.worker_group import (
+    CRASHES,
+    CRASHES_BESIDE_OTHERS,
+    FAILED_STARTS,
+    HEALTHY_SECONDS,
+    WorkerGroup,
+    WorkerPlan,
+)
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 
-#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words when it is in `says` and that no
-#: start can open its model when it is in `refuses`, and ends by SIGTERM or with the status of its GPU in `ends`; unless the file `mended`
-#: is there.
+#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words
+#: when it is in `says` and that no start can open its model when it is in `refuses`, and ends by SIGTERM or
+#: with the status of its GPU in `ends`; unless the file `mended` is there.
 CHILD = """
 import os, signal, sys, time
 from jobs.child_process import say_finished, say_last_words, say_refused, say_up
@@ -70,7 +77,13 @@ class Run:
         quarantine_seconds: float = 600.0,
     ) -> None:
         child = CHILD
-        values = {"UP": list(up), "ENDS": ends or {}, "WORKS": list(works), "SAYS": says or {}, "REFUSES": refuses or {}}
+        values = {
+            "UP": list(up),
+            "ENDS": ends or {},
+            "WORKS": list(works),
+            "SAYS": says or {},
+            "REFUSES": refuses or {},
+        }
         for name, value in values.items():
             child = child.replace(name, repr(value))
         (folder / "child.py").write_text(child)
@@ -171,16 +184,23 @@ def test_a_lone_worker_that_cannot_start_ends_the_supervisor(run: Callable[..., 
 
 def test_a_worker_that_can_never_open_its_model_is_started_once(run: Callable[..., Run]) -> None:
     supervisor = run(["0", "1"], up="1", ends={"0": 4}, refuses={"0": "No executor of this kind."})
-    supervisor.wait_for(lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
+    supervisor.wait_for(
+        lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1
+    )
     assert supervisor.end() == 1
     assert (supervisor.count("start 0"), supervisor.count("end 1")) == (1, 1)
     said = supervisor.said.read_text()
-    assert "The worker of GPU 0 cannot open its model (config.invalid): No executor of this kind. Unset it. It is quarantined" in said
+    assert (
+        "The worker of GPU 0 cannot open its model (config.invalid): No executor of this kind. Unset it. It is quarantined"
+        in said
+    )
     assert "nvidia-smi" not in said
 
 
 def test_a_worker_whose_settings_were_mended_comes_back(run: Callable[..., Run]) -> None:
-    supervisor = run(["0", "1"], up="1", ends={"0": 4}, refuses={"0": "No executor of this kind."}, quarantine_seconds=0.2)
+    supervisor = run(
+        ["0", "1"], up="1", ends={"0": 4}, refuses={"0": "No executor of this kind."}, quarantine_seconds=0.2
+    )
     supervisor.wait_for(lambda: supervisor.count("start 0") >= 2)
     supervisor.mend()
     supervisor.wait_for(lambda: "out of quarantine" in supervisor.said.read_text())
@@ -191,12 +211,17 @@ def test_a_lone_worker_that_dies_without_end_ends_the_supervisor(run: Callable[.
     supervisor = run([None], up="-", ends={"-": -11})
     assert supervisor.process.wait(240) == 1
     assert supervisor.count("start") == CRASHES
-    assert "The worker ended by signal 11 (SIGSEGV), 20 times in a row without a finished item." in supervisor.said.read_text()
+    assert (
+        "The worker ended by signal 11 (SIGSEGV), 20 times in a row without a finished item."
+        in supervisor.said.read_text()
+    )
 
 
 def test_a_worker_that_cannot_start_is_quarantined_alone(run: Callable[..., Run]) -> None:
     supervisor = run(["0", "1"], up="1", ends={"0": 5})
-    supervisor.wait_for(lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
+    supervisor.wait_for(
+        lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1
+    )
     assert supervisor.count("end") == 0
     assert supervisor.end() == 1
     assert supervisor.count("start 0") == FAILED_STARTS
@@ -327,9 +352,15 @@ def test_a_child_tells_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError(ErrorCode.CONFIG_INVALID, "No.", "Unset it."), ModelError(ErrorCode.MODEL_UNKNOWN, "No model.")]
+    "error",
+    [
+        ConfigError(ErrorCode.CONFIG_INVALID, "No.", "Unset it."),
+        ModelError(ErrorCode.MODEL_UNKNOWN, "No model."),
+    ],
 )
-def test_a_parent_hears_what_no_start_can_open(monkeypatch: pytest.MonkeyPatch, error: ConfigError | ModelError) -> None:
+def test_a_parent_hears_what_no_start_can_open(
+    monkeypatch: pytest.MonkeyPatch, error: ConfigError | ModelError
+) -> None:
     pipe = UpPipe()
     monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
     say_refused(error)
@@ -337,6 +368,11 @@ def test_a_parent_hears_what_no_start_can_open(monkeypatch: pytest.MonkeyPatch, 
     assert not pipe.close()
     heard = pipe.refusal
     assert heard is not None
-    assert (type(heard), heard.code, heard.message, heard.advice) == (type(error), error.code, error.message, error.advice)
+    assert (type(heard), heard.code, heard.message, heard.advice) == (
+        type(error),
+        error.code,
+        error.message,
+        error.advice,
+    )
     assert pipe.last_words == "It ends."
     pipe.started()

@@ -31,7 +31,15 @@ def test_every_line_is_json_with_its_context() -> None:
         structlog.get_logger("ours").info("made", items=5)
         logging.getLogger("theirs").warning("said %s", "so")
     ours, theirs = logged(stream)
-    assert {"event": "made", "items": 5, "job": "j", "shard": 3, "epoch": 2, "worker": "w", "level": "info"}.items() <= ours.items()
+    assert {
+        "event": "made",
+        "items": 5,
+        "job": "j",
+        "shard": 3,
+        "epoch": 2,
+        "worker": "w",
+        "level": "info",
+    }.items() <= ours.items()
     assert {"event": "said so", "job": "j", "logger": "theirs", "level": "warning"}.items() <= theirs.items()
 
 
@@ -39,7 +47,9 @@ def test_no_secret_is_logged() -> None:
     stream = io.StringIO()
     setup_logging("info", "json", stream)
     logging.getLogger("x").info("connected to redis://user:hunter2@host/0 and postgresql://me:hunter2@db/n")
-    structlog.get_logger().info("set", basic_auth="admin:hunter2", secret_access_key="hunter2", url="s3://k:hunter2@b")
+    structlog.get_logger().info(
+        "set", basic_auth="admin:hunter2", secret_access_key="hunter2", url="s3://k:hunter2@b"
+    )
     try:
         raise ValueError("cannot reach redis://:hun/ter'h@unter2@host")
     except ValueError:

@@ -56,7 +56,9 @@ def test_a_night_is_submitted_once(tmp_path: Path, settings: Settings) -> None:
     assert job.labels == {"schedule": "evening", "night": "2026-11-20"}
 
 
-def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(tmp_path: Path, settings: Settings) -> None:
+def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(
+    tmp_path: Path, settings: Settings
+) -> None:
     write_night(tmp_path, "2026-11-20")
     assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
     with closing(Ledger.open(settings.ledger_url)) as ledger:
@@ -93,7 +95,9 @@ def test_a_missing_file_is_reported_and_caught_up_later(tmp_path: Path, settings
     assert ends(settings, "2026-11-22", 2) == [NightEnd.SUBMITTED, NightEnd.MISSING, NightEnd.SUBMITTED]
 
 
-def test_a_crash_before_the_night_was_recorded_makes_no_second_job(tmp_path: Path, settings: Settings) -> None:
+def test_a_crash_before_the_night_was_recorded_makes_no_second_job(
+    tmp_path: Path, settings: Settings
+) -> None:
     write_night(tmp_path, "2026-11-20")
     ends(settings, "2026-11-20")
     ledger = Ledger.open(settings.ledger_url)
@@ -105,7 +109,9 @@ def test_a_crash_before_the_night_was_recorded_makes_no_second_job(tmp_path: Pat
 
 def test_a_bad_file_fails_the_night(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "in-2026-11-20.jsonl").write_text("not json\n")
-    strict = settings.model_copy(update={"schedules": {"evening": changed_schedule(settings.schedules["evening"], on_error="abort")}})
+    strict = settings.model_copy(
+        update={"schedules": {"evening": changed_schedule(settings.schedules["evening"], on_error="abort")}}
+    )
     assert ends(strict, "2026-11-20") == [NightEnd.FAILED]
 
 
@@ -122,13 +128,17 @@ def test_nights_of_no_schedule_are_refused(settings: Settings) -> None:
 
 
 def test_inputs_name_their_night() -> None:
-    assert input_of(Schedule(input="s3://b/{date}/in.jsonl"), date(2026, 1, 2)) == "s3://b/2026-01-02/in.jsonl"
+    assert (
+        input_of(Schedule(input="s3://b/{date}/in.jsonl"), date(2026, 1, 2)) == "s3://b/2026-01-02/in.jsonl"
+    )
     assert input_of(Schedule(input="/in/%Y/%m/%d.jsonl"), date(2026, 1, 2)) == "/in/2026/01/02.jsonl"
     assert last_night(datetime(2026, 1, 2, 1, 30)) == date(2026, 1, 2)
 
 
 @pytest.mark.parametrize(("zone", "night"), [("Pacific/Auckland", 21), ("UTC", 20), ("Pacific/Honolulu", 20)])
-def test_the_night_is_the_date_where_the_worker_runs(zone: str, night: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_night_is_the_date_where_the_worker_runs(
+    zone: str, night: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class At(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> datetime:

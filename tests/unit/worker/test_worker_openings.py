@@ -10,7 +10,14 @@ from structlog.testing import capture_logs
 
 from jobs.ledger.records import ItemState, ShardState, Ticket
 from jobs.settings import Settings, VllmSettings
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, SynthesisError
+from pipelines.errors import (
+    ConfigError,
+    EngineCrashError,
+    ErrorCode,
+    ModelError,
+    NightjarError,
+    SynthesisError,
+)
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
@@ -47,7 +54,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, *errors: NightjarError) -> None:
 
 
 @pytest.mark.parametrize(("error", "ends"), [(CRASH, True), (FULL, True), (FAILED, False)])
-def test_a_watched_worker_ends_for_its_gpu_alone(build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, ends: bool) -> None:
+def test_a_watched_worker_ends_for_its_gpu_alone(
+    build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, ends: bool
+) -> None:
     """A model that no worker can open ends no worker of others."""
     signals: list[int] = []
     monkeypatch.setattr(runtime_module, "is_watched", lambda: True)
@@ -64,7 +73,9 @@ def test_a_watched_worker_ends_for_its_gpu_alone(build: Build, monkeypatch: pyte
         runtime.stop()
 
 
-def test_a_worker_of_another_revision_takes_no_more_shards_and_ends(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_another_revision_takes_no_more_shards_and_ends(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message goes back, for a worker of the new version; the shards in flight are not given up."""
     signals: list[int] = []
     monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, number: signals.append(number))
@@ -106,7 +117,9 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
         runtime.stop()
 
 
-def test_a_worker_says_once_which_settings_it_does_not_use(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_once_which_settings_it_does_not_use(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(monkeypatch)
     monkeypatch.setattr(runtime_module, "describe", lambda _: replace(fake_card(), engine="native"))
     settings = settings_of(build()).model_copy(update={"vllm": VllmSettings(tensor_parallel=2)})

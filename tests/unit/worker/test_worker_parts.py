@@ -248,7 +248,9 @@ class TestMetrics:
     def test_outcomes_are_counted_by_code(self) -> None:
         metrics = Metrics()
         artifact = Artifact(0, "audio", "key", "sha", 100, 1500, 16000, 24000, 1)
-        metrics.count([Done(0, (artifact,)), Failed(1, ErrorCode.SYNTH_NAN, ""), Failed(2, ErrorCode.SYNTH_NAN, "")])
+        metrics.count(
+            [Done(0, (artifact,)), Failed(1, ErrorCode.SYNTH_NAN, ""), Failed(2, ErrorCode.SYNTH_NAN, "")]
+        )
         value = metrics.registry.get_sample_value
         assert value("speech_items_total", {"outcome": "done", "code": ""}) == 1
         assert value("speech_items_total", {"outcome": "failed", "code": "synth.nan"}) == 2
@@ -270,7 +272,9 @@ class TestRequests:
         assert build(self.line(text, generation=Generation(seed=11))).seed == 11
 
     def test_the_lines_settings_go_over_the_jobs(self) -> None:
-        request = self.builder(MemoryStore()).build(self.line(Message("user", "text", "hello"), generation=Generation(temperature=1.0)))
+        request = self.builder(MemoryStore()).build(
+            self.line(Message("user", "text", "hello"), generation=Generation(temperature=1.0))
+        )
         assert (request.generation.voice, request.generation.temperature) == ("sine", 1.0)
 
     def test_reference_audio_is_loaded_once_and_only_the_users(self) -> None:
@@ -295,7 +299,9 @@ class TestRequests:
 
         store, key = Flips(), reference_key("job", hashlib.sha256(b"RIFF").hexdigest(), "wav")
         store.put(key, b"RIFF")
-        assert self.builder(store).build(self.line(Message("user", "audio", key))).messages[0].content == b"RIFF"
+        assert (
+            self.builder(store).build(self.line(Message("user", "audio", key))).messages[0].content == b"RIFF"
+        )
         store.left = DOUBTS + 1
         with pytest.raises(StoreError) as caught:
             self.builder(store).build(self.line(Message("user", "audio", key)))

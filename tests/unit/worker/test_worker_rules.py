@@ -46,7 +46,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     forget()
 
 
-def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = Runtime(Settings(home=tmp_path))
     told: list[str] = []
     begun = {0: threading.Event(), 1: threading.Event()}
@@ -70,7 +72,10 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path:
     monkeypatch.setattr(runtime.runner, "run", run)
     monkeypatch.setattr(runtime, "_end_job", lambda job_id: None)
     ended: list[Handling] = []
-    threads = [threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0)))) for no in (0, 1)]
+    threads = [
+        threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0))))
+        for no in (0, 1)
+    ]
     threads[0].start()
     assert begun[0].wait(240)
     threads[1].start()
@@ -136,7 +141,9 @@ def test_a_lease_is_as_long_as_it_was_asked_for(ledger: Ledger) -> None:
         assert ledger.heartbeat("w1", [lease.ticket], 90.0) == set()
 
 
-def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.submit(["text"])
     held = rig.leases.hold(rig.claim_next())
     clock = rig.clock

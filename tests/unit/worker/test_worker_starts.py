@@ -49,7 +49,9 @@ def test_a_start_waits_for_a_ledger_that_is_away(runtime: Runtime, monkeypatch: 
     assert pipe.close()
 
 
-def test_a_start_that_waits_ends_when_it_is_told_to(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_waits_ends_when_it_is_told_to(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = threading.Event()
 
     def fail() -> None:
