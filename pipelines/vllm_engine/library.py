@@ -64,7 +64,7 @@ class ModelSpec:
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the
     #: model.
-    extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
+    prompt_extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
 
     def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
         """Memory share and positions of a sequence, a person's choice before the model's.
@@ -77,21 +77,6 @@ class ModelSpec:
         context = options.context(self.context)
         share = self.memory_share if options.memory_share is None else options.memory_share
         return share, min(context, self.max_positions or context)
-
-
-@dataclass(slots=True)
-class EngineMoment:
-    """What the engine last said of itself."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_use: float = 0.0
-    tokens: int = 0
-    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of
-    #: them together.
-    preemptions: int = 0
-    steps: int = 0
-    sequence_steps: int = 0
 
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -172,5 +157,5 @@ def refuse(vllm_config: Any) -> None:
         raise ValueError("several codes a step exclude speculative decoding")
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("several codes a step exclude pipeline parallelism; tensor parallelism works")
-    if getattr(parallel, "enable_batch_sharded_sampling", False):
+    if parallel.enable_batch_sharded_sampling:
         raise ValueError("several codes a step need enable_batch_sharded_sampling=False")

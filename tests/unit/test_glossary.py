@@ -169,7 +169,7 @@ def test_names_are_the_words_of_the_field() -> None:
         Name("file", "delivery", "pipelines/delivery/results.py"),
         Name("class", "VoiceCabinet", "pipelines/qwen3_tts/voices.py"),
         Name("class", "FolderPlace", "jobs/export/files.py"),
-        Name("function", "_oust", "pipelines/vllm_engine/pair_scheduler.py"),
+        Name("function", "_oust", "pipelines/vllm_engine/scheduler.py"),
         Name("function", "glance_at", "jobs/verify.py"),
     ],
     ids=lambda name: f"{name.kind} {name.name}",
