@@ -83,6 +83,10 @@ class FinishedCodes(Generic[S]):
 class Receiver(Generic[S]):
     """Hears of one request from the engine, and has its codes decoded for a listener."""
 
+    #: Who was asked for this speech, and for what last.
+    engine: SpeechEngine[Any]
+    current: Any
+
     def __init__(self, info: RequestInfo, stage: CodecStage[S], listener: Listener) -> None:
         self._info = info
         self._stage = stage
@@ -92,8 +96,13 @@ class Receiver(Generic[S]):
         """The engine could not do it."""
         self._listener(Failed(error))
 
-    def hang_up(self) -> None:
-        """Nobody listens any longer. A family that asks its engine for more than one thing ends that here."""
+    def go_on(self, request: Any) -> None:
+        """Asks the engine for more of this speech, unless nobody listens any longer."""
+        self.current = request
+        if self._listener.is_open:
+            self.engine.submit(request, self)
+        if not self._listener.is_open:  # perhaps meanwhile, before the engine knew the request
+            self.engine.cancel(request)
 
     def end_state(self) -> None:
         """The request is over: what the codec keeps for it goes back at once, and not when the garbage
@@ -282,11 +291,11 @@ class SpeechPipeline(Generic[R, O]):
             with self._lock:
                 self._audio_seconds += listener.seconds
             if not done:
-                receiver.hang_up()
-                self._engine.cancel(wanted)
+                self._engine.cancel(receiver.current)
             receiver.end_state()
 
         listener = Listener(on_event, over)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
+        receiver.engine, receiver.current = self._engine, wanted
         self._engine.submit(wanted, receiver)
         return listener

@@ -18,45 +18,23 @@ from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, l
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
 from pipelines.fish_speech.model import FishModel, load_weights
-from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
+from pipelines.fish_speech.multi_turn import (
+    FishRequestInfo,
+    FishStreamer,
+    FishUtterance,
+    NativeFishStreamer,
+    TurnPlan,
+)
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import SynthesisRequest
-from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
-from pipelines.tokens import (
-    TokenHost,
-    TokenRequestInfo,
-    Tokens,
-    TokenStreamer,
-    TokenUtterance,
-    token_sampling,
-)
+from pipelines.results import Meta, SpeechPipeline
+from pipelines.tokens import TokenHost, TokenRequest, token_sampling
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
-
-
-@dataclass(frozen=True, slots=True)
-class FishRequestInfo(TokenRequestInfo[CodecState]):
-    """What results need to know of a request."""
-
-    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
-        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
-        has none."""
-        assert tokens.codes is not None
-        self.check_end(tokens.finish, len(tokens.codes))
-        if not len(tokens.codes):
-            raise no_audio("The model ended a turn before its first frame.")
-        return FinishedCodes(tokens.codes, tokens.finish)
-
-
-class NativeStreamer(TokenStreamer[CodecState]):
-    """A stream in the chunks that our engine cuts; on vLLM the first chunk is the first frame."""
-
-    chunk_frames = ()
-
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
 #: frames.
@@ -110,7 +88,7 @@ def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipel
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
 
-class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
+class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
@@ -133,12 +111,12 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         self._keep_unfinished = keep_unfinished
         info, codec_dtype = host.info, type_name(codec.decoder.dtype)
         self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": codec_dtype}
-        streamer = TokenStreamer
+        streamer = FishStreamer
         if info.engine == "native":
-            self._meta["executor"], streamer = info.executor, NativeStreamer
-        super().__init__(TurnEngine(host), stage, TokenUtterance, streamer)
+            self._meta["executor"], streamer = info.executor, NativeFishStreamer
+        super().__init__(host, stage, FishUtterance, streamer)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
         task = speech_task(request.messages, request.generation, self.capabilities)
         check_seed(request.seed)
@@ -164,7 +142,8 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         )
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
-        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished)
+        info = FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, plan)
+        return plan.current, info
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""

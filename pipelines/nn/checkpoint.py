@@ -181,11 +181,11 @@ class PickledTensors(TensorTable):
         self.tensors = tensors
 
     @classmethod
-    def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
-        """`wrappers`: keys under which the dictionary may lie. Raises `ModelError`
-        (`model.bad_checkpoint`) that names the file."""
+    def read(cls, path: Path, wrappers: Sequence[str] = (), mmap: bool = False) -> PickledTensors:
+        """`wrappers`: keys under which the dictionary may lie; `mmap`: the file is new enough to be read when
+        a tensor is. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
         try:
-            held: Any = torch.load(path, map_location="cpu", weights_only=True)
+            held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except FileNotFoundError as error:
             raise bad_checkpoint(f"{path} is missing.") from error
         except (

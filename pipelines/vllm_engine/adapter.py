@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -27,9 +28,7 @@ from pipelines.vllm_engine.library import (
     CODE_SPAN,
     ModelSpec,
     architecture,
-    check_plugin,
     on_cpu,
-    refuse,
 )
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
@@ -89,9 +88,6 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     kind = "AsyncGroupScheduler" if arguments["async_scheduling"] else "GroupScheduler"
     arguments.setdefault("scheduler_cls", f"pipelines.vllm_engine.scheduler.{kind}")
     register()
-    if frames:
-        check_plugin()
-        _check_runner(arguments)
     return arguments
 
 
@@ -113,17 +109,6 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
             ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context."
         )
     return tokens
-
-
-def _check_runner(arguments: dict[str, Any]) -> None:
-    """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could
-    only say in its log."""
-    try:
-        refuse(AsyncEngineArgs(**arguments).create_engine_config())
-    except ValueError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", FRAMES_ADVICE
-        ) from error
 
 
 @dataclass(slots=True)
@@ -153,9 +138,17 @@ class EngineMoment(StatLoggerBase):
         """Nothing to say."""
 
 
-def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
-    """Starts an engine core in a process of its own; to be called in the event loop that will serve it."""
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: moment])
+def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
+    """Starts an engine core in a process of its own; to be called in the event loop that will serve it.
+
+    Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only
+    say in its log.
+    """
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if spec.model and not config.use_v2_model_runner:
+        message = "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, FRAMES_ADVICE)
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: moment])
 
 
 def device_name() -> str:

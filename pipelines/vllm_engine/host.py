@@ -158,7 +158,7 @@ class VllmHost:
 
     async def _start(self) -> None:
         try:
-            self._llm = self._adapter.start_engine(self._arguments, self._moment)
+            self._llm = self._adapter.start_engine(self._spec, self._arguments, self._moment)
         except NightjarError:
             raise
         except Exception as error:
