@@ -60,7 +60,7 @@ def marks(part: bytes) -> int:
 def too_complex() -> ApiError:
     """The refusal of JSON whose shape is over a bound."""
     message = f"The JSON is nested too deeply or has too many values: {MAX_DEPTH} levels and {MAX_VALUES:,} values are the maximum."
-    return bad_request(message, ErrorCode.INPUT_BAD_JSON.value)
+    return bad_request(message, ErrorCode.INPUT_BAD_JSON)
 
 
 async def read(text: bytes | str) -> Any:
@@ -79,7 +79,7 @@ def parse(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         reason = str(error).split(" - ")[0].rstrip(".")
-        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON.value) from None
+        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON) from None
 
 
 def _check_shape(data: bytes) -> None:

@@ -18,10 +18,16 @@ from pipelines.registry import ModelCard
 from pipelines.request import EngineInfo, Pipeline
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
-from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
+from pipelines.serving.connections import (
+    PING_SECONDS,
+    PONG_SECONDS,
+    Connections,
+    HttpProtocol,
+    WebSocketProtocol,
+    connection_limit,
+)
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.websocket_protocol import PING_SECONDS, PONG_SECONDS, WebSocketProtocol
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is
