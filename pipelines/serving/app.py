@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -202,41 +203,20 @@ def _page(schema: Mapping[str, Any], title: str) -> Iterator[str]:
     yield '<p>Routes and bodies of this server. Programs read <a href="openapi.json">openapi.json</a>.</p><h2>Routes</h2>'
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
-            yield f"<h3><b>{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(route.get('description', ''))}</p>"
-            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            if body:
-                yield f"<p>Body: {_type(body)}</p>"
-    yield f"<h3><b>GET</b> <code>{WEBSOCKET}</code></h3><p>A WebSocket: texts in pieces in Cartesia's words; their speech as it "
+            yield f"<h3><b>{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(route['description'])}</p>"
+            if "requestBody" in route:
+                yield f"<p>Body: {_linked(route['requestBody']['content']['application/json']['schema'])}</p>"
+    yield f"<h3><b>GET</b> <code>{escape(WEBSOCKET)}</code></h3><p>A WebSocket: texts in pieces in Cartesia's words; their speech as it "
     yield "is made.</p><h2>Bodies</h2>"
     for name, body in schema["components"]["schemas"].items():
-        if body.get("properties"):
-            yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(body.get("description", ""))}</p>'
-            yield "<table><tr><th>field<th>type<th>default" + "".join(_rows(body)) + "</table>"
+        yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(body["description"])}</p>'
+        for field, facts in body["properties"].items():
+            yield f"<p><code>{escape(field)}</code> {_linked(facts)}</p>"
     yield "</html>"
 
 
-def _rows(body: Mapping[str, Any]) -> Iterator[str]:
-    for name, field in body["properties"].items():
-        default = (
-            "" if field.get("default") is None else f"<code>{escape(json.dumps(field['default']))}</code>"
-        )
-        said = "required" if name in body.get("required", ()) else default
-        yield f"<tr><td><code>{escape(name)}</code><td>{_type(field)}<td>{said}"
-
-
-def _type(field: Mapping[str, Any]) -> str:
-    """What a value may be, as HTML."""
-    if "$ref" in field:
-        name = escape(field["$ref"].rpartition("/")[2])
-        return f'<a href="#{name}">{name}</a>'
-    kinds = [kind for key in ("anyOf", "oneOf") for kind in field.get(key, ()) if kind.get("type") != "null"]
-    if kinds:
-        return " or ".join(map(_type, kinds))
-    values = field.get("enum", [field["const"]] if "const" in field else [])
-    if values:
-        return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
-    return (
-        f"list of {_type(field['items'])}"
-        if "items" in field
-        else escape(str(field.get("type", "any value")))
-    )
+def _linked(schema: Mapping[str, Any]) -> str:
+    """A part of the schema with links to the bodies that it names."""
+    facts = {name: value for name, value in schema.items() if name != "title"}
+    html = escape(json.dumps(facts), quote=False)
+    return "<code>" + re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html) + "</code>"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, model_validator
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import Done, Generation, Message, Mode, Role, Speech, SynthesisRequest
@@ -32,25 +32,11 @@ _FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm
 MAX_MESSAGES = 1000
 
 
-class TextPart(Body):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-
-
 class InputAudio(Body):
     """A file as base64 or a data URL, and its format."""
 
     data: str
     format: str
-
-
-class AudioPart(Body):
-    """Audio, as OpenAI has it."""
-
-    type: Literal["input_audio"]
-    input_audio: InputAudio
 
 
 class AudioUrl(Body):
@@ -59,45 +45,30 @@ class AudioUrl(Body):
     url: str
 
 
-class AudioUrlPart(Body):
-    """Audio, as vLLM has it."""
+class Part(Body):
+    """A piece of text, or audio as OpenAI or vLLM has it: what its type names."""
 
-    type: Literal["audio_url"]
-    audio_url: AudioUrl
+    type: Literal["text", "input_audio", "audio_url"]
+    text: str | None = None
+    input_audio: InputAudio | None = None
+    audio_url: AudioUrl | None = None
+
+    @model_validator(mode="after")
+    def _is_of_its_type(self) -> Part:
+        if self.model_fields_set != {"type", self.type}:
+            raise ValueError(f"A part of the type {self.type} has the field `{self.type}` and no other")
+        return self
 
 
-def _part_tag(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    return f"of:{kind}" if kind in ("text", "input_audio", "audio_url") else None
-
-
-def _content_tag(content: Any) -> str:
-    return "of:parts" if isinstance(content, list) else "of:string"
-
-
-#: Tags begin with `of:`, so that an error's path shows only what the client wrote.
-Part = Annotated[
-    Annotated[TextPart, Tag("of:text")]
-    | Annotated[AudioPart, Tag("of:input_audio")]
-    | Annotated[AudioUrlPart, Tag("of:audio_url")],
-    Discriminator(
-        _part_tag,
-        custom_error_type="part_type",
-        custom_error_message="A part has the type text, input_audio or audio_url",
-    ),
-]
-Content = Annotated[
-    Annotated[str, Tag("of:string")]
-    | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MAX_MESSAGES)],
-    Discriminator(_content_tag),
-]
+def _in_parts(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class ChatMessage(Body):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: Annotated[list[Part], BeforeValidator(_in_parts), Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class Xargs(Body):
@@ -280,24 +251,21 @@ def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
 def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
     """One message a part. Raises `ApiError` and `InputError` for audio that cannot be used."""
     role: Role = "system" if turn.role == "developer" else turn.role
-    parts = [TextPart(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-    for part in parts:
-        if isinstance(part, TextPart):
+    for part in turn.content:
+        if part.text is not None:
             yield Message(role, "text", part.text)
             continue
         if role != "user":
             message = f"Audio of the role {turn.role} cannot be heard. Only users bring audio."
             raise bad_request(message, "invalid_value", "messages")
-        if isinstance(part, AudioPart):
-            yield Message(
-                role, "audio", read_audio(part.input_audio.data, max_seconds, part.input_audio.format)
-            )
-            continue
-        url = part.audio_url.url
-        if ":" not in url[:64]:
-            message = "`audio_url` is a data URL: data:audio/wav;base64,..."
-            raise bad_request(message, ErrorCode.INPUT_AUDIO_FORBIDDEN, "messages")
-        yield Message(role, "audio", read_audio(url, max_seconds))
+        if part.input_audio is not None:
+            audio, declared = part.input_audio.data, part.input_audio.format
+        else:
+            audio, declared = part.audio_url.url if part.audio_url else "", None
+            if ":" not in audio[:64]:
+                message = "`audio_url` is a data URL: data:audio/wav;base64,..."
+                raise bad_request(message, ErrorCode.INPUT_AUDIO_FORBIDDEN, "messages")
+        yield Message(role, "audio", read_audio(audio, max_seconds, declared))
 
 
 def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] | None:

@@ -142,14 +142,9 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors()[0]
-    # FastAPI says first where the field was looked for; parts with `of:` name the variant of a union, which no
-    # client wrote.
+    # FastAPI says first where the field was looked for.
     place = first["loc"][isinstance(error, RequestValidationError) :]
-    path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}"
-        for part in place
-        if not str(part).startswith("of:")
-    )
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     param = path.lstrip(".")[:200] or None
     if param is None:
         message = "The body is not a JSON object. Send one, with `Content-Type: application/json`."

@@ -20,7 +20,7 @@ from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
 from pipelines.serving.options import ServeOptions, is_loopback
-from pipelines.serving.request_body import BodyMemory, LimitedBody, too_large
+from pipelines.serving.request_body import BodyMemory, LimitedBody, before_client_leaves, too_large
 
 log = logging.getLogger(__name__)
 
@@ -167,21 +167,15 @@ class RequestMiddleware:
         """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client
         leaves while it waits."""
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
-        if waiter.done():
-            return waiter.result()
-        leaving = asyncio.create_task(body.left())
-        admitted = False
+        admitted = waiter.done()
         try:
-            await asyncio.wait((waiter, leaving), return_when=asyncio.FIRST_COMPLETED)
-            admitted = waiter.done()
+            admitted = admitted or await before_client_leaves(body, waiter)
             if not admitted:
                 raise ApiError(CLIENT_LEFT, "The client left.")
             return waiter.result()
         finally:
             if not admitted:
                 self._gate.cancel(waiter)
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
 
 
 def _check_type(headers: Headers) -> None:

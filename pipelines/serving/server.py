@@ -149,19 +149,11 @@ class _Uvicorn(uvicorn.Server):
 
 def _bound(address: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
         # From here on a client that knows the address gets an answer, if a late one.
-        listener.listen(_BACKLOG)
+        both = family == socket.AF_INET6
+        return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"The server cannot listen at {address} port {port}: {reason}.",
-            "Choose another port or address.",
-        ) from error
-    return listener
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        message = f"The server cannot listen at {address} port {port}: {reason}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Choose another port or address.") from error

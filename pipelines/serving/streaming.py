@@ -24,6 +24,7 @@ from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import before_client_leaves
 from pipelines.serving.voices import Voices
 
 log = logging.getLogger(__name__)
@@ -148,12 +149,10 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         seconds = self._serving.options.request_seconds
         sending = asyncio.create_task(self._send(scope["path"], send))
-        leaving = asyncio.create_task(_left(receive))
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+                if await before_client_leaves(receive, sending):
+                    sending.result()
         except (TimeoutError, ApiError) as error:
             if isinstance(error, TimeoutError):
                 message = f"The request took longer than {seconds:g} s and was ended."
@@ -163,9 +162,8 @@ class Reply(Response):
             # The status is out: an answer that breaks off is all that can still be said.
             log.warning("an answer broke off: %s", error)
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
             await self._parts.aclose()
 
     async def _send(self, path: str, send: Send) -> None:
@@ -193,8 +191,3 @@ class Reply(Response):
             last = event(head.failed(api_error))
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
