@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -95,6 +95,24 @@ class Interrupted(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.exit_code = 128 + number
+
+
+class Stop:
+    """How a run is stopped by whoever started it."""
+
+    def __init__(self) -> None:
+        #: Ends the processes of the run at once.
+        self.kill: Callable[[], None] = lambda: None
+        #: The run cleans up, and is not to be interrupted.
+        self.cleaning = False
+        #: The signal that stops it, once it came.
+        self.number: int | None = None
+
+    def check(self) -> None:
+        """Raises `Interrupted` where the run has to stop, also where C code, or a `__del__`, has swallowed
+        what the signal raised."""
+        if self.number is not None:
+            raise Interrupted(self.number)
 
 
 #: Ctrl-C since the command began.
