@@ -8,7 +8,6 @@ import binascii
 import io
 import re
 import struct
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
@@ -67,21 +66,10 @@ def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> b
         return linear
     if encoding == "pcm_f32le":
         return np.clip(samples, np.float32(-1), np.float32(1)).astype("<f4").tobytes()
-    return _law(encoding)[np.frombuffer(linear, "<u2")].tobytes()
-
-
-@lru_cache(maxsize=2)
-def _law(encoding: Encoding) -> NDArray[np.uint8]:
-    """The companded byte of each 16-bit sample, by its bits without a sign [65536]."""
     buffer = io.BytesIO()
-    soundfile.write(
-        buffer,
-        np.arange(1 << 16, dtype=np.uint16).view(np.int16),
-        MAX_RATE,
-        format="RAW",
-        subtype=_LAWS[encoding],
-    )
-    return np.frombuffer(buffer.getvalue(), np.uint8)
+    subtype = _LAWS[encoding]
+    soundfile.write(buffer, np.frombuffer(linear, "<i2"), MAX_RATE, format="RAW", subtype=subtype)
+    return buffer.getvalue()
 
 
 def stream_header(sample_rate: int, encoding: Encoding) -> bytes:

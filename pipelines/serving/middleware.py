@@ -11,15 +11,16 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelines.serving import ServeOptions, is_loopback
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
-from pipelines.serving.options import ServeOptions, is_loopback
 from pipelines.serving.request_body import BodyMemory, LimitedBody, before_client_leaves, too_large
 
 log = logging.getLogger(__name__)
@@ -106,19 +107,13 @@ class RequestMiddleware:
 
     async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
         permits: list[Permit] = []
-
-        async def admit(streams: bool) -> Permit:
-            permits.append(await self._admit(streams, body, scope.get(FIRST_BYTE)))
-            body.release()
-            return permits[0]
-
         try:
             headers = dict(scope["headers"])
             self._check(scope["path"], headers)
             # Where no route is, forms too get the answer that says so.
             if scope["method"] == "POST" and scope["path"] in ROUTES:
                 _check_type(headers)
-            scope[ADMIT] = admit
+            scope[ADMIT] = partial(self._admit, permits, body=body, since=scope.get(FIRST_BYTE))
             await self._app(scope, body, send)
         except ApiError as api_error:
             await body.discard()
@@ -163,19 +158,28 @@ class RequestMiddleware:
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
-    async def _admit(self, streams: bool, body: LimitedBody, since: float | None) -> Permit:
-        """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client
-        leaves while it waits."""
-        waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
-        admitted = waiter.done()
-        try:
-            admitted = admitted or await before_client_leaves(body, waiter)
-            if not admitted:
-                raise ApiError(CLIENT_LEFT, "The client left.")
-            return waiter.result()
-        finally:
-            if not admitted:
-                self._gate.cancel(waiter)
+    async def _admit(
+        self, permits: list[Permit], streams: bool, body: LimitedBody, since: float | None
+    ) -> Permit:
+        """A slot for a request that is whole, which becomes one of `permits`. Raises `ApiError` where the
+        queue does, and where the client leaves while it waits."""
+        patience_seconds = self._options.stream_queue_seconds if streams else None
+
+        async def enter() -> None:
+            permits.append(await self._gate.admit(since, patience_seconds))
+
+        if self._gate.full:
+            entering = asyncio.create_task(enter())
+            try:
+                if not await before_client_leaves(body, entering):
+                    raise ApiError(CLIENT_LEFT, "The client left.")
+                entering.result()
+            finally:
+                entering.cancel()
+        else:
+            await enter()
+        body.release()
+        return permits[-1]
 
 
 def _check_type(headers: Headers) -> None:

@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Done, Handle, Message, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import before_client_leaves
 from pipelines.serving.voices import Voices
 
