@@ -104,11 +104,10 @@ class Context:
     def add(self, message: cartesia.ContextMessage) -> None:
         """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must
         stay the same."""
-        for name, value in message.settings().items():
-            if getattr(self._first, name) != value:
-                raise bad_request(
-                    f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name
-                )
+        for name in cartesia.SETTINGS & message.model_fields_set:
+            if getattr(self._first, name) != getattr(message, name):
+                text = f"`{name}` cannot change in a context. Begin another context."
+                raise bad_request(text, "invalid_value", name)
         if self._ended:
             if message.transcript.strip():
                 text = "The context has ended: nothing can follow `continue: false`."
@@ -309,25 +308,20 @@ class _Connection:
                 context_id = named
             said = cartesia.ContextMessage.model_validate(given)
             cartesia.check_fields(said, strict=self._options.strict)
-            await self._act(said)
+            if said.cancel:
+                if not await self._end(said.context_id):
+                    text = "The context is not open: it has ended, or never began."
+                    raise ApiError(404, text, "context_not_found", "context_id")
+                await self._send(cartesia.done(said.context_id))
+            elif said.context_id in self._contexts:
+                self._contexts[said.context_id][0].add(said)
+            else:
+                await self._begin(said)
         except ClientDisconnected:
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the client waits for an answer
             await self._end(context_id)
             await self._send(cartesia.failure(error, context_id))
-
-    async def _act(self, message: cartesia.ContextMessage) -> None:
-        name = message.context_id
-        if not message.cancel:
-            if name in self._contexts:
-                self._contexts[name][0].add(message)
-            else:
-                await self._begin(message)
-        elif await self._end(name):
-            await self._send(cartesia.done(name))
-        else:
-            text = "The context is not open: it has ended, or never began."
-            raise ApiError(404, text, "context_not_found", "context_id")
 
     async def _begin(self, message: cartesia.ContextMessage) -> None:
         """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what
