@@ -378,17 +378,18 @@ Connection = HttpProtocol | WebSocketProtocol
 def connection_limit(maximum: int) -> int:
     """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it
     was raised for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = maximum + _RESERVED_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return maximum
-    room = max(soft - _RESERVED_DESCRIPTORS, soft // 4)
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    if raised == wanted:
+        return maximum
+    room = max(raised - _RESERVED_DESCRIPTORS, raised // 4)
     log.warning(
         "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
-        soft,
+        raised,
         room,
         maximum,
     )

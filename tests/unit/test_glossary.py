@@ -58,7 +58,7 @@ NOT_OF_FILES = {
     "activity": "vad",
     "answer": "output",
     "artifacts": "layout",
-    "calls": "async_bridge",
+    "calls": "model",
     "course": "multi_turn",
     "delivery": "results",
     "drawing": "verdict",
