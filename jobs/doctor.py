@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.formatting import redact
-from jobs.ledger.states import QUARANTINED, UP
+from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, NightjarError, ServiceError
