@@ -27,13 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.ledger.location import embedded_workers
 from jobs.own_files import full_disk_explained, open_own, own_path, read_own
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, plan_workers
+from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
+from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 START_SECONDS = 30
@@ -96,9 +96,6 @@ class EmbeddedHome:
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._reports = QuarantineReports(settings)
-        self._start_signal = StartSignal()
-        self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
-        self._on_quarantine: Callable[[str], None] = lambda sentence: None
 
     def __enter__(self) -> EmbeddedHome:
         try:
@@ -171,14 +168,12 @@ class EmbeddedHome:
         self._start_broker()
         self._workers = WorkerGroup(
             self.plans,
-            lambda plan, up: self._start_worker(plan, up, model),
+            lambda plan: self._start_worker(plan, model),
             first_pause_seconds=FIRST_PAUSE_SECONDS,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
             quarantine_seconds=self.settings.times.quarantine_seconds,
             # Several workers write into one log: the last line may be another one's.
             words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
-            on_end=lambda process: self._on_worker_lost(socket.gethostname(), process.pid),
-            on_quarantine=lambda sentence: self._on_quarantine(sentence),
         )
         self._workers.start()
         self._note_workers()
@@ -187,9 +182,10 @@ class EmbeddedHome:
         """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
         if self._workers is None:
             self.prepare(model)
+        assert self._workers is not None
         self.lost_workers = []
         self._note_workers()
-        self._start_signal.send()
+        self._workers.let_go()
 
     def serve(self, model: str) -> None:
         """Starts a server of a model, with the address and the port of the settings."""
@@ -218,12 +214,11 @@ class EmbeddedHome:
         workers = self._workers
         if workers is None:
             return
-        self._on_worker_lost, self._on_quarantine = (
-            on_worker_lost,
-            on_quarantine if len(self.plans) > 1 else (lambda sentence: None),
-        )
         before = [process.pid for process in workers.processes]
-        workers.tend()
+        for member, pid in workers.tend():
+            on_worker_lost(socket.gethostname(), pid)
+            if member.quarantined and len(self.plans) > 1:
+                on_quarantine(member.reason)
         self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
@@ -245,7 +240,6 @@ class EmbeddedHome:
             [*([] if workers is None else workers.processes), *([] if server is None else [server])],
             drain_seconds,
         )
-        self._start_signal.send()
         broker, self._broker = self._broker, None
         if broker is not None:
             end([broker], 1.0)
@@ -292,25 +286,13 @@ class EmbeddedHome:
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
         _write_own(self.state / "broker.json", record)
 
-    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str | None) -> subprocess.Popen[bytes]:
-        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no
-        # death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
-        command += [] if model is None else ["--private", "--preload", model]
-        environment = (
-            os.environ
-            | self._environment()
-            | plan.environment
-            | up.environment
-            | self._start_signal.environment
-        )
-        return spawn(
-            command,
-            _open_log(self.worker_log),
-            environment,
-            up.pass_fds + self._start_signal.pass_fds,
-            plan.cores,
-        )
+    def _start_worker(self, plan: WorkerPlan, model: str | None) -> Child[WorkerReport]:
+        # -P: the working directory must not shadow our modules.
+        program = ["-P", "-m", "worker", "run"]
+        program += [] if model is None else ["--private", "--preload", model]
+        environment = self._environment() | plan.environment
+        with os.fdopen(_open_log(self.worker_log), "ab") as log:
+            return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
@@ -342,7 +324,7 @@ class EmbeddedHome:
                 first.message,
                 f"{first.advice} Then give the same command again to continue.".lstrip(),
             )
-        reasons = " ".join(workers.sentence(member) for member in workers.members)
+        reasons = " ".join(str(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,
             f"The run was stopped, because no worker can work. {reasons}",

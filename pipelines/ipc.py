@@ -1,4 +1,4 @@
-"""Messages between a process and its child: a channel over a socket pair, and memory that both can read.
+"""Messages between two processes: a channel over a socket pair, and memory that both can read.
 
 A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through
 the socket: the writer puts them into a file of the memory that has no name, and sends its descriptor with
@@ -9,19 +9,15 @@ died, so a killed process leaves nothing behind.
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import select
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -43,11 +39,6 @@ MAXIMUM_BYTES = 256 << 20
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
-#: Exit status of a child whose parent is gone.
-ORPHANED = 3
-#: The child's variable with the process id of its parent.
-_PARENT_PID = "NIGHTJAR_PARENT_PID"
-_PR_SET_PDEATHSIG = 1
 
 
 class Received(NamedTuple, Generic[T]):
@@ -230,74 +221,6 @@ class Channel(Generic[T]):
             self._changed.notify_all()
             raise
         return view, descriptors
-
-
-class Child(Generic[T]):
-    """A child process that runs a program of ours, and the channel to it, which is the child's standard
-    input.
-
-    What libraries print goes to standard error. A session of its own keeps the terminal's signals away.
-    """
-
-    def __init__(
-        self, program: Sequence[str], incoming: type[T] | Any, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """`program`: what follows the interpreter; `environment`: variables over those of this process."""
-        flags = ["-P"] if sys.flags.safe_path else []
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, *program],
-                stdin=theirs.fileno(),
-                stdout=2,
-                env={**os.environ, **(environment or {}), _PARENT_PID: str(os.getpid())},
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        self.channel: Channel[T] = Channel(ours, incoming)
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """Kills the child and what it started. One that is gone is no error."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def wait(self, seconds: float | None = None) -> str:
-        """How it ended, once it did. Raises `subprocess.TimeoutExpired`."""
-        status = self._process.wait(seconds)
-        if status < 0:
-            return f"it was killed by {signal.Signals(-status).name}"
-        return f"its exit status was {status}"
-
-
-def beside_the_engine() -> dict[str, str]:
-    """Variables of a child that leaves GPU and cores to the engine."""
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
-    }
-
-
-def parent_channel(incoming: type[T] | Any, *, die_with_parent: bool) -> Channel[T]:
-    """The channel to the process that started this one by `Child`; standard input is empty from here on.
-
-    `die_with_parent` has the kernel kill this process when the thread that started it ends. A thread of
-    this process would not do: a library may hold the interpreter for minutes.
-    """
-    parent = int(os.environ.pop(_PARENT_PID))
-    if die_with_parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(ORPHANED)
-    connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    return Channel(connection, incoming)
 
 
 #: All but the one whose arguments differ.

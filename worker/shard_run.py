@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.child_process import say_finished
 from jobs.export.manifest import put_shard_manifest
 from jobs.ledger.records import Done, Failed, JobState, Lease, Outcome
 from jobs.ledger.states import LASTING_OUTAGES, WORKER_FAULTS, WORKING
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
+from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import Done as SpeechDone
 from pipelines.request import Event, Pipeline
@@ -573,7 +573,7 @@ class ShardRun:
             raise
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
-            say_finished()
+            say(WorkerReport(finished=True))
 
     def _finish(self, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
         ledger, lease = self._runner.ledger, self._lease

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipelines.child_process import Child
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
@@ -42,7 +43,7 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
 )
-from pipelines.ipc import Child, close_all, read_shared
+from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import (
     AudioChunk,
@@ -268,7 +269,7 @@ class EngineProcess:
 
     def _run(self, wanted: Open) -> None:
         """The host's thread: the child's life from start to end."""
-        reason = "it could not be started"
+        reason = "because it could not be started"
         try:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
@@ -285,7 +286,7 @@ class EngineProcess:
         except Exception as error:
             log.exception("the engine's host failed")
             self._kill()
-            reason = f"its client failed: {error!r}"
+            reason = f"because its client failed: {error!r}"
         finally:
             self._end(reason)
 
@@ -365,7 +366,7 @@ class EngineProcess:
         before `start` says anything."""
         gone = ModelError(
             ErrorCode.MODEL_UNREACHABLE,
-            f"The engine's process has ended: {reason}.",
+            f"The engine's process has ended {reason}.",
             "The model is opened again.",
         )
         with self._changed:
@@ -373,9 +374,9 @@ class EngineProcess:
             entries = list(self._requests.values())
             self._requests.clear()
         advice = "See the log. The model may need more memory than there is."
-        crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended: {reason}.", advice)
+        crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
         if not self._closed:
-            log.error("the engine's process ended: %s; requests in it: %d", reason, len(entries))
+            log.error("the engine's process ended %s; requests in it: %d", reason, len(entries))
         if not self._opened.done():
             self._opened.set_exception(crash)
         for entry in entries:

@@ -14,6 +14,7 @@ import time
 import msgspec
 import numpy as np
 
+from pipelines.child_process import ORPHANED, parent_channel
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     Append,
@@ -35,7 +36,7 @@ from pipelines.engine_process.messages import (
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import ORPHANED, Channel, ErrorRecord, close_all, parent_channel, share
+from pipelines.ipc import Channel, ErrorRecord, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import (
     AudioChunk,
@@ -61,7 +62,7 @@ _STARTING_THREADS = 4
 def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
-    channel = parent_channel(ToChild, die_with_parent=True)
+    channel = parent_channel(ToChild)
     # The client ends this process, once its work is done. A signal to all processes of a terminal or a
     # service must not do it before.
     for number in (signal.SIGINT, signal.SIGTERM):

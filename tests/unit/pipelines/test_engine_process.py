@@ -188,7 +188,7 @@ def test_an_error_travels_whole(error: NightjarError) -> None:
 def test_a_library_that_fails_at_opening_is_named(open_process: Open) -> None:
     with pytest.raises(EngineCrashError, match="no memory for the weights"):
         open_process(broken=True)
-    with pytest.raises(EngineCrashError, match="exit status was 9"):
+    with pytest.raises(EngineCrashError, match="ended with status 9"):
         open_process(exit=9)
 
 
