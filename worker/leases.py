@@ -26,11 +26,8 @@ class Clock(Protocol):
 class SystemClock:
     """The clock of the machine."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
 
 
 T = TypeVar("T")

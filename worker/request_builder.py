@@ -62,10 +62,15 @@ class RequestBuilder:
         solve.
         """
         lease = self.held.lease
-        spec = lease.job.spec
-        messages, generation = line_in_stored_voice(
-            line, self._generation(line, spec.generation), spec, lease.job.id
-        )
+        spec, messages = lease.job.spec, line.messages
+        if line.generation is not NO_GENERATION:
+            generation = line.generation_over(spec.generation)
+        else:
+            if line.role not in self.defaults:
+                self.defaults[line.role] = line.generation_over(spec.generation)
+            generation = self.defaults[line.role]
+        if spec.stored_voices is not msgspec.UNSET:
+            messages, generation = line_in_stored_voice(line, generation, spec, lease.job.id)
         return SynthesisRequest(
             request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
             messages=tuple(
@@ -74,13 +79,6 @@ class RequestBuilder:
             generation=generation,
             seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
         )
-
-    def _generation(self, line: ShardLine, defaults: Generation) -> Generation:
-        if line.generation is not NO_GENERATION:
-            return line.generation_over(defaults)
-        if line.role not in self.defaults:
-            self.defaults[line.role] = line.generation_over(defaults)
-        return self.defaults[line.role]
 
     def _loaded(self, message: Message) -> Message:
         """A user's audio message with the encoded file in place of its key; audio of other roles is not
