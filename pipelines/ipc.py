@@ -29,7 +29,6 @@ from pipelines import errors
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 
 T = TypeVar("T")
-Meta = dict[str, str | int | float | bool]
 
 #: Bytes of a message, and number of descriptors that come with it.
 _HEAD = struct.Struct(">IB")
@@ -39,6 +38,16 @@ MAXIMUM_BYTES = 256 << 20
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
+
+
+def _plain_number(value: object) -> object:
+    """Python's own number for one of NumPy."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 
 
 class Received(NamedTuple, Generic[T]):
@@ -75,21 +84,13 @@ class Channel(Generic[T]):
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Sends a message and copies of descriptors, which the caller may close afterwards.
 
-        Raises `ValueError` for a message that is too long, and `OSError` when the other end is gone.
+        Raises `ValueError` for a message that is too long, what encoding one raises, and `OSError` when the
+        other end is gone.
         """
-        self.post(self.pack(message, len(descriptors)), descriptors)
-
-    def pack(self, message: object, descriptors: int = 0) -> bytes:
-        """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is
-        too long."""
-        data = msgspec.msgpack.encode(message)
-        if len(data) > self._maximum_bytes or descriptors > MAXIMUM_DESCRIPTORS:
-            raise ValueError(f"a message of {len(data)} bytes and {descriptors} descriptors is too long")
-        return _HEAD.pack(len(data), descriptors) + data
-
-    def post(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """As `send`, for what `pack` made."""
-        view = memoryview(data)
+        data = _encode(message)
+        if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
+            raise ValueError(f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long")
+        view = memoryview(_HEAD.pack(len(data), len(descriptors)) + data)
         with self._changed:
             if self._error is not None or self._closed:
                 raise self._error or BrokenPipeError("the channel is closed")
@@ -241,19 +242,12 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     advice: str
     #: Of a `NoAudioError`.
     text_out: str | None = None
-    meta: Meta = {}
+    meta: dict[str, Any] = {}
 
     @classmethod
     def of(cls, error: NightjarError) -> ErrorRecord:
         if isinstance(error, NoAudioError):
-            return cls(
-                NoAudioError.__name__,
-                error.code,
-                error.message,
-                error.advice,
-                error.text_out,
-                plain(error.meta),
-            )
+            return cls("", error.code, error.message, error.advice, error.text_out, error.meta)
         kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
         return cls(kind, error.code, error.message, error.advice)
 
@@ -264,25 +258,19 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         return _CLASSES[self.kind](self.code, self.message, self.advice)
 
 
-def plain(meta: Meta) -> Meta:
-    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number
-    becomes text."""
-    values: dict[str, Any] = meta
-    own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-    return {
-        name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()
-    }
-
-
 def share(data: bytes | memoryview | NDArray[Any]) -> int:
     """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes
     once it is sent.
 
     Raises `OSError` where there is no memory or no descriptor left.
     """
-    descriptor = _unnamed_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(prefix="nightjar-") as file:
+            descriptor = os.dup(file.fileno())
     try:
-        left = _bytes_of(data.data if isinstance(data, np.ndarray) else memoryview(data))
+        left = np.frombuffer(data, np.uint8).data
         while left:
             left = left[os.write(descriptor, left) :]
     except BaseException:
@@ -300,7 +288,7 @@ def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     try:
         kind = np.dtype(dtype)
         values = np.empty(os.fstat(descriptor).st_size // kind.itemsize, kind)
-        left = _bytes_of(values.data)
+        left = values.view(np.uint8).data
         while left:
             read = os.preadv(descriptor, [left], values.nbytes - len(left))
             if not read:
@@ -315,15 +303,3 @@ def close_all(descriptors: Sequence[int] | deque[int]) -> None:
     """Closes descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _bytes_of(view: memoryview) -> memoryview:
-    # A view of nothing cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nightjar", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="nightjar-") as file:
-        return os.dup(file.fileno())

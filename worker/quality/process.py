@@ -136,7 +136,7 @@ class _Meters:
             if (meter := self._open[key]) is not None:
                 for name, found in meter.measure(utterance).items():
                     # A number of any kind, such as NumPy's, travels as a plain one.
-                    reading = Reading(*found)
+                    reading = found if isinstance(found, Reading) else Reading(*found)
                     readings[name] = Reading(float(reading.value), str(reading.detail), bool(reading.judged))
         return readings
 

@@ -179,7 +179,7 @@ def judged(
         if isinstance(found, Score):
             scores[name] = found
             continue
-        reading = Reading(*found)
+        reading = found if isinstance(found, Reading) else Reading(*found)
         bound = quality.bounds.get(name) if reading.judged else None
         passed = None if bound is None else bound.allows(reading.value)
         scores[name] = Score(round(reading.value, 4), passed, reading.detail)
