@@ -18,7 +18,7 @@ from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.line_check import MAX_REFUSED_LINES, GoodLine, aborted_by, duplicate, refusals_left
 from jobs.references import ReferenceReader
 from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
-from jobs.spec import ResolvedSpec, records_of, resolve
+from jobs.spec import ResolvedSpec, resolve
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
 from pipelines.audio_format import LOSSY
@@ -96,7 +96,7 @@ def dry_run(
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         resolved = resolved.of_input(opened)
         checker = resolved.checker
-        records = records_of(opened, resolved)
+        records = resolved.records(opened)
         for batch in records.batches(BATCH_LINES, BATCH_BYTES):
             good, bad = checker.check(batch, lambda content: reader.read(content).sha256)
             good, repeated = seen.add(good, checker.id_key)

@@ -22,7 +22,7 @@ from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, no_records, open_source
-from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
+from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
@@ -114,7 +114,7 @@ def submit(
         )
         try:
             resolved.voices.put(store, job.id)
-            records = records_of(opened, resolved)
+            records = resolved.records(opened)
             _Ingest(
                 ledger,
                 store,

@@ -369,7 +369,7 @@ def _mend(
 def _reproduce(
     ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output
 ) -> Counter[str]:
-    from jobs.verify import reproduce
+    from jobs.repair import reproduce
 
     counts: Counter[str] = Counter()
     for item in reproduce(ledger, store, job, pipeline, sample):
