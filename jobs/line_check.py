@@ -233,13 +233,15 @@ class LineChecker:
         return (turn,)
 
 
-def duplicate(example_id: str, key: str = "example_id") -> InputError:
+def duplicate(example_id: str, key: str) -> InputError:
     """The error of a line whose example_id an earlier line has; `key` is what the line calls it."""
-    return InputError(
-        ErrorCode.INPUT_DUPLICATE_ID,
-        f"An earlier line has the {key} {clean(example_id, 100)!r}.",
-        "Give every line its own.",
-    )
+    message = f"An earlier line has the {key} {clean(example_id, 100)!r}."
+    return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line its own.")
+
+
+def repeated_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
+    """Lines whose ids earlier lines have, as `duplicate`."""
+    return [refused(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
