@@ -3,9 +3,10 @@ from a job's id to its ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
@@ -21,7 +22,6 @@ from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
     from jobs.job_options import Shown
-    from jobs.ledger import Ledger
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,17 +76,40 @@ price_option = click.option(
     metavar="PRICE",
     help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
 )
+
+
+class Parsed(click.ParamType):
+    """A text that a function reads, which is imported then."""
+
+    name = "text"
+
+    def __init__(self, module: str, function: str) -> None:
+        self._place = (module, function)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        module, function = self._place
+        return getattr(import_module(module), function)(value) if isinstance(value, str) else value
+
+
 where_option = click.option(
     "--where",
+    type=Parsed("jobs.where", "parse_where"),
     metavar="EXPRESSION",
     help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
 
 
 def code_option(text: str) -> Callable[[F], F]:
-    """`--code`, which can be given more than once, as `codes`."""
-    names = [code.value for code in ErrorCode]
-    return click.option("--code", "codes", multiple=True, type=click.Choice(names), metavar="CODE", help=text)
+    """`--code`, which can be given more than once, as `codes`; None: it was not given."""
+    return click.option(
+        "--code",
+        "codes",
+        multiple=True,
+        type=click.Choice([code.value for code in ErrorCode]),
+        metavar="CODE",
+        callback=lambda ctx, param, values: [ErrorCode(code) for code in values] or None,
+        help=text,
+    )
 
 
 def output_options(function: F) -> F:
@@ -298,12 +321,16 @@ def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
         return ledger.read(work)
 
 
-@contextmanager
-def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger, Job]]:
-    """The job of an id or prefix, with its ledger and the settings it was found under. Raises
-    `ledger.not_found`."""
-    settings = settings_for_job(prefix, home)
-    with reading_ledger(settings) as ledger:
-        job = ledger.find_job(prefix)
-        keep_remembered(job.id, settings)
-        yield settings, ledger, job
+def of_job(function: F) -> F:
+    """JOB and the common options: the command gets the settings under which the job was found, its ledger,
+    the job, and its output. Raises `ledger.not_found`."""
+
+    @wraps(function)
+    def call(job: str, home: str | None, **given: Any) -> Any:
+        settings = settings_for_job(job, home)
+        with reading_ledger(settings) as ledger:
+            found = ledger.find_job(job)
+            keep_remembered(found.id, settings)
+            return function(settings, ledger, found, **given)
+
+    return job_argument(common_options(call))  # pyright: ignore[reportReturnType]
