@@ -23,7 +23,6 @@ from jobs.checks import (
     Quality,
     quality_of,
     scores_with,
-    strict_meters,
 )
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
@@ -346,7 +345,6 @@ class TestConfig:
             quality_of("basic", None, ["bounds.peak.high=0.5"])
         quality = quality_of("basic", None, ["bounds.peak.high=0.5", "meters.peak={}"])
         assert quality is not None
-        assert strict_meters().keys() == {"asr", "distillmos", "peak"}
         speech = Speech(speechlike(), RATE, TEXT)
         draw = check_draw(0, 1, speech, quality, TEXT, Generation())
         readings = open_meter("peak", {}).measure(Utterance(np.full(9, 0.75, np.float32), RATE, TEXT))
