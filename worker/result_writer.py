@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from jobs.dialogue import spoken_text
-from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, put_numbered, quarantine_key, text_key
+from jobs.layout import CONTENT_TYPES, item_key, object_metadata, put_numbered
 from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Job, Outcome
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
@@ -271,9 +271,7 @@ def _encoded(
         made = Artifact(
             index=line.index,
             kind=kind,
-            key=(quarantine_key if kind == QUARANTINE else audio_key)(
-                job.id, line.index, line.example_id, job.spec.format, number
-            ),
+            key=item_key(job.id, kind, line.index, line.example_id, job.spec.format, number),
             sha256="",
             bytes=len(encoded.data),
             duration_ms=encoded.duration_ms,
@@ -284,7 +282,10 @@ def _encoded(
         )
         found.append(EncodedArtifact(made, encoded.data))
     if speech.text_out is not None and kind != QUARANTINE:
-        key, data = text_key(job.id, line.index, line.example_id, number), speech.text_out.encode()
+        key, data = (
+            item_key(job.id, "text", line.index, line.example_id, "txt", number),
+            speech.text_out.encode(),
+        )
         made = Artifact(
             line.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed
         )
