@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jobs.formatting import redact
-from jobs.ledger.states import QUARANTINED, UP
+from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError

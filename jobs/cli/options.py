@@ -15,7 +15,8 @@ from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
-from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import Transaction, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
@@ -150,11 +151,11 @@ def job_options(function: F) -> F:
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
         asked = {name: given.pop(name) for name in flags()}
-        spec, options = job_of(
-            _read({name: value for name, value in asked.items() if value not in (None, ())}, assignments),
-            user_name(),
+        options = _read(
+            {name: value for name, value in asked.items() if value not in (None, ())}, assignments
         )
-        return function(*args, spec=spec, options=options, **given)
+        spec, submitted = job_of(options, user_name())
+        return function(*args, spec=spec, options=submitted, **given)
 
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
@@ -171,10 +172,9 @@ def job_options(function: F) -> F:
 
 
 def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
-    """The option of a row of the table of `jobs.job_options`."""
-    from jobs.job_options import kind_of
-
+    """The option of a row of the table of `jobs.job_options`, which reads what is given."""
     is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+    kind: Any = NamedPath(path_type=Path) if shown.metavar == "FILE" else None
     return click.option(
         shown.flag,
         name,
@@ -182,40 +182,21 @@ def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
         heading=shown.heading,
         metavar=shown.metavar or None,
         help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
-        is_flag=kind_of(name) is bool,
+        is_flag=shown.kind is bool,
         default=None,
-        multiple=get_origin(kind_of(name)) in (Mapping, Sequence),
-        type=_click_type(name, shown.metavar),
+        multiple=get_origin(shown.kind) in (Mapping, Sequence),
+        type=click.Choice(get_args(shown.kind)) if get_origin(shown.kind) is Literal else kind,
         shell_complete={"model": models, "voice": voices}.get(name),
     )
 
 
-def _click_type(name: str, metavar: str) -> click.ParamType | None:
-    from jobs.job_options import bounds_of, kind_of
-
-    kind = kind_of(name)
-    if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
-    if metavar == "FILE":
-        return NamedPath(path_type=Path)
-    return click.IntRange(*bounds_of(name)) if kind is int else None
-
-
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import (
-        GENERATION,
-        OptionError,
-        checked_generation,
-        kind_of,
-        read_options,
-        settable,
-        shown_of,
-    )
+    from jobs.job_options import GENERATION, OptionError, checked_generation, read_options, rows, settable
     from pipelines.validation import check_generation
 
     asked = {
-        name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value
+        name: pairs(value, rows()[name].metavar) if get_origin(rows()[name].kind) is Mapping else value
         for name, value in given.items()
     }
     generation: dict[str, str] = {}
@@ -312,7 +293,7 @@ class JobId(click.ParamType):
 job_argument = click.argument("job", type=JobId(), metavar="JOB")
 
 
-def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
     """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
     wrong."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:
