@@ -61,17 +61,16 @@ class RequestBuilder:
         """
         lease = self.held.lease
         job, spec = lease.job, lease.job.spec
+        if line.generation is not NO_GENERATION:
+            generation = line.generation_over(spec.generation)
+        else:
+            if line.role not in self.defaults:
+                self.defaults[line.role] = line.generation_over(spec.generation)
+            generation = self.defaults[line.role]
 
         def load(key: str) -> bytes:
             return self.held.retrying(lambda: self.references.get(self.store, job.id, key), DOUBTS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
         seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed)
-        return item_request(line, self._generation(line, spec.generation), job, request_id, seed, load)
-
-    def _generation(self, line: ShardLine, defaults: Generation) -> Generation:
-        if line.generation is not NO_GENERATION:
-            return line.generation_over(defaults)
-        if line.role not in self.defaults:
-            self.defaults[line.role] = line.generation_over(defaults)
-        return self.defaults[line.role]
+        return item_request(line, generation, job, request_id, seed, load)
