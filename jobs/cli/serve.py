@@ -74,8 +74,8 @@ def serve(
     from jobs.logs import setup_logging
     from pipelines.registry import describe
 
-    given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
-    settings = load_settings(**({"serve": given} if given else {}))
+    given = {"address": address, "port": port}
+    settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
     card = describe(model)
     check_extra()
     from pipelines.serving import is_loopback
@@ -100,10 +100,7 @@ def serve(
         settings.serve.port,
     )
     output = Output(as_json=as_json, quiet=quiet)
-    if as_json:
-        output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
-    else:
-        output.line(server.url)
+    output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
     sys.stdout.flush()
     if unused := settings.unused(card):
         output.note(unused)
