@@ -25,7 +25,7 @@ from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import model_spec, prompt_of, shared_prefixes
 from pipelines.fish_speech.model import FishModel, take_weights
-from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
+from pipelines.fish_speech.pipeline import FishPipeline, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
 from pipelines.nn.options import TokenModelOptions
@@ -120,9 +120,7 @@ class NativeFish:
             partial(shared_prefixes, semantic=config.semantic),
         )
         host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
-        return FishPipeline(
-            config, parts.vocabulary, parts.codec, host, stage, NativeFishStreamer, keep_unfinished=True
-        )
+        return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)
 
 
 def prompt_positions() -> dict[str, float]:

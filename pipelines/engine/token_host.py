@@ -57,10 +57,6 @@ class NativeHost:
         return min(info.kv_pages * info.page_size, info.max_context)
 
     @property
-    def dtype(self) -> str:
-        return self._engine.info.dtype
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a frame."""
         return self._engine.info

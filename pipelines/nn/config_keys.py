@@ -69,6 +69,16 @@ class StackConfig:
         return 2 * self.layers * self.kv_width
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How a model draws by itself."""
+
+    temperature: NotNegative = 1.0
+    top_k: Whole = 0
+    top_p: NotNegative = 1.0
+    repetition_penalty: NotNegative = 1.0
+
+
 class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError`
     (`model.bad_checkpoint`) that names file and key.

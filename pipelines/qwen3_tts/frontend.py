@@ -4,7 +4,7 @@ Imports no torch."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,9 @@ import msgspec
 from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
-from pipelines.qwen3_tts.prompt import TextTokenizer
+from pipelines.qwen3_tts.prompt import TextTokenizer, TokenizedTask
 from pipelines.request import (
     Failed,
-    Generation,
     Handle,
     OnEvent,
     PreparedRequest,
@@ -28,25 +27,6 @@ from pipelines.validation import check_seed, speech_task
 if TYPE_CHECKING:
     from pipelines.engine.engine import Engine
     from pipelines.engine.scheduler import GenerationRequest
-
-
-class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
-    """One request, its texts as token ids."""
-
-    #: The text that is spoken.
-    text: str
-    role_ids: list[int]
-    body_ids: list[int]
-    generation: Generation
-    instruct_ids: list[int] = []
-    language: str = "auto"
-    #: A named voice.
-    voice: str | None = None
-    #: The encoded file of the voice to clone, and the ids of its text; no ids: clone the voice without it.
-    recording: bytes | None = None
-    reference_ids: list[int] | None = None
-    #: Whether more of the text follows.
-    text_open: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -67,20 +47,18 @@ class Frontend:
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
         """The request as `read` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
-        this checkpoint cannot do."""
-        task, pieces = self.tokenize(request)
-        data = _encode(msgspec.structs.replace(task, recording=None))
-        return PreparedRequest(request.request_id, request.seed, data, task.recording), pieces
+        this checkpoint cannot do.
 
-    def tokenize(self, request: SynthesisRequest) -> tuple[TokenizedTask, TextPieces | None]:
-        """As `prepare`, with texts as the ids of their tokens; of a text that is open those that are
-        certain."""
+        Of a text that is open it has the ids that are certain.
+        """
         check_seed(request.seed)
+        config, tokenizer = self._config, self.tokenizer
         task = speech_task(request.messages, request.generation, self._capabilities)
-        role, body = self.tokenizer.target(task.text)
+        recording = task.recording if config.clones else None
+        role, body = tokenizer.target(task.text)
         pieces = None
         if request.text_open:
-            pieces = OpenTokens(self.tokenizer, self._capabilities.max_text_characters).add
+            pieces = OpenTokens(tokenizer, self._capabilities.max_text_characters).add
             text = next(
                 message.content
                 for message in request.messages
@@ -88,22 +66,19 @@ class Frontend:
             )
             body = pieces(str(text), False)
         tokenized = TokenizedTask(
-            task.text,
             role,
             body,
+            task.text,
             request.generation,
-            self.tokenizer.instruction(task.instruct)
-            if task.instruct and self._config.takes_instructions
-            else [],
+            tokenizer.instruction(task.instruct) if task.instruct and config.takes_instructions else [],
             task.language or "auto",
             task.voice,
-            task.recording if self._config.clones else None,
-            self.tokenizer.reference(task.reference_text)
-            if self._config.clones and task.reference_text
+            reference_ids=tokenizer.reference(task.reference_text)
+            if config.clones and task.reference_text
             else None,
-            request.text_open,
+            text_open=request.text_open,
         )
-        return tokenized, pieces
+        return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces
 
 
 def read(prepared: PreparedRequest) -> TokenizedTask:
@@ -151,7 +126,7 @@ class OpenTokens:
 
 #: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
 #: `NightjarError`.
-Begin = Callable[[Sequence[int], bool], "tuple[GenerationRequest, Handle]"]
+Begin = Callable[[list[int], bool], "tuple[GenerationRequest, Handle]"]
 
 
 class OpenText:
@@ -171,12 +146,8 @@ class OpenText:
     ) -> None:
         """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of
         text, None: ids come."""
-        self._engine = engine
-        self._begin = begin
-        self._first = first
-        self._end_id = end_id
-        self._on_event = on_event
-        self._pieces = pieces
+        self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
+        self._first, self._end_id = first, end_id
         self._lock = threading.RLock()
         self._ids: list[int] = []
         self._begun: tuple[GenerationRequest, Handle] | None = None
@@ -188,19 +159,26 @@ class OpenText:
         with self._lock:
             if self._complete:
                 return
-            ids = self._ids_of(text, final)
+            if isinstance(text, list):
+                ids = text
+            else:
+                assert self._pieces is not None, "the text of a prepared request comes as ids"
+                ids = self._pieces(text, final)
             self._complete = final
-            if not (ids or final):
-                return
             if self._begun is not None:
-                self._engine.append(self._begun[0], [*ids, self._end_id] if final else ids, final)
+                if ids or final:
+                    self._engine.append(self._begun[0], [*ids, self._end_id] if final else ids, final)
                 return
             self._ids += ids
-            if final or len(self._ids) >= self._first:
-                try:
-                    self._begun = self._started(final)
-                except NightjarError as refused:
-                    self._complete, error = True, refused
+            try:
+                if final and not self._ids:
+                    raise InputError(
+                        ErrorCode.INPUT_EMPTY_TEXT, "There is no text to speak.", "Send some text."
+                    )
+                if final or len(self._ids) >= self._first:
+                    self._begun = self._begin(self._ids, final)
+            except NightjarError as refused:
+                self._complete, error = True, refused
         if error is not None:
             self._on_event(Failed(error))
 
@@ -210,14 +188,3 @@ class OpenText:
             begun = self._begun
         if begun is not None:
             begun[1].cancel()
-
-    def _ids_of(self, text: str | list[int], final: bool) -> list[int]:
-        if isinstance(text, list):
-            return text
-        assert self._pieces is not None, "the text of a prepared request comes as ids"
-        return self._pieces(text, final)
-
-    def _started(self, final: bool) -> tuple[GenerationRequest, Handle]:
-        if not self._ids:
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "There is no text to speak.", "Send some text.")
-        return self._begin(self._ids, final)

@@ -147,7 +147,7 @@ class Heard(SpeechLmUtterance):
         """Ends the text, or the guided audio behind it."""
         self._listener.cancel()
         self._request.host.cancel(self.first)
-        self.hang_up()
+        self.over(False)
         with suppress(InvalidStateError):
             self.future.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
