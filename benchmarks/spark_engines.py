@@ -20,9 +20,9 @@ from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import SynthesisRequest
 from pipelines.spark_tts import pipeline
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
@@ -197,10 +197,9 @@ class NativeSpark:
             2 * lm.layers * lm.kv_heads * lm.head_dim * PAGE_SIZE * dtype.itemsize,
             250_000,
         )
-        sizes = plan_engine(
-            needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.tokens_per_second,
-        )  # fmt: skip
+        sizes = NativeModelOptions(
+            slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE
+        ).plan(needs, bench.device, CONTEXT, CONTEXT, frame_seconds=1 / config.tokens_per_second)
         self.sizes = sized(sizes, bench.device)
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)

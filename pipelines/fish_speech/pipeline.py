@@ -11,7 +11,7 @@ import torch
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
 from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -21,8 +21,7 @@ from pipelines.fish_speech.model import FishModel, load_weights
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
-from pipelines.options import read_options
+from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, no_audio
 from pipelines.tokens import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipelines.engine_choice import VISIBLE, has_gpu
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.nn.config_keys import bad_checkpoint, read_table
+from pipelines.options import Precision
 
 if TYPE_CHECKING:
     import hashlib
@@ -308,9 +309,6 @@ def _shards(index: Path) -> set[str]:
                 f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder."
             )
     return set(table.values())
-
-
-Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:

@@ -18,10 +18,9 @@ from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.opening import MemoryNeeds, context_of, may_be_persistent
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, may_be_persistent
 from pipelines.errors import ConfigError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, Shapes
-from pipelines.nn.options import CONTEXT, NativeModelOptions
 from pipelines.options import Count
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig, StackConfig
@@ -106,7 +105,7 @@ def engine_options(
     `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's
     state in each slot; `wide`, and what it raises: as `plan_engine`.
     """
-    positions = context_of(options.context(CONTEXT), config.talker.max_positions)
+    positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
     return options.plan(
         replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide

@@ -16,10 +16,9 @@ from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.opening import MemoryNeeds
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, bad_checkpoint
-from pipelines.nn.options import NativeModelOptions
 from pipelines.nn.stack import StackWeights, take_stack
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary

@@ -13,19 +13,11 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import (
-    CONTEXT,
-    ENGINE,
-    ModelOptions,
-    NativeModelOptions,
-    TokenModelOptions,
-    take_engine,
-)
-from pipelines.options import read_options
+from pipelines.options import CONTEXT, ENGINE, ModelOptions, TokenModelOptions, read_options, take_engine
 from pipelines.request import Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.spark_tts.bicodec import (

@@ -12,8 +12,7 @@ from torch import Tensor
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
-from pipelines.nn.options import TokenModelOptions
-from pipelines.options import read_options
+from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache
 from pipelines.request import Generation, Message, Mode, SynthesisRequest
 from pipelines.results import SpeechPipeline

@@ -21,15 +21,14 @@ from pipelines.engine.opening import (
     LIBRARY_BYTES,
     MemoryNeeds,
     MemoryPlan,
+    NativeModelOptions,
     check_executor,
-    plan_engine,
     plan_memory,
     slots_bytes,
 )
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
@@ -223,13 +222,15 @@ def test_a_turn_of_a_wide_engine_prefills_more(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     sizes = [
-        plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)
+        NativeModelOptions(slots=slots).plan(needs, device, CONTEXT, CONTEXT).prefill_tokens
+        for slots in (None, 512, 640, 1024)
     ]
     assert sizes == [2048, 2048, 7680, 12288]
     assert [
-        plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)
+        NativeModelOptions(slots=slots).plan(needs, device, CONTEXT, CONTEXT).frames_per_turn
+        for slots in (None, 512, 640)
     ] == [2, 2, 1]
-    plain = plan_engine(needs, device, CONTEXT)
+    plain = NativeModelOptions().plan(needs, device, CONTEXT, CONTEXT)
     assert (plain.spare_slots, plain.frame_seconds) == (0, 0.08)
 
 
@@ -265,18 +266,18 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
     slots: int | None,
 ) -> None:
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
-    plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+    NativeModelOptions(memory_share=share, slots=slots).plan(needs, device, CONTEXT, CONTEXT)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 << 30, 16 << 30))
     with pytest.raises(
         SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free"
     ) as caught:
-        plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+        NativeModelOptions(memory_share=share, slots=slots).plan(needs, device, CONTEXT, CONTEXT)
     assert caught.value.code is ErrorCode.SYNTH_OOM
     assert "nvidia-smi" in caught.value.advice
     with pytest.raises(ConfigError, match="10000 slots do not fit"):
-        plan_engine(needs, device, CONTEXT, memory_share=share, slots=10_000)
+        NativeModelOptions(memory_share=share, slots=10_000).plan(needs, device, CONTEXT, CONTEXT)
     with pytest.raises(ConfigError, match=r"the engine may take 1\.6 GiB"):
-        plan_engine(needs, device, CONTEXT, memory_share=0.1)
+        NativeModelOptions(memory_share=0.1).plan(needs, device, CONTEXT, CONTEXT)
 
 
 def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_of_a_continuous_batch(

@@ -25,6 +25,7 @@ from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, PrefillRun
+from pipelines.engine.opening import NativeModelOptions
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
@@ -33,7 +34,6 @@ from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
-from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from pipelines import engine_choice
+from pipelines.engine.opening import NativeModelOptions
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.options import ENGINE, ModelOptions, NativeModelOptions, TokenModelOptions
-from pipelines.options import read_options
+from pipelines.options import ENGINE, ModelOptions, TokenModelOptions, read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from pipelines.registry import open_pipeline
 from pipelines.speechlm.pipeline import SpeechLmOptions

@@ -21,8 +21,7 @@ from torch import Tensor
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import Drawing, Keys, Size, Sizes, Whole
-from pipelines.nn.options import TokenModelOptions
-from pipelines.options import read_options
+from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import read_recording
 from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, no_audio
