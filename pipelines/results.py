@@ -57,7 +57,7 @@ class RequestInfo(Generic[S]):
     #: `synth.no_eos`.
     keep_unfinished: bool
 
-    def read(self, *made: Any) -> FinishedCodes[S]:
+    def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
         """The utterance in what the engine told at the end.
 
         Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
@@ -99,7 +99,10 @@ class Receiver(Generic[S]):
         self._stage = stage
         self._listener = listener
 
-    def finished(self, *made: Any) -> None:
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """The next tokens, where they are `streamed`."""
+
+    def finished(self, *made: Any, **_: Any) -> None:
         """The engine has made all; what it tells is for `RequestInfo.read`."""
         raise NotImplementedError
 
@@ -115,7 +118,7 @@ class Receiver(Generic[S]):
 class Utterance(Receiver[S]):
     """Has one whole utterance decoded."""
 
-    def finished(self, *made: Any) -> None:
+    def finished(self, *made: Any, **_: Any) -> None:
         try:
             self.decode(self._info.read(*made))
         except SynthesisError as error:
@@ -179,7 +182,7 @@ class Streamer(Receiver[S]):
         once there is a frame."""
         return self._stage.new_state()
 
-    def finished(self, *made: Any) -> None:
+    def finished(self, *made: Any, **_: Any) -> None:
         try:
             whole = self._info.read(*made)
         except SynthesisError as error:

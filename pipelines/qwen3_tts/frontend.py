@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(TokenizedTask).decode
+#: The task in a `PreparedRequest`'s data.
+decode = msgspec.msgpack.Decoder(TokenizedTask).decode
 
 
 class Frontend:
@@ -46,7 +47,7 @@ class Frontend:
             raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The request as `read` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
+        """The request as `decode` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
         this checkpoint cannot do.
 
         Of a text that is open it has the ids that are certain.
@@ -79,11 +80,6 @@ class Frontend:
             text_open=request.text_open,
         )
         return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces
-
-
-def read(prepared: PreparedRequest) -> TokenizedTask:
-    """What `Frontend.prepare` made."""
-    return msgspec.structs.replace(_decode(prepared.data), recording=prepared.recording)
 
 
 def open_frontend(folder: Path) -> Frontend:

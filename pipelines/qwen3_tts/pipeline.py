@@ -34,7 +34,7 @@ from pipelines.qwen3_tts.config import (
     capabilities,
 )
 from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
-from pipelines.qwen3_tts.frontend import Frontend, OpenText, read
+from pipelines.qwen3_tts.frontend import Frontend, OpenText, decode
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Prompt, TokenizedTask, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
@@ -195,9 +195,9 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         pieces = None
         if isinstance(request, SynthesisRequest):
             request, pieces = self._frontend.prepare(request)
-        task, voice = read(request), None
-        if self._voices is not None and task.recording is not None:
-            voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
+        task, voice = decode(request.data), None
+        if self._voices is not None and request.recording is not None:
+            voice = self._voices.prepare(request.recording, in_context=task.reference_ids is not None)
         start = partial(self._start, request, voice=voice, on_event=on_event, stream=stream)
         if not task.text_open:
             return start(task)[1]

@@ -54,8 +54,7 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
     language: str = "auto"
     #: A named voice.
     speaker: str | None = None
-    #: The encoded file of the voice to clone, and the ids of its text; no ids: clone the voice without it.
-    recording: bytes | None = None
+    #: Of the text of the recording that is cloned; None: its voice is cloned without it.
     reference_ids: list[int] | None = None
     #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with
     #: the whole text first.

@@ -168,7 +168,9 @@ class PipelineCall:
 
 
 def _bytes(event: Event) -> int:
-    return 0 if isinstance(event, Failed) else event.samples.nbytes
+    if isinstance(event, Failed):
+        return 0
+    return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -64,7 +64,7 @@ def test_a_stream_ends_with_its_speech(started: _Started, caplog: pytest.LogCapt
     assert isinstance(audio, AudioChunk)
     assert len(audio.samples) == 3
     assert isinstance(end, Done)
-    assert (end.speech.text_out, len(end.samples)) == ("Yes.", 0)
+    assert (end.speech.text_out, len(end.speech.samples)) == ("Yes.", 0)
     assert not caplog.records
 
 

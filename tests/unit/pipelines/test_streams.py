@@ -72,7 +72,7 @@ def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(
     assert heard.samples == [code for code in (1, 2, 3) for _ in range(4)] + [1]
     end = heard.outcomes[-1]
     assert isinstance(end, Done)
-    assert (len(end.samples), end.speech.text, end.speech.meta) == (
+    assert (len(end.speech.samples), end.speech.text, end.speech.meta) == (
         0,
         "text",
         {"engine": "none", "frames": 3, "finish": "stop"},
