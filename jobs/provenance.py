@@ -11,6 +11,8 @@ import json
 import platform
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -22,10 +24,11 @@ from jobs.checks import METERS
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
+from pipelines import registry
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
-from pipelines.request import EngineInfo
+from pipelines.request import EngineInfo, Pipeline
 
 #: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
 LIBRARIES = tuple(
@@ -302,3 +305,23 @@ def _model_file(folder: Path, path: Path) -> ModelFile:
     with path.open("rb") as file:
         sha256 = sha256_of(file)
         return ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256)
+
+
+@contextmanager
+def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
+    """The model of a job, as far as its records tell. `say` gets a sentence where it, or what encodes its
+    audio, is another version by now."""
+    card = describe(job.spec.model)
+    now = card.revision
+    if now != job.spec.model_revision:
+        say(
+            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
+        )
+    if others := other_encoders(store, job):
+        say(
+            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {_encoder(job.spec)}, which may make other bytes."
+        )
+    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
+        say(mixed)
+    with closing(registry.open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
+        yield pipeline

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -15,7 +19,7 @@ from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
 from jobs.formatting import MASK, printable, redact
 from jobs.job_options import hints
-from jobs.settings import PREFIX, Schedule, Settings, load_settings
+from jobs.settings import load_settings, setting_fields, variable_of
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -118,7 +122,7 @@ def list_settings(markdown: bool, output: Output) -> None:
         for row in markdown_rows():
             output.line(row)
         return
-    rows = list(described(Settings))
+    rows = list(described())
     if output.as_json:
         for variable, default, text in rows:
             output.data(
@@ -144,36 +148,35 @@ def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[t
             yield f"{prefix}{name}", value
 
 
-def described(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[str, str, str]]:
+def described() -> Iterator[tuple[str, str, str]]:
     """(variable, default, meaning) of every setting; `NAME` stands for the key of a schedule."""
-    for name, field in model.model_fields.items():
-        variable = f"{prefix}{name.upper()}"
-        if isinstance(field.default, BaseModel):
-            yield from described(type(field.default), f"{variable}__")
-        elif name == "schedules":
-            yield from described(Schedule, f"{variable}__NAME__")
-        elif name == "options":
-            yield (
-                f"{prefix}OPTION",
-                "",
-                f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}.",
-            )
-        else:
-            default = (
-                "required"
-                if field.is_required()
-                else ""
-                if field.default in (None, ())
-                else str(field.default)
-            )
-            yield variable, default, field.description or ""
+    for key, group in setting_fields():
+        name = key.rpartition(".")[2]
+        if name == "options":
+            options = f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}."
+            yield variable_of(key.removesuffix("s")), "", options
+            continue
+        field = group.model_fields[name]
+        default = "" if field.default in (None, ()) else str(field.default)
+        yield variable_of(key), "required" if field.is_required() else default, _meanings(group)[name]
+
+
+@cache
+def _meanings(group: type[BaseModel]) -> dict[str, str]:
+    """The docstrings of the fields of a group."""
+    found: Any = ast.parse(inspect.getsource(group)).body[0]
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
+        for field, text in pairwise(found.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def markdown_rows() -> list[str]:
     """The rows of the table in docs/configuration.md."""
     return [
         f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |"
-        for variable, default, text in described(Settings)
+        for variable, default, text in described()
     ]
 
 

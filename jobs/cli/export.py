@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -272,6 +271,7 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
       nightjar verify JOB
       nightjar verify JOB --repair
     """
+    from jobs.provenance import opened_again
     from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
@@ -293,7 +293,7 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
                 output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
         mended, matches = Counter[str](), Counter[str]()
         if sample or (repair and lost):
-            with _opened(found, store, output) as pipeline:
+            with opened_again(store, found, output.note) as pipeline:
                 mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
                 matches = _reproduce(ledger, store, found, pipeline, sample, output)
         _summarize(
@@ -307,31 +307,6 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
         )
     left = len(lost) - mended["same"] - mended["other"]
     return FAILED if left or matches["different"] or matches["failed"] else 0
-
-
-@contextmanager
-def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
-    """The model of a job, with a note where it, or what encodes its audio, is another version by now."""
-    from jobs.provenance import mixed_engines, options_again, other_encoders, recorded_engines
-    from pipelines.registry import describe, open_pipeline
-
-    card = describe(job.spec.model)
-    now = card.revision
-    if now != job.spec.model_revision:
-        output.note(
-            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
-        )
-    if others := other_encoders(store, job):
-        from jobs.encoded_audio import encoder
-
-        here = encoder(job.spec.format)
-        output.note(
-            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes."
-        )
-    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
-        output.note(mixed)
-    with closing(open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
-        yield pipeline
 
 
 def _mend(

@@ -294,7 +294,7 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
     """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were
     measured better on such a device.
 
-    For streams they were not: they keep the codec's first chunk waiting (benchmarks/NOTES.md).
+    For streams they were not: they keep the codec's first chunk waiting (docs/adr/0009).
     """
     if kind != "auto" or reproducible or streams:
         return kind == "megakernel"

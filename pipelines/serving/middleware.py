@@ -6,15 +6,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import parse_qs
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.serving.admission import AdmissionQueue, Permit
@@ -22,7 +20,7 @@ from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
 from pipelines.serving.options import ServeOptions, is_loopback
-from pipelines.serving.request_body import BodyMemory, LimitedBody, too_large
+from pipelines.serving.request_body import BodyMemory, LimitedBody, before_client_leaves, too_large
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +33,7 @@ CLIENT_LEFT = 499
 #: In the scope of a request: what gives it a slot, called with whether it is answered while it is made.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Admit = Callable[[bool], Awaitable[Permit]]
+Headers = Mapping[bytes, bytes]
 
 
 class RequestMiddleware:
@@ -55,72 +54,55 @@ class RequestMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":
-            await self._connect(scope, receive, send)
-            return
         begin = time.monotonic()
-        status = CLIENT_LEFT
-        scope[REQUEST_ID] = request_id = f"req-{secrets.token_hex(12)}"
+        status, request_id = CLIENT_LEFT, f"req-{secrets.token_hex(12)}"
+        scope[REQUEST_ID] = request_id
+        is_http = scope["type"] == "http"
 
         async def tell(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if message["type"].endswith("http.response.start"):
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            await self._answer(scope, LimitedBody(receive, self._memory, self._options.body_seconds), tell)
+            if is_http:
+                body = LimitedBody(receive, self._memory, self._options.body_seconds)
+                await self._answer(scope, body, tell)
+            else:
+                await self._connect(scope, receive, tell)
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
             # The drain is over. Where the status is out, the answer breaks off.
-            if status == CLIENT_LEFT:
-                api_error = unavailable("The server is shutting down.", "shutting_down")
-                await JSONResponse(api_error.view(), api_error.status_code, api_error.headers)(
-                    scope, receive, tell
-                )
+            if is_http and status == CLIENT_LEFT:
+                shutting_down = unavailable("The server is shutting down.", "shutting_down")
+                await shutting_down.response()(scope, receive, tell)
         finally:
             seconds = time.monotonic() - begin
-            path = self._metrics.answered(scope["path"], status, seconds)
-            log.log(
-                logging.DEBUG if path == HEALTH else logging.INFO,
-                "%s %s %d in %.0f ms, %s",
-                scope["method"],
-                path,
-                status,
-                1000 * seconds,
-                request_id,
-            )
+            if is_http or status != CLIENT_LEFT:
+                path = self._metrics.answered(scope["path"], status, seconds)
+                level = logging.DEBUG if path == HEALTH else logging.INFO
+                method = scope.get("method", "WebSocket")
+                log.log(level, "%s %s %d in %.0f ms, %s", method, path, status, 1000 * seconds, request_id)
+            else:
+                log.info("WebSocket %s open for %.0f ms", scope["path"], 1000 * seconds)
 
     async def _connect(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket, or the answer that there is none; its contexts take slots of their own."""
-        begin = time.monotonic()
         try:
             if scope["type"] != "websocket" or scope["path"] != WEBSOCKET:
                 raise ApiError(404, "Not Found.", "not_found")
-            self._check(scope["path"], scope["headers"], parse_qs(scope["query_string"]).get(b"api_key", []))
+            headers = dict(scope["headers"])
+            self._check(scope["path"], headers, *parse_qs(scope["query_string"]).get(b"api_key", [])[:1])
             if not self._keys:
-                _check_origin(dict(scope["headers"]))
+                _check_origin(headers)
             self._gate.check_open()
         except ApiError as api_error:
-            headers = [(b"content-type", b"application/json"), *_raw(api_error.headers)]
-            await send(
-                {"type": "websocket.http.response.start", "status": api_error.status_code, "headers": headers}
-            )
-            await send(
-                {"type": "websocket.http.response.body", "body": json.dumps(api_error.view()).encode()}
-            )
-            path = self._metrics.answered(scope["path"], api_error.status_code, time.monotonic() - begin)
-            log.info("WebSocket %s %d", path, api_error.status_code)
-            return
-        try:
+            await api_error.response()(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-        except asyncio.CancelledError:
-            if not self._gate.closed:
-                raise
-        finally:
-            log.info("WebSocket %s open for %.0f ms", scope["path"], 1000 * (time.monotonic() - begin))
 
     async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
         permits: list[Permit] = []
@@ -131,30 +113,27 @@ class RequestMiddleware:
             return permits[0]
 
         try:
-            self._check(scope["path"], scope["headers"])
+            headers = dict(scope["headers"])
+            self._check(scope["path"], headers)
             # Where no route is, forms too get the answer that says so.
             if scope["method"] == "POST" and scope["path"] in ROUTES:
-                _check_type(dict(scope["headers"]))
+                _check_type(headers)
             scope[ADMIT] = admit
             await self._app(scope, body, send)
         except ApiError as api_error:
             await body.discard()
-            headers = {**(api_error.headers or {}), "connection": "close"}
-            await JSONResponse(api_error.view(), api_error.status_code, headers)(scope, body, send)
+            await api_error.response(connection="close")(scope, body, send)
         finally:
             body.release()
             for permit in permits:
                 permit.let_go()
 
-    def _check(
-        self, path: str, raw_headers: Sequence[tuple[bytes, bytes]], more_keys: Sequence[bytes] = ()
-    ) -> None:
+    def _check(self, path: str, headers: Headers, *more_keys: bytes) -> None:
         """Raises `ApiError`: 401 without a key that fits, 403 for a host that a server without keys does
         not answer to, 404 for a path with control characters, 400 for a body that is too large."""
-        headers = dict(raw_headers)
         if not self._keys:
             self._check_host(headers)
-        elif path != HEALTH and not self._fits(headers, more_keys):
+        elif path != HEALTH and not self._fits(headers, *more_keys):
             message = (
                 "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
             )
@@ -166,7 +145,7 @@ class RequestMiddleware:
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 
-    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+    def _check_host(self, headers: Headers) -> None:
         """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send
         what its pages say to this one."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -175,14 +154,12 @@ class RequestMiddleware:
             message = f"This server has no key, and {host[:100]!r} is no name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
             raise ApiError(403, message, "host_forbidden")
 
-    def _fits(self, headers: Mapping[bytes, bytes], more_keys: Sequence[bytes]) -> bool:
+    def _fits(self, headers: Headers, *more_keys: bytes) -> bool:
         """Compares what was given with every key, in a time that tells nothing of them."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = [
-            headers.get(b"x-api-key", b""),
-            *more_keys[:1],
-            *([bearer.strip()] if scheme.lower() == b"bearer" else []),
-        ]
+        given = [headers.get(b"x-api-key", b""), *more_keys]
+        if scheme.lower() == b"bearer":
+            given.append(bearer.strip())
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
@@ -190,45 +167,32 @@ class RequestMiddleware:
         """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client
         leaves while it waits."""
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
-        if waiter.done():
-            return waiter.result()
-        leaving = asyncio.create_task(body.left())
-        admitted = False
+        admitted = waiter.done()
         try:
-            await asyncio.wait((waiter, leaving), return_when=asyncio.FIRST_COMPLETED)
-            admitted = waiter.done()
+            admitted = admitted or await before_client_leaves(body, waiter)
             if not admitted:
                 raise ApiError(CLIENT_LEFT, "The client left.")
             return waiter.result()
         finally:
             if not admitted:
                 self._gate.cancel(waiter)
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
 
 
-def _check_type(headers: Mapping[bytes, bytes]) -> None:
+def _check_type(headers: Headers) -> None:
     """Raises `ApiError` (415) for a body that is not JSON by its type: browsers let any page send the
     others to anywhere."""
     if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
-        raise ApiError(
-            415,
-            "The body is not JSON by its type. Send `Content-Type: application/json`.",
-            "unsupported_media_type",
-        )
+        message = "The body is not JSON by its type. Send `Content-Type: application/json`."
+        raise ApiError(415, message, "unsupported_media_type")
 
 
-def _check_origin(headers: Mapping[bytes, bytes]) -> None:
+def _check_origin(headers: Headers) -> None:
     """Raises `ApiError` (403) where a page of another site wants to speak: browsers let any page open a
     WebSocket to anywhere."""
     origin = headers.get(b"origin", b"")
     if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
         message = "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY."
         raise ApiError(403, message, "origin_forbidden", headers={"connection": "close"})
-
-
-def _raw(headers: Mapping[str, str] | None) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
 
 
 def _digest(key: bytes) -> bytes:

@@ -60,7 +60,7 @@ def marks(part: bytes) -> int:
 def too_complex() -> ApiError:
     """The refusal of JSON whose shape is over a bound."""
     message = f"The JSON is nested too deeply or has too many values: {MAX_DEPTH} levels and {MAX_VALUES:,} values are the maximum."
-    return bad_request(message, ErrorCode.INPUT_BAD_JSON.value)
+    return bad_request(message, ErrorCode.INPUT_BAD_JSON)
 
 
 async def read(text: bytes | str) -> Any:
@@ -79,7 +79,7 @@ def parse(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         reason = str(error).split(" - ")[0].rstrip(".")
-        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON.value) from None
+        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON) from None
 
 
 def _check_shape(data: bytes) -> None:
@@ -156,11 +156,6 @@ class LimitedBody:
                 headers=_CLOSE,
             ) from None
 
-    async def left(self) -> None:
-        """Returns when the client of a request that is whole leaves."""
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
-
     def release(self) -> None:
         """The body is gone, or its request has a slot."""
         self._memory.bytes -= self._held
@@ -195,6 +190,22 @@ class LimitedBody:
         self._bytes += len(message.get("body", b""))
         self._over = not message.get("more_body", False)
         return message
+
+
+async def before_client_leaves(receive: Receive, work: asyncio.Future[Any]) -> bool:
+    """Waits for the end of `work`; False: the client of a request that is whole left before."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    leaving = asyncio.create_task(leave())
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -18,10 +18,16 @@ from pipelines.registry import ModelCard
 from pipelines.request import EngineInfo, Pipeline
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
-from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
+from pipelines.serving.connections import (
+    PING_SECONDS,
+    PONG_SECONDS,
+    Connections,
+    HttpProtocol,
+    WebSocketProtocol,
+    connection_limit,
+)
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.websocket_protocol import PING_SECONDS, PONG_SECONDS, WebSocketProtocol
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is
@@ -143,19 +149,11 @@ class _Uvicorn(uvicorn.Server):
 
 def _bound(address: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
         # From here on a client that knows the address gets an answer, if a late one.
-        listener.listen(_BACKLOG)
+        both = family == socket.AF_INET6
+        return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"The server cannot listen at {address} port {port}: {reason}.",
-            "Choose another port or address.",
-        ) from error
-    return listener
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        message = f"The server cannot listen at {address} port {port}: {reason}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Choose another port or address.") from error

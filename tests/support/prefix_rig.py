@@ -127,7 +127,9 @@ class Device(FrameExecutor):
     def _write(self, utterance: Utterance, start: int, numbers: np.ndarray) -> None:
         for at, number in enumerate(numbers, start):
             page = utterance.pages[at // PAGE]
-            assert page in utterance.pages[utterance.shared_pages :], "a page that others can read was written"
+            assert page in utterance.pages[utterance.shared_pages :], (
+                "a page that others can read was written"
+            )
             self.keys[page, at % PAGE] = number
 
     def _break(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.embedded import EmbeddedHome, embedded_overrides
+from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.ledger import Ledger
 from jobs.settings import load_settings
 from jobs.worker_group import FAILED_STARTS
@@ -25,8 +25,7 @@ from tests.support.services import free_port
 
 
 def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) -> None:
-    chosen = load_settings(home=str(tmp_path / "out"))
-    settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
+    settings = embedded_settings(load_settings(home=str(tmp_path / "out")))
     with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
         home.prepare("hibari")
@@ -41,7 +40,7 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
         )
         until(lambda: ledger.worker_statuses() or blocked_on(worker.pid) == pipe, "the worker is not up")
         assert ledger.worker_statuses() == []
-        home.start("hibari")
+        home.start(ledger, print)
         until(lambda: ledger.worker_statuses(), "the worker waits for ever", 120)
 
 

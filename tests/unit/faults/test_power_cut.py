@@ -178,21 +178,3 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Exception, match="No space left") as caught:
         store.sync()
     assert caught.value.code is ErrorCode.STORE_FULL  # type: ignore[attr-defined]
-
-
-def test_without_a_call_for_all_each_file_and_folder_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, bool]] = []
-
-    def note(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        name = os.path.relpath(path, tmp_path) if os.path.isdir(path) else "file"
-        synced.append((name, (tmp_path / "store/jobs/x").exists()))
-
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(folder_module, "SYNCS_AT_ONCE", False)
-    (tmp_path / "store").mkdir()
-    FolderStore(tmp_path / "store").put("jobs/x", b"1")
-    # A new folder's name, the content before the name, then the name.
-    assert synced == [("store", False), ("file", False), ("store/jobs", True)]

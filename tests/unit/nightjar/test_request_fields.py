@@ -264,8 +264,8 @@ def test_no_field_is_missing_in_the_tables() -> None:
     inside = {"vllm_xargs": Xargs, "audio": AudioOut}
     chat = {name for name in ChatBody.model_fields if name not in inside}
     chat |= {f"{name}.{inner}" for name, body in inside.items() for inner in body.model_fields}
-    agents = {name for name in SpeechFields.__struct_fields__ if name != "generation_config"}
-    agents |= {f"generation_config.{name}" for name in GenerationConfig.__struct_fields__}
+    agents = {name for name in SpeechFields.model_fields if name != "generation_config"}
+    agents |= {f"generation_config.{name}" for name in GenerationConfig.model_fields}
     for table, elsewhere, known in (
         (SPEECH, SPEECH_ELSEWHERE, set(SpeechBody.model_fields)),
         (CHAT, CHAT_ELSEWHERE, chat),

@@ -10,7 +10,7 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from pipelines.serving.websocket_protocol import FRAMES_A_SECOND, MAX_FRAMES, WebSocketProtocol
+from pipelines.serving.connections import FRAMES_A_SECOND, MAX_FRAMES, WebSocketProtocol
 from tests.support.fakes import FakeClock
 
 UPGRADE = (

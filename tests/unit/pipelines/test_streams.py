@@ -14,7 +14,7 @@ import pytest
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, Done, Event, Failed, Listener, Speech
-from pipelines.serving.async_bridge import Playback
+from pipelines.serving.model import Playback
 from pipelines.tokens import Tokens
 from tests.unit.pipelines.test_results import REQUEST, Chunks, Host, Pipeline, Ramp, say
 
