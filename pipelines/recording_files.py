@@ -53,22 +53,16 @@ class RecordingFiles:
         self._warned = False
         threading.Thread(target=self._identify, args=(identity,), name="fingerprint", daemon=True).start()
 
-    def get(
-        self, recording: bytes, variant: str, make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
-    ) -> Arrays:
+    def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The arrays that were made of this recording in this variant, or else what `make` makes of it
-        now, which is kept.
-
-        Arrays that do not pass `fits` count as damaged. Raises what `make` raises; then nothing is kept.
-        """
+        now, which is kept. Raises what `make` raises; then nothing is kept."""
         try:
             path = self._path(recording, variant)
         except (NightjarError, OSError, SafetensorError) as error:
             self._warn(f"the model's weights cannot be read again: {error}")
             return make()
         try:
-            found = self._read(path)
-            if found is not None and fits(found):
+            if (found := self._read(path)) is not None:
                 return found
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             log.info("a kept voice is damaged and is made again: %s", error)

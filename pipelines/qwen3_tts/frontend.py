@@ -22,7 +22,7 @@ from pipelines.request import (
     SynthesisRequest,
     TextPieces,
 )
-from pipelines.validation import check_seed, speech_task
+from pipelines.validation import bounded_top_k, check_seed, speech_task
 
 if TYPE_CHECKING:
     from pipelines.engine.engine import Engine
@@ -53,8 +53,10 @@ class Frontend:
         Of a text that is open it has the ids that are certain.
         """
         check_seed(request.seed)
-        config, tokenizer = self._config, self.tokenizer
-        task = speech_task(request.messages, request.generation, self._capabilities)
+        config, tokenizer, generation = self._config, self.tokenizer, request.generation
+        task = speech_task(request.messages, generation, self._capabilities)
+        if generation.top_k is not None:  # a message holds no larger one
+            generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
         recording = task.recording if config.clones else None
         role, body = tokenizer.target(task.text)
         pieces = None
@@ -70,7 +72,7 @@ class Frontend:
             role,
             body,
             task.text,
-            request.generation,
+            generation,
             tokenizer.instruction(task.instruct) if task.instruct and config.takes_instructions else [],
             task.language or "auto",
             task.voice,

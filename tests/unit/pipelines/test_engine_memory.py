@@ -34,11 +34,10 @@ from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.execution import (
     LATE_STATES,
+    codec_needs,
     engine_options,
     memory_needs,
     packed_needs,
-    stream_needs,
-    utterance_needs,
 )
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
@@ -204,7 +203,10 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
         engine_options(
             config, device, torch.bfloat16, NativeModelOptions(streams=count), weight_bytes + graphs, state
         )
-        for count, (graphs, state) in ((0, (0, 0)), (16, stream_needs(PUBLISHED_CODEC, torch.bfloat16)))
+        for count, (graphs, state) in (
+            (0, (0, 0)),
+            (16, codec_needs(PUBLISHED_CODEC, torch.bfloat16, True, 0)),
+        )
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
@@ -294,23 +296,23 @@ def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
-    graphs, state = stream_needs(TINY_CODEC, torch.float32)
+    graphs, state = codec_needs(TINY_CODEC, torch.float32, True, 0)
     assert graphs + 40 * state == stream_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
-    assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
+    assert codec_needs(TINY_CODEC, torch.bfloat16, True, 0)[1] == state // 2
 
 
 def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
-    assert utterance_needs(TINY_CODEC, torch.float32, 8) == utterance_bytes(decoder.shape, 8)
-    assert utterance_needs(TINY_CODEC, torch.float32, 0) == 0
-    needs = utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 256)
+    assert codec_needs(TINY_CODEC, torch.float32, False, 8)[0] == utterance_bytes(decoder.shape, 8)
+    assert codec_needs(TINY_CODEC, torch.float32, False, 0)[0] == 0
+    needs = codec_needs(PUBLISHED_CODEC, torch.bfloat16, False, 256)[0]
     assert 4 << 30 < needs < 9 << 30
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, batch = (
         engine_options(config, device, torch.bfloat16, taken=weight_bytes + taken)
-        for taken in (0, utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 64))
+        for taken in (0, codec_needs(PUBLISHED_CODEC, torch.bfloat16, False, 64)[0])
     )
     assert (batch.slots, batch.pages) < (plain.slots, plain.pages)
 
