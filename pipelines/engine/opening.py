@@ -256,15 +256,23 @@ def open_executor(
     warning. Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or
     `reproducible` on a GPU without them.
     """
-    stacks = model.tensors.stacks
-    check_executor(model.device, kind, reproducible, sizes.page_size, stacks)
-    if kind == "eager" or model.device.type != "cuda":
+    device, stacks = model.device, model.tensors.stacks
+    check_executor(device, kind, reproducible, sizes.page_size, stacks)
+    if kind == "eager" or device.type != "cuda":
         return EagerExecutor(model, sizes)
-    with on_device(model.device):
-        fault = _unknown_heads(stacks) or triton_fault()
+    with on_device(device):
+        unknown = _unknown_heads(stacks)
+        fault = unknown or triton_fault()
         if fault is None:
+            persistent = kind == "megakernel" or (
+                sizes.persistent
+                and may_be_persistent(kind, reproducible, streams > 0, device)
+                and lm_persistent.predictor_cut(model.tensors) is not None
+            )
             try:
-                return _opened_graphs(model, sizes, kind, reproducible, streams > 0)
+                executor = graph_executor(model, sizes, reproducible, streams > 0, persistent)
+                executor.warm(everything=streams > 0)
+                return executor
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
@@ -273,21 +281,10 @@ def open_executor(
     if kind != "auto" or reproducible:
         raise _no_graphs(fault)
     log.warning(
-        "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
-        fault, "" if _unknown_heads(stacks) else f" {TRITON_ADVICE}",
+        "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower. %s",
+        fault, "" if unknown else TRITON_ADVICE,
     )  # fmt: skip
     return EagerExecutor(model, sizes)
-
-
-def _opened_graphs(
-    model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool
-) -> FrameExecutor:
-    """The graph executor with its first graphs. Raises what a lack of memory, or of a compiler, raises."""
-    wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
-    persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
-    executor = graph_executor(model, sizes, reproducible, streams, persistent=persistent)
-    executor.warm(everything=streams)
-    return executor
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:

@@ -357,23 +357,10 @@ def _known_device(name: str) -> torch.device:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N."
         ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "PyTorch finds no GPU here.",
-            "Run `nightjar doctor`, or name the device cpu.",
-        )
-    if (
-        device.type == "cuda"
-        and device.index is not None
-        and device.index >= (count := torch.cuda.device_count())
-    ):
-        known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"There is no GPU {device.index}; this process sees {count}.",
-            f"Name {known}.",
-        )
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        message = f"There is no GPU {device.index or 0}; this process sees {count}."
+        known = {0: "cpu", 1: "cuda:0"}.get(count, f"cuda:0 to cuda:{count - 1}")
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Name {known}, or run `nightjar doctor`.")
     return device
 
 

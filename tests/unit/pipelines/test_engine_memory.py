@@ -409,5 +409,5 @@ def test_a_device_is_named_or_the_best_there_is(two_gpus: dict[str, float]) -> N
 
 def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
+    with pytest.raises(ConfigError, match="There is no GPU 0; this process sees 0"):
         open_device("cuda:0")
