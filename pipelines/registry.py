@@ -97,7 +97,7 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch;
+    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch;
     #: its pipeline takes what that prepared.
     frontend: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
@@ -117,7 +117,7 @@ class Family:
     def open_frontend(self, folder: Path) -> Frontend | None:
         """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing
         does."""
-        return self._module("frontend").open_frontend(folder) if self.frontend else None
+        return self._module("prompt").open_frontend(folder) if self.frontend else None
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{name}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +20,11 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import Finish
+from pipelines.engine.engine import Engine
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import NightjarError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.options import read_options
@@ -34,9 +37,8 @@ from pipelines.qwen3_tts.config import (
     capabilities,
 )
 from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
-from pipelines.qwen3_tts.frontend import Frontend, OpenText, decode
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
-from pipelines.qwen3_tts.prompt import NONE, Prompt, TokenizedTask, build_prompt
+from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
 from pipelines.recording_files import RecordingFiles
 from pipelines.request import (
@@ -50,6 +52,7 @@ from pipelines.request import (
     OnEvent,
     PreparedRequest,
     SynthesisRequest,
+    TextPieces,
     check_start,
 )
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
@@ -250,6 +253,72 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             identity = partial(voice_identity, self.config, self.codec.config, speaker.device, speaker.dtype)
             files = RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
         return VoiceCache(speaker, self.codec, files)
+
+
+#: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
+#: `NightjarError`.
+Begin = Callable[[list[int], bool], tuple[GenerationRequest, Handle]]
+
+
+class OpenText:
+    """The `pipelines.request.Handle` of a text that comes in pieces.
+
+    The engine hears of the request once the ids are there that stand in its prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        begin: Begin,
+        first: int,
+        end_id: int,
+        on_event: OnEvent,
+        pieces: TextPieces | None = None,
+    ) -> None:
+        """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of
+        text, None: ids come."""
+        self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
+        self._first, self._end_id = first, end_id
+        self._lock = threading.RLock()
+        self._ids: list[int] = []
+        self._begun: tuple[GenerationRequest, Handle] | None = None
+        #: Whether nothing more is to come: the text has ended, or the stream.
+        self._complete = False
+
+    def append(self, text: str | list[int], final: bool) -> None:
+        error: NightjarError | None = None
+        with self._lock:
+            if self._complete:
+                return
+            if isinstance(text, list):
+                ids = text
+            else:
+                assert self._pieces is not None, "the text of a prepared request comes as ids"
+                ids = self._pieces(text, final)
+            self._complete = final
+            if self._begun is not None:
+                if ids or final:
+                    self._engine.append(self._begun[0], [*ids, self._end_id] if final else ids, final)
+                return
+            self._ids += ids
+            try:
+                if final and not self._ids:
+                    raise InputError(
+                        ErrorCode.INPUT_EMPTY_TEXT, "There is no text to speak.", "Send some text."
+                    )
+                if final or len(self._ids) >= self._first:
+                    self._begun = self._begin(self._ids, final)
+            except NightjarError as refused:
+                self._complete, error = True, refused
+        if error is not None:
+            self._on_event(Failed(error))
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._complete = True
+            begun = self._begun
+        if begun is not None:
+            begun[1].cancel()
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:

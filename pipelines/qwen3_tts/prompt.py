@@ -1,5 +1,5 @@
-"""Prompts of Qwen3-TTS as integers: the text's ids under its chat templates, codec ids, and the voice
-vector of each position."""
+"""From a request to the prompt of Qwen3-TTS, which needs neither weights nor a device: checks, the text's ids under
+its chat templates, codec ids, and the voice vector of each position. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.request import Generation
-from pipelines.validation import no_character
+from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
+from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
+from pipelines.validation import bounded_top_k, check_seed, no_character, speech_task
 
 #: No id at this position.
 NONE = -1
@@ -242,3 +243,96 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
         if (given := tokenizer.token_to_id(entry["content"])) != token:
             raise ValueError(f"added token {entry['content']!r} would get the id {given}, not {token}")
     return tokenizer
+
+
+_encode = msgspec.msgpack.Encoder().encode
+#: The task in a `PreparedRequest`'s data.
+decode = msgspec.msgpack.Decoder(TokenizedTask).decode
+
+
+class Frontend:
+    """Tokenizes requests for one checkpoint. Implements `pipelines.request.Frontend`."""
+
+    def __init__(self, folder: Path, config: Qwen3TTSConfig) -> None:
+        """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is not the checkpoint's."""
+        self._config = config
+        self._capabilities = capabilities(config)
+        self.tokenizer = TextTokenizer.from_folder(folder)
+        if self.tokenizer.vocabulary > config.text_vocab:
+            message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {config.text_vocab}."
+            raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
+
+    def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
+        """The request as `decode` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
+        this checkpoint cannot do.
+
+        Of a text that is open it has the ids that are certain.
+        """
+        check_seed(request.seed)
+        config, tokenizer, generation = self._config, self.tokenizer, request.generation
+        task = speech_task(request.messages, generation, self._capabilities)
+        if generation.top_k is not None:  # a message holds no larger one
+            generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
+        recording = task.recording if config.clones else None
+        role, body = tokenizer.target(task.text)
+        pieces = None
+        if request.text_open:
+            pieces = OpenTokens(tokenizer, self._capabilities.max_text_characters).add
+            text = next(
+                message.content
+                for message in request.messages
+                if (message.role, message.modality) == ("user", "text")
+            )
+            body = pieces(str(text), False)
+        tokenized = TokenizedTask(
+            role,
+            body,
+            task.text,
+            generation,
+            tokenizer.instruction(task.instruct) if task.instruct and config.takes_instructions else [],
+            task.language or "auto",
+            task.voice,
+            reference_ids=tokenizer.reference(task.reference_text)
+            if config.clones and task.reference_text
+            else None,
+            text_open=request.text_open,
+        )
+        return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces
+
+
+def open_frontend(folder: Path) -> Frontend:
+    """The frontend of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    return Frontend(folder, Qwen3TTSConfig.from_folder(folder))
+
+
+class OpenTokens:
+    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined,
+    are those of the joined text."""
+
+    def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_characters = max_characters
+        self._text = ""
+        #: Ids that were given, and the characters that they are made of.
+        self._given = 0
+        self._characters = 0
+
+    def add(self, text: str, final: bool = False) -> list[int]:
+        """The ids that are certain with this text and were not given before; `final`: all of the rest.
+
+        Raises `InputError` for a text that is too long, and for one that is no Unicode.
+        """
+        joined = (self._text + text).lstrip()
+        if len(joined) > self._max_characters:
+            message = (
+                f"The text has {len(joined)} characters; this model takes at most {self._max_characters}."
+            )
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Begin another utterance.")
+        self._text = joined
+        whole = joined.rstrip() if final else joined
+        end = len(whole) if final else self._tokenizer.certain(whole)
+        if end <= self._characters and not final:
+            return []
+        ids = self._tokenizer.target(whole[:end])[1]
+        fresh, self._given, self._characters = ids[self._given :], len(ids), end
+        return fresh
