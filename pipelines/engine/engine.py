@@ -42,7 +42,9 @@ class Engine:
         options: EngineOptions,
         waiting_room: int = 64,
         follower: CodecStage[Any] | None = None,
+        codec: str = "",
     ) -> None:
+        """`codec`: what of it is not as by default, for `info`."""
         self.core = EngineCore(executor, options)
         #: Requests that came, how many of them are whole utterances, and what is to be done for earlier ones,
         #: such as text for them, or their end.
@@ -52,6 +54,8 @@ class Engine:
         self._wake = threading.Condition()
         self._room = waiting_room
         self._follower = follower
+        self._codec = codec
+        self._info: EngineInfo | None = None
         self._waiting = 0
         self._closing = False
         self._preparing = True
@@ -91,21 +95,25 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the engine and how it runs a frame."""
+        """Sizes of the engine and how it runs a frame, which may have changed since it was opened."""
         executor, options = self.core.executor, self.core.options
-        return EngineInfo(
+        if self._info is not None and self._info.executor == executor.name:
+            return self._info
+        packed = ", packed prefill" if executor.packed else ""
+        self._info = EngineInfo(
             slots=options.slots,
             waiting_room=self._room,
             device=device_name(executor.kv.k.device),
             dtype=type_name(executor.kv.k.dtype),
             executor=executor.name,
-            kernels=executor.kernels + (", packed prefill" if executor.packed else ""),
+            kernels=executor.kernels + packed + (f", {self._codec}" if self._codec else ""),
             kv_pages=executor.kv.pages,
             page_size=executor.kv.page_size,
             max_context=options.max_context,
             reproducible=executor.reproducible,
             engine="native",
         )
+        return self._info
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler, slots = self.core.scheduler, self.core.options.slots

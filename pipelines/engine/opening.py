@@ -403,8 +403,10 @@ class NativeModelOptions(ModelOptions):
             raise _cannot_run(message, advice)
         return found
 
-    def open_engine(self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any]) -> Engine:
+    def open_engine(
+        self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
+    ) -> Engine:
         """The engine of a loaded model, whose speech goes on to `stage`. Raises as `open_executor`."""
         executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
         room = self.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
-        return Engine(executor, sizes, room, stage)
+        return Engine(executor, sizes, room, stage, codec)

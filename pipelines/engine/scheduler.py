@@ -267,7 +267,7 @@ class Scheduler:
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
-        shared = self._known_prefix(request)
+        shared = self._known_prefix(request) if request.prefixes else None
         known = [] if shared is None else shared.all_pages
         room = min(request.positions, len(request.prompt) + self._options.reserve_frames)
         enough = not self.running or self.kv.pages_for(room) - len(known) <= self.prefixes.free
@@ -284,7 +284,7 @@ class Scheduler:
 
     def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
         """For one more user the longest prefix of a request that is known."""
-        return self.prefixes.use(request.prefix_ends(self.kv.page_size)) if request.prefixes else None
+        return self.prefixes.use(request.prefix_ends(self.kv.page_size))
 
     def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
         """Lets those whose prefill has not begun share prefixes that came after them; returns them, since

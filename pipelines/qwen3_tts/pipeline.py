@@ -43,7 +43,6 @@ from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCach
 from pipelines.recording_files import RecordingFiles
 from pipelines.request import (
     AudioChunk,
-    EngineInfo,
     Event,
     Failed,
     Generation,
@@ -157,7 +156,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
-        self.engine = options.open_engine(model, sizes, stage)
+        continuous = "" if self.codec.decoder.utterances is None else "continuous codec"
+        self.engine = options.open_engine(model, sizes, stage, continuous)
         super().__init__(self.engine, stage, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
@@ -183,12 +183,6 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
                     raise event.error
             except NightjarError as error:
                 log.warning("speech could not be made while the model was opened: %s", error)
-
-    @property
-    def info(self) -> EngineInfo:
-        """How the engine was opened, and what of the codec is not as by default."""
-        info, continuous = super().info, self.codec.decoder.utterances is not None
-        return replace(info, kernels=f"{info.kernels}, continuous codec") if continuous else info
 
     def start(
         self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False

@@ -104,7 +104,7 @@ def test_qwen3_tts_has_no_float16() -> None:
 
 def test_who_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "open_executor", lambda *_: None)
-    monkeypatch.setattr(opening, "Engine", lambda _executor, _sizes, room, _stage: room)
+    monkeypatch.setattr(opening, "Engine", lambda _executor, _sizes, room, _stage, _codec: room)
 
     def room(device: str, **chosen: int) -> Any:
         model: Any = SimpleNamespace(device=torch.device(device))

@@ -226,7 +226,7 @@ def test_an_error_is_not_kept_on_disk(tmp_path: Path) -> None:
         raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "silent")
 
     with pytest.raises(InputError):
-        folder.files.get(b"recording", "whole", fail, lambda _: True)
+        folder.files.get(b"recording", "whole", fail)
     folder.get()
     assert folder.made == 1
 
