@@ -357,8 +357,9 @@ def _known_device(name: str) -> torch.device:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N."
         ) from error
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        message = f"There is no GPU {device.index or 0}; this process sees {count}."
+    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (not torch.cuda.is_available() or 0 < index >= count):
+        message = f"There is no GPU {index}; this process sees {count}."
         known = {0: "cpu", 1: "cuda:0"}.get(count, f"cuda:0 to cuda:{count - 1}")
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Name {known}, or run `nightjar doctor`.")
     return device
