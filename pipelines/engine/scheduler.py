@@ -135,11 +135,6 @@ class Utterance:
         """Prompt positions not yet prefilled; the last one is the first frame's input."""
         return self.last - self.prefilled
 
-    @property
-    def context(self) -> int:
-        """Positions after the frames that were started."""
-        return self.last + self.started
-
     def restart(self) -> None:
         """Begins anew, out of its slot."""
         self.embeddings = None
@@ -361,10 +356,9 @@ class Scheduler:
         for utterance in batch:
             if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
                 continue
+            missing = self.kv.pages_for(utterance.last + utterance.started + frames) - len(utterance.pages)
             while utterance.slot >= 0:
-                pages = self.prefixes.take(
-                    self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
-                )
+                pages = self.prefixes.take(missing)
                 if pages is not None:
                     utterance.pages.extend(pages)
                     grown.append((utterance, pages))

@@ -81,7 +81,7 @@ def build_prompt(
     (`non_streaming_mode` of the published API), or one text token is read a frame.
     """
     ids, pad, frames = config.ids, config.text_ids.tts_pad, 0 if codes is None else len(codes)
-    head = [*(task.instruct_ids if config.takes_instructions else ()), *task.role_ids]
+    head = [*task.instruct_ids, *task.role_ids]
     prefix = _codec_prefix(config, task, voice is not None)
     text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
     #: Of codebook 0.
@@ -255,7 +255,6 @@ class Frontend:
 
     def __init__(self, folder: Path, config: Qwen3TTSConfig) -> None:
         """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is not the checkpoint's."""
-        self._config = config
         self._capabilities = capabilities(config)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > config.text_vocab:
@@ -269,15 +268,15 @@ class Frontend:
         Of a text that is open it has the ids that are certain.
         """
         check_seed(request.seed)
-        config, tokenizer, generation = self._config, self.tokenizer, request.generation
-        task = speech_task(request.messages, generation, self._capabilities)
+        able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
+        task = speech_task(request.messages, generation, able)
         if generation.top_k is not None:  # a message holds no larger one
             generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
-        recording = task.recording if config.clones else None
+        recording = task.recording if able.cloning else None
         role, body = tokenizer.target(task.text)
         pieces = None
         if request.text_open:
-            pieces = OpenTokens(tokenizer, self._capabilities.max_text_characters).add
+            pieces = OpenTokens(tokenizer, able.max_text_characters).add
             text = next(
                 message.content
                 for message in request.messages
@@ -289,12 +288,10 @@ class Frontend:
             body,
             task.text,
             generation,
-            tokenizer.instruction(task.instruct) if task.instruct and config.takes_instructions else [],
+            tokenizer.instruction(task.instruct) if task.instruct and able.instruct else [],
             task.language or "auto",
             task.voice,
-            reference_ids=tokenizer.reference(task.reference_text)
-            if config.clones and task.reference_text
-            else None,
+            reference_ids=tokenizer.reference(task.reference_text) if task.reference_text else None,
             text_open=request.text_open,
         )
         return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces

@@ -87,7 +87,7 @@ class Row:
         task = TokenizedTask(
             ids[:ROLE_TOKENS],
             ids[ROLE_TOKENS:-TARGET_TAIL],
-            instruct_ids=item.get("instruct_ids") or [],
+            instruct_ids=(config.takes_instructions and item.get("instruct_ids")) or [],
             language=item.get("language") or "auto",
             speaker=item.get("speaker"),
             reference_ids=item["ref_text_ids"][ROLE_TOKENS:-REFERENCE_TAIL] if in_context else None,
