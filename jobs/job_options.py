@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from jobs.checks import DEFAULT, quality_of
 from jobs.input_format import AskedFormat
@@ -48,8 +48,10 @@ class Shown:
     metavar: str = ""
     #: Its name there, where it has another one than in Python.
     flag: str = ""
+    kind: Any = None
 
 
+@with_config(ConfigDict(extra="forbid"))
 class JobOptions(TypedDict, total=False):
     """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
     defaults."""
@@ -227,18 +229,15 @@ def hints() -> dict[str, Any]:
 
 
 @cache
-def _model() -> type[BaseModel]:
-    fields: dict[str, Any] = {name: (hint, None) for name, hint in hints().items()}
-    return create_model(
-        "JobOptions", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields
-    )
+def _adapter() -> TypeAdapter[JobOptions]:
+    return TypeAdapter(JobOptions)
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as their types, texts for numbers too; None counts as not given. Raises `OptionError`."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})
     try:
-        found = _model().model_validate(given)
+        return {**_adapter().validate_python(given)}
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # What follows the option is a key, or a type that was tried.
@@ -246,8 +245,6 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
         said = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
         raise OptionError(name, said, first["input"], unknown=first["type"] == "extra_forbidden") from None
-    values = {name: getattr(found, name) for name in given}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,45 +288,25 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, f"There is no {what} {name!r:.100}.", advice)
 
 
-def kind_of(name: str) -> Any:
-    """The type of an option, without what else its row says."""
-    return hints()[name].__origin__ if _marks(name) else hints()[name]
-
-
-def bounds_of(name: str) -> tuple[int | None, int | None]:
-    """The least and the largest value of an option that is a number."""
-    bounds = [bound for mark in _marks(name) if isinstance(mark, FieldInfo) for bound in mark.metadata]
-    least, most = (
-        next((getattr(bound, side) for bound in bounds if hasattr(bound, side)), None)
-        for side in ("ge", "le")
-    )
-    return least, most
-
-
-def shown_of(name: str) -> Shown:
-    """How the command line shows an option."""
-    return next(mark for mark in _marks(name) if isinstance(mark, Shown))
+@cache
+def rows() -> dict[str, Shown]:
+    """The options that the command line shows, each with its type and its flag."""
+    return {
+        name: replace(mark, kind=hint.__origin__, flag=mark.flag or f"--{name.replace('_', '-')}")
+        for name, hint in hints().items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, Shown)
+    }
 
 
 def flags() -> dict[str, Shown]:
-    """The options that have a flag of their own on the command line."""
-    rows = {name: shown_of(name) for name in hints() if _marks(name)}
-    return {
-        name: replace(row, flag=row.flag or f"--{name.replace('_', '-')}")
-        for name, row in rows.items()
-        if row.heading
-    }
+    """Those that have a flag of their own."""
+    return {name: row for name, row in rows().items() if row.heading}
 
 
 def settable() -> dict[str, str]:
     """What `--set` takes, with its help: options without a flag, and settings of a generation."""
-    return {
-        name: shown_of(name).help for name in hints() if _marks(name) and not shown_of(name).heading
-    } | GENERATION
-
-
-def _marks(name: str) -> tuple[object, ...]:
-    return getattr(hints()[name], "__metadata__", ())
+    return {name: row.help for name, row in rows().items() if not row.heading} | GENERATION
 
 
 def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:
@@ -347,20 +324,15 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
-    reading = Reading(
-        **{name: given.pop(name) for name in ("limit", "sample", "columns") if name in given},
-        voices=given.pop("voice_for", None),
-    )
-    own = {name: given.pop(name) for name in ("seed", "format", "speak", "sample_rate") if name in given}
-    spec = JobSpec(
-        str(given.pop("model", DEFAULT_MODEL)),
-        generation=generation,
-        quality=quality,
-        reading=reading,
-        pack=given.pop("pack", False) or msgspec.UNSET,
-        **own,
-    )
+    reading = Reading(voices=given.pop("voice_for", None), **_taken(given, Reading))
+    own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
+    spec = JobSpec(generation=generation, quality=quality, reading=reading, **own, **_taken(given, JobSpec))
     return spec, SubmitOptions(owner=owner, **given)
+
+
+def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Takes out the options that are fields of this type."""
+    return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:

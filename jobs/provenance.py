@@ -153,10 +153,13 @@ def model_provenance(model: str) -> ModelProvenance:
 def _model_files(model: str) -> tuple[ModelFile, ...]:
     """The files of a checkpoint folder that a model is read from."""
     folder = Path(model)
-    paths = sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ()
-    return tuple(
-        _model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file()
-    )
+    files: list[ModelFile] = []
+    for path in sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ():
+        if path.suffix in _MODEL_FILES and path.is_file():
+            with path.open("rb") as file:
+                sha256 = sha256_of(file)
+                files.append(ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256))
+    return tuple(files)
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
@@ -257,18 +260,12 @@ def commit() -> str | None:
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "HEAD")
-    return f"{head}+" if head and _git(root, "status", "--porcelain", "--untracked-files=no") else head
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def other_encoders(store: ObjectStore, job: Job) -> list[str]:
@@ -299,12 +296,6 @@ def _version(name: str) -> str | None:
 def _accelerator(info: EngineInfo) -> str:
     """The name of an engine's accelerator; empty without one."""
     return "" if info.device == "cpu" else info.device
-
-
-def _model_file(folder: Path, path: Path) -> ModelFile:
-    with path.open("rb") as file:
-        sha256 = sha256_of(file)
-        return ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256)
 
 
 @contextmanager

@@ -228,15 +228,15 @@ class ShardLines(Generic[Line]):
     ) -> None:
         self._store = store
         self._read = read
-        self._inputs = ledger.shard_inputs(job_id)
+        self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
 
     def of(self, item: ItemRow) -> Line:
         """The line of an item. Raises `StoreError`."""
-        if self._inputs[item.shard_no] != self._loaded:
-            self._lines = {line.index: line for line in self._read(self._store, *self._inputs[item.shard_no])}
-            self._loaded = self._inputs[item.shard_no]
+        if self.inputs[item.shard_no] != self._loaded:
+            self._lines = {line.index: line for line in self._read(self._store, *self.inputs[item.shard_no])}
+            self._loaded = self.inputs[item.shard_no]
         return self._lines[item.index]
 
 

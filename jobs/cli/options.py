@@ -3,9 +3,10 @@ from a job's id to its ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
@@ -21,7 +22,6 @@ from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
     from jobs.job_options import Shown
-    from jobs.ledger import Ledger
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,17 +76,40 @@ price_option = click.option(
     metavar="PRICE",
     help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
 )
+
+
+class Parsed(click.ParamType):
+    """A text that a function reads, which is imported then."""
+
+    name = "text"
+
+    def __init__(self, module: str, function: str) -> None:
+        self._place = (module, function)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        module, function = self._place
+        return getattr(import_module(module), function)(value) if isinstance(value, str) else value
+
+
 where_option = click.option(
     "--where",
+    type=Parsed("jobs.where", "parse_where"),
     metavar="EXPRESSION",
     help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
 
 
 def code_option(text: str) -> Callable[[F], F]:
-    """`--code`, which can be given more than once, as `codes`."""
-    names = [code.value for code in ErrorCode]
-    return click.option("--code", "codes", multiple=True, type=click.Choice(names), metavar="CODE", help=text)
+    """`--code`, which can be given more than once, as `codes`; None: it was not given."""
+    return click.option(
+        "--code",
+        "codes",
+        multiple=True,
+        type=click.Choice([code.value for code in ErrorCode]),
+        metavar="CODE",
+        callback=lambda ctx, param, values: [ErrorCode(code) for code in values] or None,
+        help=text,
+    )
 
 
 def output_options(function: F) -> F:
@@ -127,11 +150,11 @@ def job_options(function: F) -> F:
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
         asked = {name: given.pop(name) for name in flags()}
-        spec, options = job_of(
-            _read({name: value for name, value in asked.items() if value not in (None, ())}, assignments),
-            user_name(),
+        options = _read(
+            {name: value for name, value in asked.items() if value not in (None, ())}, assignments
         )
-        return function(*args, spec=spec, options=options, **given)
+        spec, submitted = job_of(options, user_name())
+        return function(*args, spec=spec, options=submitted, **given)
 
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
@@ -148,10 +171,9 @@ def job_options(function: F) -> F:
 
 
 def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
-    """The option of a row of the table of `jobs.job_options`."""
-    from jobs.job_options import kind_of
-
+    """The option of a row of the table of `jobs.job_options`, which reads what is given."""
     is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+    kind: Any = NamedPath(path_type=Path) if shown.metavar == "FILE" else None
     return click.option(
         shown.flag,
         name,
@@ -159,40 +181,21 @@ def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
         heading=shown.heading,
         metavar=shown.metavar or None,
         help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
-        is_flag=kind_of(name) is bool,
+        is_flag=shown.kind is bool,
         default=None,
-        multiple=get_origin(kind_of(name)) in (Mapping, Sequence),
-        type=_click_type(name, shown.metavar),
+        multiple=get_origin(shown.kind) in (Mapping, Sequence),
+        type=click.Choice(get_args(shown.kind)) if get_origin(shown.kind) is Literal else kind,
         shell_complete={"model": models, "voice": voices}.get(name),
     )
 
 
-def _click_type(name: str, metavar: str) -> click.ParamType | None:
-    from jobs.job_options import bounds_of, kind_of
-
-    kind = kind_of(name)
-    if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
-    if metavar == "FILE":
-        return NamedPath(path_type=Path)
-    return click.IntRange(*bounds_of(name)) if kind is int else None
-
-
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import (
-        GENERATION,
-        OptionError,
-        checked_generation,
-        kind_of,
-        read_options,
-        settable,
-        shown_of,
-    )
+    from jobs.job_options import GENERATION, OptionError, checked_generation, read_options, rows, settable
     from pipelines.validation import check_generation
 
     asked = {
-        name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value
+        name: pairs(value, rows()[name].metavar) if get_origin(rows()[name].kind) is Mapping else value
         for name, value in given.items()
     }
     generation: dict[str, str] = {}
@@ -298,12 +301,16 @@ def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
         return ledger.read(work)
 
 
-@contextmanager
-def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger, Job]]:
-    """The job of an id or prefix, with its ledger and the settings it was found under. Raises
-    `ledger.not_found`."""
-    settings = settings_for_job(prefix, home)
-    with reading_ledger(settings) as ledger:
-        job = ledger.find_job(prefix)
-        keep_remembered(job.id, settings)
-        yield settings, ledger, job
+def of_job(function: F) -> F:
+    """JOB and the common options: the command gets the settings under which the job was found, its ledger,
+    the job, and its output. Raises `ledger.not_found`."""
+
+    @wraps(function)
+    def call(job: str, home: str | None, **given: Any) -> Any:
+        settings = settings_for_job(job, home)
+        with reading_ledger(settings) as ledger:
+            found = ledger.find_job(job)
+            keep_remembered(found.id, settings)
+            return function(settings, ledger, found, **given)
+
+    return job_argument(common_options(call))  # pyright: ignore[reportReturnType]

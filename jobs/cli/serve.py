@@ -219,38 +219,26 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     except NotFoundError as error:
         output.note(f"No workers: {error}")
         return
-    if output.as_json:
-        for worker in found:
-            output.data(worker_view(worker))
+    nothing = "No workers. Start one with `nightjar worker`."
+    output.records(_HEADER, ((worker_view(worker), _row(worker)) for worker in found), nothing)
+    if output.as_json or not found:
         return
-    if not found:
-        output.note("No workers. Start one with `nightjar worker`.")
-        return
-    output.table(_HEADER, [_row(worker) for worker in found])
     for worker in found:
         if worker.state_reason:
-            output.line(
-                f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}{worker.state}: {printable(worker.state_reason)}"
-            )
-    output.note(_counts(found))
+            where = f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}"
+            output.line(f"{where}{worker.state}: {printable(worker.state_reason)}")
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in found).items())
+    output.note(f"{counts}. Items and RTFX: last {RECENT_SECONDS / 60:.0f} minutes.")
 
 
 def _row(worker: WorkerStatus) -> Sequence[object]:
-    recent, held = worker.recent, worker.held
-    doing = (
-        ""
-        if not held
-        else f"{held[0].job_id[:_ID_CHARACTERS]}/{held[0].shard_no} {held[0].ended_items}/{held[0].items}"
-    )
-    more = f" +{len(held) - 1}" if len(held) > 1 else ""
+    recent, doing = worker.recent, ""
+    if held := worker.held:
+        first, more = held[0], f" +{len(held) - 1}" if len(held) > 1 else ""
+        doing = f"{first.job_id[:_ID_CHARACTERS]}/{first.shard_no} {first.ended_items}/{first.items}{more}"
     failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
     return (
         *(worker.host, worker.pid, worker.gpu, worker.model or "any", worker.state, utc(worker.started_at)),
-        *(f"{seconds_text(worker.silent_seconds)} ago", doing + more, f"{recent.items_done}{failed}"),
+        *(f"{seconds_text(worker.silent_seconds)} ago", doing, f"{recent.items_done}{failed}"),
         *("" if recent.rtfx is None else f"{recent.rtfx:.1f}", worker.version),
     )
-
-
-def _counts(found: Sequence[WorkerStatus]) -> str:
-    counts = Counter(worker.state for worker in found)
-    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}. Items and RTFX: last {RECENT_SECONDS / 60:.0f} minutes."

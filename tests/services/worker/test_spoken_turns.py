@@ -19,13 +19,13 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.repair import mend, restore_inputs
+from jobs.repair import Match, mend, reproduce, restore_inputs
 from jobs.report import write_report
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
 from jobs.spec import item_seed
 from jobs.store import FolderStore
-from jobs.verify import Expected, Match, reproduce
+from jobs.verify import Expected
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Speech, SynthesisRequest
