@@ -270,7 +270,7 @@ def open_executor(
                 and lm_persistent.predictor_cut(model.tensors) is not None
             )
             try:
-                executor = graph_executor(model, sizes, reproducible, streams > 0, persistent)
+                executor = graph_executor(model, sizes, reproducible, streams > 0, persistent=persistent)
                 executor.warm(everything=streams > 0)
                 return executor
             except (torch.OutOfMemoryError, torch.AcceleratorError):
