@@ -118,7 +118,7 @@ class NativeFish:
             Engine(self.watched, sizes, sizes.slots, stage),
             partial(shared_prefixes, semantic=config.semantic),
         )
-        host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
+        host = NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
         return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)
 
 

@@ -96,7 +96,7 @@ def open_host(
     ids = np.array([*config.semantic, config.end], np.int64)
     engine = options.open_engine(model, sizes, stage)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
-    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
+    return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:

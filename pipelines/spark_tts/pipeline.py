@@ -178,9 +178,7 @@ def _begin(folder: Path, chosen: ModelOptions) -> tuple[torch.device, SparkConfi
 
 def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
     """The LM on our own engine."""
-    return NativeHost(
-        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
-    )
+    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
 @dataclass(frozen=True, slots=True)

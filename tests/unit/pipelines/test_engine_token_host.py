@@ -51,9 +51,7 @@ def open_host(options: EngineOptions = OPTIONS, waiting_room: int = 8) -> Native
     model, drawable, _ = loaded()
     executor = EagerExecutor(model, options)
     engine = Engine(executor, options, waiting_room)
-    return NativeHost(
-        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
-    )
+    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +136,6 @@ def test_ids_of_the_prompt_count_as_drawn(host: NativeHost) -> None:
     assert penalized not in prompt
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        request(9, stop_ids=(1,)),
-        request(9, stop_ids=()),
-        TokenRequest("pair", [1], TokenSampling(9, stop_ids=ends()), shadow=request(9)),
-    ],
-)
-def test_what_the_engine_cannot_do_is_refused(host: NativeHost, asked: TokenRequest) -> None:
-    with pytest.raises(ValueError, match="the native engine"):
-        host.submit(asked, Waiter())
-
-
 def test_a_cancel_ends_one_of_a_name(host: NativeHost) -> None:
     endless = [request(400, name, ignore_end=True, stop_ids=()) for name in ("a", "a", "b")]
     waiters = [Waiter() for _ in endless]
@@ -208,7 +193,7 @@ def frames_host() -> tuple[NativeHost, GenerationRequest, Qwen3TTSModel]:
     ids = np.arange(model.config.talker.vocab) + 1000
     end = model.config.ids.eos
     host = NativeHost(
-        Engine(executor, options), ids, (end,), lambda request: wanted.prompt, codebooks=model.codebooks
+        Engine(executor, options), ids, lambda request: wanted.prompt, codebooks=model.codebooks
     )
     return host, wanted, model
 

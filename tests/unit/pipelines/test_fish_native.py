@@ -69,7 +69,7 @@ def open_host(share: bool = True, **sizes: int) -> NativeHost:
     executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
-    return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
+    return NativeHost(Engine(executor, options), ids, prompt_of, prefixes, CONFIG.codebooks)
 
 
 def voice(residual: int = 0) -> Reference:
