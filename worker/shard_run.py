@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from jobs.export.manifest import put_shard_manifest
-from jobs.ledger.records import Done, Failed, JobState, Lease, Outcome
-from jobs.ledger.states import LASTING_OUTAGES, WORKER_FAULTS, WORKING
+from jobs.ledger.records import (
+    LASTING_OUTAGES,
+    WORKER_FAULTS,
+    WORKING,
+    Done,
+    Failed,
+    JobState,
+    Lease,
+    Outcome,
+)
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore

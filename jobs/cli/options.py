@@ -15,7 +15,8 @@ from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
-from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import Transaction, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
@@ -292,7 +293,7 @@ class JobId(click.ParamType):
 job_argument = click.argument("job", type=JobId(), metavar="JOB")
 
 
-def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
     """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
     wrong."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 from jobs.ledger.location import home_of, own_ledger, place_of
-from jobs.ledger.status import Reader, with_percent_names
+from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
@@ -33,7 +33,7 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECON
 #: How many times a transaction that lost against another one is tried.
 TRANSACTION_TRIES = 6
 
-_READ_ONLY, _BACKOFF, _PLACE = "nightjar_read_only", "nightjar_backoff_seconds", "nightjar_place"
+_READ_ONLY = "nightjar_read_only"
 #: serialization_failure, deadlock_detected
 _LOST_RACE = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
@@ -69,24 +69,24 @@ class Database:
         self.path = Path(parsed.database or "") if self.is_sqlite else None
         #: For a person: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
-        engine = (
+        self.engine = (
             _sqlite_engine(self.path)
             if self.path is not None
             else _postgresql_engine(parsed, limits or LedgerLimits())
         )
         self.place = place_of(self.path)
-        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds, _PLACE: self.place})
+        self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
         # Threads that wait here wait in order; SQLite itself lets them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
-    def write(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs
         again."""
         for attempt in range(1, TRANSACTION_TRIES + 1):
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
-                    return work(connection, *args, **kwargs)
+                    return work(self._transaction(connection), *args, **kwargs)
             except LostRaceError as error:
                 if attempt == TRANSACTION_TRIES:
                     raise ServiceError(
@@ -97,19 +97,18 @@ class Database:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
         raise AssertionError("unreachable")
 
-    def read(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
         with self._explained(), self._reader.begin() as connection:
-            return work(connection, *args, **kwargs)
+            return work(self._transaction(connection), *args, **kwargs)
 
-    def reader(self, connection: sa.Connection) -> Reader:
-        """A connection for statements in plain SQL."""
-        if self.is_sqlite:
-            return Reader(connection.exec_driver_sql, "sqlite", self.place)
-        return Reader(
-            lambda statement, values: connection.exec_driver_sql(with_percent_names(statement), values),
-            "postgresql",
+    def _transaction(self, connection: sa.Connection) -> Transaction:
+        return Transaction(
+            connection.exec_driver_sql,
+            connection.dialect.name,
             self.place,
+            self._backoff_seconds,
+            connection,
         )
 
     def use_write_ahead_log(self) -> None:
@@ -190,16 +189,6 @@ class Database:
         )
 
 
-def base_backoff_seconds(connection: sa.Connection) -> float:
-    """The first backoff of the ledger that this connection is of."""
-    return connection.get_execution_options()[_BACKOFF]
-
-
-def place(connection: sa.Connection) -> Path | None:
-    """The folder that this ledger records stores relative to; None for a ledger that is no file."""
-    return connection.get_execution_options()[_PLACE]
-
-
 class LostRaceError(Exception):
     """Another transaction won; nothing was written and the same work may be done again."""
 
@@ -257,16 +246,15 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def set_limits(limits: LedgerLimits, *, local: bool = False) -> sa.Select[Any]:
+def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
     """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
     names = {
         "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
         "lock_timeout": limits.lock_seconds,
         "statement_timeout": limits.statement_seconds,
     }
-    return sa.select(
-        *(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items())
-    )
+    calls = (f"set_config('{name}', '{round(seconds * 1000)}ms', {local})" for name, seconds in names.items())
+    return f"SELECT {', '.join(calls)}"
 
 
 def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
@@ -291,7 +279,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
             "Install Nightjar with its extra `postgres` (docs/install.md).",
         ) from None
     statements = [
-        str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),
+        set_limits(limits),
         f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
         f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
         f"SET tcp_keepalives_count = {KEEPALIVES}",

@@ -16,6 +16,7 @@ from jobs.ledger import schema
 from jobs.ledger.database import NO_LIMITS, Database, set_limits
 from jobs.ledger.location import own_ledger
 from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.transaction import Transaction
 from jobs.own_files import open_own
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -35,7 +36,7 @@ def upgrade(database: Database) -> None:
     """
     with _one_process(database):
         current = database.read(_revision)
-        if current is None and database.path is not None and database.read(_has_tables):
+        if current is None and database.path is not None and database.read(_tables):
             message = f"The file {database.path} is the database of another program."
             raise ServiceError(
                 ErrorCode.LEDGER_SCHEMA,
@@ -75,14 +76,13 @@ def _too_new(database: Database, current: str) -> ServiceError:
     )
 
 
-def _revision(connection: sa.Connection) -> str | None:
-    if not sa.inspect(connection).has_table("alembic_version"):
-        return None
-    return connection.scalar(sa.select(schema.version.c.version_num))
+def _tables(sql: Transaction) -> list[str]:
+    return sa.inspect(sql.connection).get_table_names()
 
 
-def _has_tables(connection: sa.Connection) -> bool:
-    return any(name != schema.version.name for name in sa.inspect(connection).get_table_names())
+def _revision(sql: Transaction) -> str | None:
+    known = "alembic_version" in _tables(sql)
+    return sql.value("SELECT version_num FROM alembic_version") if known else None
 
 
 @contextmanager
@@ -108,18 +108,18 @@ def _one_process(database: Database) -> Iterator[None]:
         yield
 
 
-def _upgrade(connection: sa.Connection) -> None:
+def _upgrade(sql: Transaction) -> None:
     from alembic import command
 
-    if connection.dialect.name == "postgresql":
+    if sql.engine == "postgresql":
         # A migration may rewrite a large table, or wait for a process that does so.
-        connection.execute(set_limits(NO_LIMITS, local=True))
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
+        sql.value(set_limits(NO_LIMITS, local=True))
+        sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
     config = _config()
-    config.attributes["connection"] = connection
-    current = _revision(connection)
+    config.attributes["connection"] = sql.connection
+    current = _revision(sql)
     if current is None:
-        schema.metadata.create_all(connection)
+        schema.metadata.create_all(sql.connection)
         command.stamp(config, SCHEMA_REVISION)
     elif current != SCHEMA_REVISION:
         command.upgrade(config, SCHEMA_REVISION)

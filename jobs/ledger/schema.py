@@ -10,12 +10,9 @@ from enum import StrEnum
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.sql.functions import FunctionElement
 
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.ledger.status import NOW
+from jobs.ledger.transaction import words
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -38,44 +35,8 @@ metadata = sa.MetaData(
 )
 
 
-class db_now(FunctionElement[float]):  # noqa: N801 - reads as an SQL function
-    """The database's clock as UTC epoch seconds; the same value throughout one statement."""
-
-    type = sa.Double()
-    inherit_cache = True
-
-
-@compiles(db_now, "sqlite")
-def _sqlite_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return NOW["sqlite"]
-
-
-@compiles(db_now, "postgresql")
-def _postgresql_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return NOW["postgresql"]
-
-
-def literal(value: StrEnum | int) -> sa.ColumnElement[object]:
-    """A constant in the SQL text: SQLite uses a partial index only where its condition is no bound
-    parameter."""
-    return sa.literal_column(str(value) if isinstance(value, int) else f"'{value.value}'")
-
-
-def state_is(column: sa.Column[str], *states: StrEnum) -> sa.ColumnElement[bool]:
-    """`column` is one of `states`."""
-    if len(states) == 1:
-        return column == literal(states[0])
-    return column.in_([literal(state) for state in states])
-
-
-def item_is(*states: ItemState) -> sa.ColumnElement[bool]:
-    """`items.state` is one of `states`."""
-    numbers = [literal(ITEM_STATE_NUMBERS[state]) for state in states]
-    return items.c.state == numbers[0] if len(numbers) == 1 else items.c.state.in_(numbers)
-
-
 def _one_of(states: type[StrEnum]) -> str:
-    return "state IN (" + ", ".join(f"'{state.value}'" for state in states) + ")"
+    return f"state IN ({words(*states)})"
 
 
 def _counter(name: str) -> sa.Column[int]:
@@ -119,8 +80,6 @@ jobs = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("started_at", sa.Double),
     sa.Column("finished_at", sa.Double),
-    sa.Column("paused_at", sa.Double),
-    sa.Column("cancel_requested_at", sa.Double),
     # The `finished_at` of the end whose manifest is in the store; another one, or NULL: it has to be written.
     sa.Column("manifest_finished_at", sa.Double),
     # The `finished_at` of the end that was reported to the operator's hook; how often that was tried for the
@@ -349,6 +308,3 @@ schedules = sa.Table(
     sa.Column("night", sa.Text, primary_key=True),
     sa.Column("ran_at", sa.Double, nullable=False),
 )
-
-#: Alembic's, with the revision of these tables; it makes the table itself.
-version = sa.table("alembic_version", sa.column("version_num", sa.Text))

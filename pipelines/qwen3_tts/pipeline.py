@@ -40,7 +40,7 @@ from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_sta
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
-from pipelines.recording_files import RecordingFiles
+from pipelines.recording import RecordingFiles
 from pipelines.request import (
     AudioChunk,
     Event,

@@ -128,7 +128,7 @@ def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
 def test_a_statement_takes_no_longer_than_set(postgres_url: str) -> None:
     ledger = Ledger.open(postgres_url, limits=LedgerLimits(statement_seconds=0.1))
     with pytest.raises(ServiceError, match="statement timeout") as caught:
-        ledger.database.read(lambda connection: connection.execute(sa.text("SELECT pg_sleep(60)")))
+        ledger.read(lambda sql: sql.value("SELECT pg_sleep(60)"))
     assert caught.value.code.retryable
     ledger.close()
 
@@ -141,9 +141,7 @@ def session(ledger: Ledger) -> dict[str, str]:
         "tcp_keepalives_idle",
     )
     names += ("tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
-    return ledger.database.read(
-        lambda connection: {name: str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names}
-    )
+    return ledger.read(lambda sql: {name: str(sql.value(f"SHOW {name}")) for name in names})
 
 
 def test_the_limits_reach_every_session(postgres_url: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 from jobs.embedded import EmbeddedHome, _open_log, _write_own
 from jobs.ledger import Ledger
 from jobs.ledger.records import Reading, ShardState
-from jobs.ledger.status import newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import read_with_driver
 from jobs.recent_jobs import homes_of, remember
 from jobs.report import default_place
 from jobs.settings import Settings, embedded_broker_url
