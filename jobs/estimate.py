@@ -94,11 +94,12 @@ def dry_run(
     refusals = MAX_REFUSED_LINES
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
+        reference_key = reader.keys(lambda audio: audio.sha256)
         resolved = resolved.of_input(opened)
         checker = resolved.checker
         records = resolved.records(opened)
         for batch in records.batches(BATCH_LINES, BATCH_BYTES):
-            good, bad = checker.check(batch, lambda content: reader.read(content).sha256)
+            good, bad = checker.check(batch, reference_key)
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:

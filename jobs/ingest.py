@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from jobs.line_check import (
     refusals_left,
     repeated_lines,
 )
-from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
 from jobs.source import BATCH_BYTES, BATCH_LINES, no_records, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
@@ -125,7 +126,7 @@ def submit(
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
-        reference_key = ReferenceUploader(reader, store, job.id).key
+        reference_key = reader.keys(partial(put_reference, store, job.id))
         records, abort = resolved.records(opened), options.on_error == "abort"
         try:
             resolved.voices.put(store, job.id)

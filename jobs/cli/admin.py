@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -122,19 +123,9 @@ def list_settings(markdown: bool, output: Output) -> None:
         for row in markdown_rows():
             output.line(row)
         return
-    rows = list(described())
-    if output.as_json:
-        for variable, default, text in rows:
-            output.data(
-                {
-                    "schema": "nightjar.setting/1",
-                    "variable": variable,
-                    "default": default,
-                    "description": text,
-                }
-            )
-        return
-    output.table(("VARIABLE", "DEFAULT", "MEANING"), rows)
+    names = ("variable", "default", "description")
+    views = (({"schema": "nightjar.setting/1", **dict(zip(names, row))}, row) for row in described())
+    output.records(("VARIABLE", "DEFAULT", "MEANING"), views)
 
 
 def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,31 +198,17 @@ def doctor(home: str | None, output: Output) -> int:
     Examples:
       nightjar doctor
     """
-    worst = Health.OK
+    failed = False
     for finding in examine(home):
-        worst = (
-            Health.FAIL
-            if Health.FAIL in (worst, finding.health)
-            else finding.health
-            if worst is Health.OK
-            else worst
-        )
+        failed |= finding.health is Health.FAIL
         if output.as_json:
-            view = {
-                "check": finding.check,
-                "health": finding.health.value,
-                "message": finding.message,
-                "advice": finding.advice,
-            }
-            output.data({"schema": "nightjar.finding/1", **view})
-            continue
-        if output.quiet and finding.health is Health.OK:
-            continue
-        label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
-        output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
-        if finding.advice:
-            output.line(f"{'':<15} {printable(finding.advice)}")
-    return FAILED if worst is Health.FAIL else 0
+            output.data({"schema": "nightjar.finding/1", **asdict(finding)})
+        elif finding.health is not Health.OK or not output.quiet:
+            label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
+            output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
+            if finding.advice:
+                output.line(f"{'':<15} {printable(finding.advice)}")
+    return FAILED if failed else 0
 
 
 #: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and

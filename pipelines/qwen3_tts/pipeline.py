@@ -38,7 +38,7 @@ from pipelines.qwen3_tts.frontend import Frontend, OpenText, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
-from pipelines.recording_files import RecordingFiles
+from pipelines.recording import RecordingFiles
 from pipelines.request import (
     AudioChunk,
     EngineInfo,

@@ -20,8 +20,7 @@ from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_
 from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, decode_recording, read_recording
-from pipelines.recording_files import RecordingFiles
+from pipelines.recording import RecordingCache, RecordingFiles, decode_recording, read_recording
 
 N_FFT = 1024
 HOP = 256

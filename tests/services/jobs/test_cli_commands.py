@@ -185,7 +185,6 @@ def test_doctor(folder: Path, valkey_url: str) -> None:
         "store",
         "disk",
         "models",
-        "audio",
         "workers",
         "gpu",
         "compilers",

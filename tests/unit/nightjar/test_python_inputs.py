@@ -266,7 +266,7 @@ def test_none_is_the_default_and_options_may_be_paths_and_mappings_of_any_kind(t
 def test_a_job_is_not_found_where_there_is_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="There is no ledger") as caught:
         nightjar.find_job("01m8", out=tmp_path)
-    assert "`out`" in caught.value.advice
+    assert "--out" in caught.value.advice
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> No
     with pytest.raises(NightjarError) as caught:
         nightjar.run(["Good evening."], out=tmp_path / "file", quiet=True)
     assert caught.value.code is ErrorCode.STORE_FORBIDDEN
-    assert "`out`" in caught.value.advice
+    assert "--out" in caught.value.advice
 
 
 @pytest.mark.parametrize("where", ["s3://voices/anna.wav", "S3://voices/anna.wav"])

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from pipelines.qwen3_tts.speaker import PreparedVoice
-from pipelines.recording import AT_ONCE, RecordingCache
-from pipelines.recording_files import RecordingFiles
+from pipelines.recording import AT_ONCE, RecordingCache, RecordingFiles
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
 
