@@ -25,7 +25,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError, NotFoundError
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
 
 #: Characters of a job's id in the table of workers.
@@ -78,7 +78,7 @@ def serve(
     settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
     card = describe(model)
     check_extra()
-    from pipelines.serving.options import is_loopback
+    from pipelines.serving import is_loopback
 
     options = _options(settings, card, names)
     if not options.keys and not is_loopback(settings.serve.address):
@@ -117,7 +117,7 @@ def serve(
 
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
     from jobs.voices import voice_folder
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
