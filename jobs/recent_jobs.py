@@ -12,8 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.ledger.location import STATE_FOLDER, embedded_broker_url, home_of
-from jobs.own_files import open_own, read_own
+from jobs.own_files import STATE_FOLDER, embedded_broker_url, home_of, open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NotFoundError, StoreError
 

@@ -20,7 +20,6 @@ from jobs.ledger.lifecycle import (
     update_job,
     update_shard,
 )
-from jobs.ledger.location import located
 from jobs.ledger.records import (
     BROKEN_ITEMS,
     CLOCK_SLACK_SECONDS,
@@ -35,6 +34,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, metadata
 from jobs.ledger.transaction import Row, Transaction, words
+from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
 
 #: Shards that one transaction of a cancel or a retry changes.

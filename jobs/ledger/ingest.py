@@ -12,7 +12,6 @@ import msgspec
 
 from jobs.ledger.control import TOTALS
 from jobs.ledger.lifecycle import NUMBER, lock_known_job, update_job
-from jobs.ledger.location import recorded
 from jobs.ledger.records import (
     KEPT_REJECTED_LINES,
     Job,
@@ -25,6 +24,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.status import job_of, read_job
 from jobs.ledger.transaction import Row, Transaction
+from jobs.own_files import recorded
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"

@@ -8,23 +8,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import (
-    control,
-    dispatch,
-    filters,
-    ingest,
-    leases,
-    lifecycle,
-    migrate,
-    outcomes,
-    queries,
-    workers,
-)
+from jobs.ledger import control, ingest, leases, lifecycle, outcomes, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
-from jobs.ledger.database import Database, LedgerLimits
+from jobs.ledger.database import Database, LedgerLimits, check, upgrade
 from jobs.ledger.ingest import DuplicateExamples
-from jobs.ledger.location import recorded
 from jobs.ledger.records import (
     ArtifactFacts,
     CommitResult,
@@ -39,6 +27,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.status import JobStatus
 from jobs.ledger.transaction import Transaction
+from jobs.own_files import recorded
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -108,11 +97,11 @@ class Ledger:
     def migrate(self) -> None:
         """Makes or upgrades the tables, and the folder of a SQLite file; several processes may do so at
         once."""
-        migrate.upgrade(self.database)
+        upgrade(self.database)
 
     def check_schema(self) -> None:
         """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
-        migrate.check(self.database)
+        check(self.database)
 
     def close(self) -> None:
         """Gives all connections back; the next use opens new ones."""
@@ -155,9 +144,9 @@ class Ledger:
             ) from error
 
     # Dispatch and workers
-    free_window = _reads(dispatch.free_window)
-    take_ready = _writes(dispatch.take_ready)
-    give_back = _writes(dispatch.give_back)
+    free_window = _reads(workers.free_window)
+    take_ready = _writes(workers.take_ready)
+    give_back = _writes(workers.give_back)
     register_worker = _writes(workers.register_worker)
     worker_heartbeat = _writes(workers.worker_heartbeat)
     retire_worker = _writes(workers.retire_worker)
@@ -193,9 +182,7 @@ class Ledger:
         unfinished cancels; one transaction for each repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
-    def note_manifest(self, job: Job) -> None:
-        """Notes that the manifest of this end of a job is written, or that there is none to write."""
-        self.database.write(reconciler.note_manifest, job.id, job.finished_at)
+    note_manifest = _writes(reconciler.note_manifest)
 
     # Control
     pause = _writes(control.pause)
@@ -291,7 +278,7 @@ class Ledger:
     drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
-    filtered_out = _reads(filters.filtered_out)
+    filtered_out = _reads(queries.filtered_out)
     replace_artifact = _writes(outcomes.replace_artifact)
     set_shard_manifest = _writes(outcomes.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
@@ -316,7 +303,7 @@ class Ledger:
         """
         job = self.job(job_id)
         if where is not None:
-            self.database.read(filters.check_names, job, where)
+            self.database.read(queries.check_names, job, where)
         return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
 
     def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:
@@ -333,10 +320,6 @@ class Ledger:
         """Lines that became no item, the first `KEPT_REJECTED_LINES` of them, in the order of the input."""
         self.job(job_id)
         return self._pages(queries.rejected_page, job_id, -1, lambda line: line.line)
-
-    def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
-        """(index, key) of the artifacts of one kind in index order."""
-        return ((artifact.index, artifact.key) for artifact in self.artifact_facts(job_id, kind))
 
     def artifact_facts(self, job_id: str, kind: str) -> Iterator[ArtifactFacts]:
         """Where the artifacts of one kind are, in index order."""

@@ -32,6 +32,7 @@ from jobs.ledger.records import (
     WORKING,
     AttemptOutcome,
     ItemState,
+    Job,
     ShardState,
     Verdict,
 )
@@ -85,13 +86,13 @@ def correct_times(sql: Transaction) -> int:
     return sum(sql.change(f"UPDATE {table} SET {change} WHERE {ahead}") for table, ahead, change in _REPAIRS)
 
 
-def note_manifest(sql: Transaction, job_id: str, finished_at: float | None) -> None:
-    """Records that the manifest of this end of a job is written; does nothing where the job continued
-    meanwhile."""
+def note_manifest(sql: Transaction, job: Job) -> None:
+    """Notes that the manifest of this end of a job is written, or that there is none to write; does nothing
+    where the job continued meanwhile."""
     sql.change(
         "UPDATE jobs SET manifest_finished_at = finished_at WHERE id = :job AND finished_at = :finished_at",
-        job=job_id,
-        finished_at=finished_at,
+        job=job.id,
+        finished_at=job.finished_at,
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from jobs.ledger.location import killed_workers, located
 from jobs.ledger.records import (
     LIVE_SECONDS,
     LOST,
@@ -21,6 +20,7 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.transaction import Row, Transaction, record, words
+from jobs.own_files import killed_workers, located
 from pipelines.errors import ErrorCode, NotFoundError
 
 #: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.location import own_ledger, place_of
 from jobs.ledger.records import SCHEMA_REVISION
+from jobs.own_files import own_ledger, place_of
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
@@ -77,7 +77,7 @@ class Transaction:
         return self._run(statement, values).rowcount
 
     def insert(
-        self, table: str, rows: Sequence[dict[str, object]], conflict: str = "", **expressions: str
+        self, table: str, rows: Sequence[Mapping[str, object]], conflict: str = "", **expressions: str
     ) -> int:
         """Adds rows with the same columns, and with columns that are SQL; `conflict`: what becomes of
         those whose keys are there already."""
@@ -188,4 +188,5 @@ def _postgresql(url: str) -> Iterator[Transaction]:
         url, connect_timeout=CONNECT_SECONDS, application_name="nightjar", row_factory=namedtuple_row
     ) as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        yield Transaction(connection.execute, "postgresql")
+        execute: Any = connection.execute
+        yield Transaction(execute, "postgresql")

@@ -1,12 +1,25 @@
-"""The worker processes that the ledger knows."""
+"""The worker processes that the ledger knows, and which shards go to the queue for them next: priority, then
+weighted fair share, then first come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from jobs.ledger.records import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP, WorkerInfo, clean
-from jobs.ledger.transaction import Transaction
+from jobs.ledger.lifecycle import UNQUEUED, of_ticket
+from jobs.ledger.records import (
+    DISPATCHED,
+    LIVE_SECONDS,
+    LOST,
+    QUARANTINED,
+    RETIRED,
+    UP,
+    ShardState,
+    Ticket,
+    WorkerInfo,
+    clean,
+)
+from jobs.ledger.transaction import Row, Transaction, words
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
@@ -142,3 +155,200 @@ def live_slots(sql: Transaction) -> dict[str, int]:
     SELECT model, CAST(sum(slots) AS BIGINT) AS slots FROM workers WHERE {_LIVE} AND state = '{UP}' GROUP BY model
     """
     return {row.model: row.slots for row in sql.rows(statement)}
+
+
+#: Shards to queue while no worker is up, so that the first one finds work at once.
+WINDOW_WITHOUT_WORKERS = 4
+
+#: Key of the PostgreSQL advisory lock that lets one dispatcher choose at a time.
+_DISPATCH_LOCK = 0x6E6967687A
+
+_OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
+_IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
+_JOB = "jobs.id, spec ->> 'model' AS model, priority, weight, max_in_flight"
+_IN_FLIGHT = f"""
+SELECT {_JOB}, count(*) AS shards, CAST(sum({_OPEN_ITEMS}) AS BIGINT) AS items
+FROM shards JOIN jobs ON jobs.id = shards.job_id WHERE shards.state = '<state>' GROUP BY 1, 2, 3, 4, 5
+"""
+_HIGHEST_READY = f"""
+SELECT max(priority) FROM jobs WHERE state IN ({words(*DISPATCHED)})
+AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
+"""
+_CANDIDATES = f"""
+SELECT {_JOB} FROM jobs WHERE state IN ({words(*DISPATCHED)}) ORDER BY priority DESC, created_at, id
+"""
+_READY = f"""
+SELECT no, epoch, {_OPEN_ITEMS} AS items FROM shards WHERE job_id = :job AND {_IS_READY}
+ORDER BY no LIMIT :limit FOR UPDATE SKIP LOCKED
+"""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that has shards in flight, or may get its next one queued."""
+
+    id: str
+    model: str
+    priority: int
+    weight: int
+    max_in_flight: int | None
+    #: What is queued or leased: shards, and those of their items that have not ended.
+    shards: int = 0
+    items: int = 0
+    #: Its ready shards, in order; None: not read yet.
+    ready: list[Row] | None = None
+
+    @property
+    def share(self) -> float:
+        """Of items, since shards differ in size."""
+        return self.items / self.weight
+
+    @property
+    def full(self) -> bool:
+        return self.max_in_flight is not None and self.shards >= self.max_in_flight
+
+
+class _Fleet:
+    """What the live workers can take, by model, and what is in flight."""
+
+    def __init__(self, sql: Transaction, window_factor: int) -> None:
+        self._slots = live_slots(sql)
+        self._window_factor = window_factor
+        self._jobs: dict[str, _Job] = {}
+        # Two statements, each with its partial index.
+        for state in (ShardState.QUEUED, ShardState.LEASED):
+            for row in sql.rows(_IN_FLIGHT.replace("<state>", state)):
+                job = self._job(row)
+                job.shards += row.shards
+                job.items += row.items
+        served = " AND spec ->> 'model' IN (:models)" if self.pinned else ""
+        #: The highest priority of a job with ready shards that a worker serves; None: no job has any.
+        self.highest_ready: int | None = sql.value(_HIGHEST_READY + served, models=list(self._slots))
+
+    def _job(self, row: Row) -> _Job:
+        return self._jobs.setdefault(
+            row.id, _Job(row.id, row.model, row.priority, row.weight, row.max_in_flight)
+        )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every live worker serves one model only."""
+        return bool(self._slots) and ANY_MODEL not in self._slots
+
+    @property
+    def window(self) -> int:
+        return sum(self._slots.values()) * self._window_factor if self._slots else WINDOW_WITHOUT_WORKERS
+
+    def serves(self, model: str) -> bool:
+        return not self.pinned or model in self._slots
+
+    def candidates(self, sql: Transaction) -> list[list[_Job]]:
+        """The jobs whose shards may be queued, by priority, the highest first."""
+        levels: dict[int, list[_Job]] = {}
+        for row in sql.rows(_CANDIDATES):
+            if self.serves(row.model):
+                levels.setdefault(row.priority, []).append(self._job(row))
+        return list(levels.values())
+
+    def taken(self, priority: int | None) -> int:
+        """Shards in flight of jobs with this priority or a higher one, whose models are served; None: of
+        any priority."""
+        return sum(
+            job.shards
+            for job in self._jobs.values()
+            if self.serves(job.model) and (priority is None or job.priority >= priority)
+        )
+
+    def rooms(self, priority: int) -> dict[str, int]:
+        """Shards that jobs of this priority may still get of each pinned model: more would keep the window
+        from the workers of other models."""
+        if not self.pinned:
+            return {}
+        rooms = {model: slots * self._window_factor for model, slots in self._slots.items()}
+        for job in self._jobs.values():
+            if job.model in rooms and job.priority >= priority:
+                rooms[job.model] -= job.shards
+        return rooms
+
+
+def free_window(sql: Transaction, window_factor: int = 2) -> int:
+    """How many more shards to queue: `window_factor` a slot of live workers, less those queued or leased.
+
+    What waits for a model that nobody serves takes no room, nor do jobs of a lower priority than one with
+    ready shards.
+    """
+    fleet = _Fleet(sql, window_factor)
+    return max(0, fleet.window - fleet.taken(fleet.highest_ready))
+
+
+def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Ticket]:
+    """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
+
+    Order: priority, then the least share of in-flight items by weight, then the older job. Jobs of the
+    highest priority that has ready shards may get all; others what is left beside the shards that are in
+    flight of jobs between. Where every live worker is pinned to a model, only jobs of these models get
+    some, and each model no more than its own workers' window.
+    """
+    if limit <= 0:
+        return []
+    if sql.engine == "postgresql":
+        sql.value(f"SELECT pg_advisory_xact_lock({_DISPATCH_LOCK})")
+    fleet = _Fleet(sql, window_factor)
+    tickets: list[Ticket] = []
+    window = limit + fleet.taken(fleet.highest_ready)
+    for level in fleet.candidates(sql):
+        priority = level[0].priority
+        room = min(limit - len(tickets), window - fleet.taken(priority))
+        tickets += _share_out(sql, level, room, fleet.rooms(priority))
+    for ticket in tickets:
+        # The rows are locked and were seen ready in this transaction.
+        sql.change(
+            """
+            UPDATE shards SET state = 'queued', enqueued_epoch = epoch, enqueued_at = <now>
+            WHERE job_id = :job AND no = :shard
+            """,
+            **of_ticket(ticket),
+        )
+    return tickets
+
+
+def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
+    """Makes tickets that could not be published ready again; returns how many were still queued."""
+    statement = f"""
+    UPDATE shards SET {UNQUEUED}
+    WHERE job_id = :job AND no = :shard AND enqueued_epoch = :epoch AND state = 'queued'
+    """
+    in_order = sorted(tickets, key=lambda ticket: (ticket.job_id, ticket.shard_no))
+    return sum(sql.change(statement, **of_ticket(ticket)) for ticket in in_order)
+
+
+def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, int]) -> list[Ticket]:
+    """Gives one shard after the other to the job with the least share; ties go to the older job.
+
+    `rooms` bounds what models that stand in it may get, and is brought up to date.
+    """
+    tickets: list[Ticket] = []
+    waiting = [job for job in jobs if not job.full]
+    while waiting and len(tickets) < limit:
+        job = min(waiting, key=lambda job: job.share)
+        if job.ready is None:
+            job.ready = _ready_shards(sql, job.id, limit - len(tickets))
+        if not job.ready or rooms.get(job.model, 1) <= 0:
+            waiting.remove(job)
+            continue
+        shard = job.ready.pop(0)
+        tickets.append(Ticket(job.id, shard.no, shard.epoch, job.priority))
+        job.shards += 1
+        job.items += shard.items
+        if job.model in rooms:
+            rooms[job.model] -= 1
+        if job.full:
+            waiting.remove(job)
+    return tickets
+
+
+def _ready_shards(sql: Transaction, job_id: str, limit: int) -> list[Row]:
+    # The shared lock keeps a pause or a cancel from slipping in between the look at the job and the change of
+    # its shards.
+    state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job_id)
+    return sql.rows(_READY, job=job_id, limit=limit) if state in DISPATCHED else []

@@ -192,7 +192,9 @@ class _Call:
 
 
 def _bytes(event: Event) -> int:
-    return 0 if isinstance(event, Failed) else event.samples.nbytes
+    if isinstance(event, Failed):
+        return 0
+    return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
 class ServedModel:

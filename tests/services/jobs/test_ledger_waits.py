@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from pydantic import SecretStr
 
-from jobs.ledger import Ledger, migrate
+from jobs.ledger import Ledger
 from jobs.ledger.database import LedgerLimits
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, ServiceError
@@ -27,7 +27,7 @@ from tests.support.worker_process import REPOSITORY
 #: it again.
 STOPPED = """
 import os, signal, sys
-from jobs.ledger import Ledger, dispatch, leases
+from jobs.ledger import Ledger, leases, workers
 from jobs.ledger.database import LedgerLimits
 from jobs.ledger.records import Ticket
 from pipelines.errors import ServiceError
@@ -37,7 +37,7 @@ def work(connection):
     if what == "finish":
         made = leases.finish_shard(connection, Ticket(ticket[0], int(ticket[1]), int(ticket[2])), None, None)
     else:
-        made = dispatch.take_ready(connection, 1, 2)
+        made = workers.take_ready(connection, 1, 2)
     if not stopped:
         stopped.append(True)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
 
     monkeypatch.setattr(command, "stamp", stamp)
     ledger = Ledger.open(postgres_url)
-    migrate.upgrade(ledger.database)
+    ledger.migrate()
     assert seen == [["0", "0", "0"]]
     assert session(ledger)["lock_timeout"] == "30s"
     ledger.close()

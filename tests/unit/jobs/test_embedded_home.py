@@ -85,7 +85,9 @@ def test_a_planted_record_is_refused(state: Path, how: str, name: str) -> None:
 @pytest.mark.parametrize("ending", ["", "-wal", "-shm", "-journal", ".migrate"])
 def test_a_planted_file_of_the_ledger_is_refused(state: Path, how: str, ending: str) -> None:
     if ending:
-        ledger_of(state).migrate()
+        # Closed: SQLite removes `-wal` and `-shm` with its last connection, also a planted one.
+        with closing(ledger_of(state)) as ledger:
+            ledger.migrate()
         (state / f"ledger.sqlite{ending}").unlink(missing_ok=True)
     plant(state / f"ledger.sqlite{ending}", how)
     before = set(state.parents[1].iterdir())
