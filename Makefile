@@ -57,7 +57,7 @@ lint: install-dev
 	NODE_OPTIONS="$$NODE_OPTIONS --max-semi-space-size=64" nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: install-dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit benchmarks
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit
 
 # A file stays in one process: its tests share an engine. Files begin in the order of tests/conftest.py, the longest first.
 integration: install-dev
@@ -75,17 +75,20 @@ voice-agent:
 voice-agent-gpu:
 	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar voice-agent SERVER_EXTRAS=gpu,serve VOICE="--model qwen3-tts-0.6b-customvoice --voice ryan"
 
-# Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
+# Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 14"` tries some.
 mutants: install-dev
 	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES) $(OPTIONS)
 
-# Kills at moments drawn from many seeds, then one job of each layout under every kind of fault:
+# Slow tests that passed with these sources before, smoke runs of the benchmarks, planted faults, kills at moments drawn from many seeds, then one job of each layout under every kind of fault:
 # `make soak ITEMS=10000 FAULTS=200 SEED=7 LAYOUT=s3 RESULTS=benchmarks/results/chaos.json` (embedded, folder or s3; without one: each).
 CHAOS_SEEDS ?= 11 29 47 132 190 315 338 349 372 373
 ITEMS ?= 2000
 FAULTS ?= 20
 SEED ?= 1
 soak: install-dev
+	$(BIN)/python -m tests.proven --all
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) benchmarks
+	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES)
 	NIGHTJAR_CHAOS_SEEDS="$(CHAOS_SEEDS)" $(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/faults/test_chaos.py
 	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(RESULTS),--results $(RESULTS))
 

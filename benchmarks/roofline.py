@@ -1,7 +1,7 @@
 """The least time a frame can take on a device: every weight and key read once, or every product at the
 matrix units' speed.
 
-The arithmetic of the tables in `benchmarks/NOTES.md`; no GPU is needed to compute it.
+The arithmetic of the tables in `docs/adr`; no GPU is needed to compute it.
 `python -m benchmarks.roofline` prints what is predicted of SparkTTS and Fish Speech on our own engine,
 from floors and from what was measured of Qwen3-TTS.
 """

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -97,6 +97,24 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
+class Stop:
+    """How a run is stopped by whoever started it."""
+
+    def __init__(self) -> None:
+        #: Ends the processes of the run at once.
+        self.kill: Callable[[], None] = lambda: None
+        #: The run cleans up, and is not to be interrupted.
+        self.cleaning = False
+        #: The signal that stops it, once it came.
+        self.number: int | None = None
+
+    def check(self) -> None:
+        """Raises `Interrupted` where the run has to stop, also where C code, or a `__del__`, has swallowed
+        what the signal raised."""
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
 #: Ctrl-C since the command began.
 _interrupts: list[int] = []
 
@@ -142,8 +160,10 @@ def undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def exit_code(error: NightjarError) -> int:
+def exit_code(error: Exception) -> int:
     """The exit code of a command that ends with this error."""
+    if not isinstance(error, NightjarError):
+        return FAILED
     if error.code in _EXIT_BY_CODE:
         return _EXIT_BY_CODE[error.code]
     if error.code.value.startswith("input."):
@@ -220,6 +240,28 @@ class Output:
         if not self.quiet:
             click.echo(text, err=True)
 
+    def records(
+        self,
+        header: Sequence[str],
+        found: Iterable[tuple[Mapping[str, Any], Sequence[object]]],
+        nothing: str = "",
+    ) -> None:
+        """(view, row) of each record, as JSON or as a table; of none `nothing` is noted."""
+        if self.as_json:
+            for view, _ in found:
+                self.data(view)
+        elif rows := [row for _, row in found]:
+            self.table(header, rows)
+        elif nothing:
+            self.note(nothing)
+
+    def record(self, view: Mapping[str, Any]) -> None:
+        """One record, as JSON or as a table of what there is of it."""
+        if self.as_json:
+            self.data(view)
+        else:
+            self.table(("KEY", "VALUE"), _leaves(msgspec.to_builtins(view)))
+
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Aligned columns on stdout; the rows are kept in memory."""
         cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
@@ -231,3 +273,18 @@ class Output:
 
 def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
+
+
+def _leaves(view: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of what a record has; a part that has no parts of its own is one line."""
+    for name, part in view.items():
+        if isinstance(part, list | tuple) and part and isinstance(part[0], dict):
+            part = {str(number): one for number, one in enumerate(part, 1)}
+        if isinstance(part, dict) and any(isinstance(inner, dict | list) for inner in part.values()):
+            yield from _leaves(part, f"{path}{name}.")
+            continue
+        if isinstance(part, dict):
+            part = [f"{key}={value}" for key, value in part.items() if value not in (None, "", ())]
+        text = ", ".join(map(str, part)) if isinstance(part, list | tuple) else part
+        if text not in (None, ""):
+            yield f"{path}{name}", str(text)

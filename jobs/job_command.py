@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from jobs.checks import DEFAULT, PRESETS, Quality
+from jobs.checks import DEFAULT, PRESETS
 from jobs.job_options import flags, options_of, usual_options
 from jobs.ledger.records import Job, JobSpec
 from pipelines.errors import NightjarError
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 #: The variable that chooses the engine of a model that several can run.
 ENGINE = "SPEECH_ENGINE__KIND"
-#: Parts of the longest key of `--qa-set`.
-_KEY_PARTS = 3
+#: Of the longest key of `--qa-set`, that of a limit.
+_LONGEST_KEY_DOTS = 2
 
 
 def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
@@ -37,12 +36,7 @@ def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list
     else:
         chosen = ["env", f"{ENGINE}={engines[0]}"] if len(engines) == 1 else []
         program = [*chosen, "nightjar", "run", job.input_uri, "--out", home]
-    return [*program, *_of_options(job), *_of_quality(_without_own_pace(job.spec))]
-
-
-def command_text(words: list[str]) -> str:
-    """The command as a shell reads it."""
-    return shlex.join(words)
+    return [*program, *_of_options(job), *_of_quality(job.spec)]
 
 
 def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
@@ -90,46 +84,30 @@ def _card(model: str) -> ModelCard | None:
 
 def _of_options(job: Job) -> Iterator[str]:
     """The model, and each other option that is not as usual."""
-    made, usual = options_of(job.spec, job), usual_options()
-    settings = {
-        **made.pop("generation"),
-        **{name: value for name, value in made.items() if name not in flags() and value != usual[name]},
-    }
-    for name, shown in flags().items():
-        value = made.get(name)
+    made, usual, known = options_of(job.spec, job), usual_options(), flags()
+    for name, value in {**made.pop("generation"), **made}.items():
         if value is None or (value == usual.get(name) and name != "model"):
             continue
-        if isinstance(value, Mapping):
+        if name not in known:
+            yield from ("--set", f"{name}={value}")
+        elif isinstance(value, Mapping):
             for key, one in sorted(cast("Mapping[str, str]", value).items()):
-                yield from (shown.flag, f"{key}={one}")
-        elif value is True:
-            yield shown.flag
+                yield from (known[name].flag, f"{key}={one}")
         else:
-            yield from (shown.flag, str(value))
-    for name, value in settings.items():
-        yield from ("--set", f"{name}={value}")
+            yield known[name].flag
+            yield from () if value is True else (str(value),)
 
 
-def _without_own_pace(spec: JobSpec) -> Quality | None:
-    """The checks without the pace that a submit takes from the model itself."""
-    quality = spec.quality
-    if quality is None or not quality.paces:
-        return quality
-    card = _card(spec.model)
-    return (
-        quality
-        if card is None or quality.paces != (card.pace,)
-        else msgspec.structs.replace(quality, paces=())
-    )
-
-
-def _of_quality(quality: Quality | None) -> Iterator[str]:
-    """The preset that is nearest to the checks, and their differences."""
-    if quality is None:
+def _of_quality(spec: JobSpec) -> Iterator[str]:
+    """The preset that is nearest to the checks, and their differences. A submit takes the pace from the
+    model itself."""
+    if spec.quality is None:
         yield from ("--qa", "off")
         return
-    wanted = _tree(quality)
-    presets = {name: _tree(preset) for name, preset in PRESETS.items() if preset is not None}
+    wanted, card = msgspec.to_builtins(spec.quality), _card(spec.model)
+    if card is not None and spec.quality.paces == (card.pace,):
+        wanted.pop("paces", None)
+    presets = {name: msgspec.to_builtins(preset) for name, preset in PRESETS.items() if preset is not None}
     changes = {name: list(_changes(preset, wanted)) for name, preset in presets.items()}
     name = min(changes, key=lambda one: (len(changes[one]), one != DEFAULT))
     if name != DEFAULT:
@@ -139,22 +117,18 @@ def _of_quality(quality: Quality | None) -> Iterator[str]:
 
 
 def _changes(
-    before: Mapping[str, Any], after: Mapping[str, Any], path: tuple[str, ...] = ()
+    before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of each difference: `false` for a bound or a meter that is taken out, `null` for
     a side without a limit."""
     for key in {**before, **after}:
-        here = (*path, key)
-        old, new = before.get(key), after.get(key)
+        here, old, new = f"{path}{key}", before.get(key), after.get(key)
+        is_limit = here.count(".") == _LONGEST_KEY_DOTS
         if old == new and (key in before) == (key in after):
             continue
         if key not in after:
-            yield ".".join(here), None if len(here) == _KEY_PARTS else False
-        elif isinstance(new, Mapping) and len(here) < _KEY_PARTS and (new or old):
-            yield from _changes(cast("Mapping[str, Any]", old or {}), cast("Mapping[str, Any]", new), here)
+            yield here, None if is_limit else False
+        elif isinstance(new, Mapping) and not is_limit and (new or old):
+            yield from _changes(old or {}, cast("Mapping[str, Any]", new), f"{here}.")
         else:
-            yield ".".join(here), new
-
-
-def _tree(quality: Quality) -> dict[str, Any]:
-    return cast("dict[str, Any]", msgspec.to_builtins(quality))
+            yield here, new

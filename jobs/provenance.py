@@ -11,6 +11,8 @@ import json
 import platform
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -22,10 +24,11 @@ from jobs.checks import METERS
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
+from pipelines import registry
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
-from pipelines.request import EngineInfo
+from pipelines.request import EngineInfo, Pipeline
 
 #: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
 LIBRARIES = tuple(
@@ -150,10 +153,13 @@ def model_provenance(model: str) -> ModelProvenance:
 def _model_files(model: str) -> tuple[ModelFile, ...]:
     """The files of a checkpoint folder that a model is read from."""
     folder = Path(model)
-    paths = sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ()
-    return tuple(
-        _model_file(folder, path) for path in paths if path.suffix in _MODEL_FILES and path.is_file()
-    )
+    files: list[ModelFile] = []
+    for path in sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ():
+        if path.suffix in _MODEL_FILES and path.is_file():
+            with path.open("rb") as file:
+                sha256 = sha256_of(file)
+                files.append(ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256))
+    return tuple(files)
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
@@ -254,18 +260,12 @@ def commit() -> str | None:
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "HEAD")
-    return f"{head}+" if head and _git(root, "status", "--porcelain", "--untracked-files=no") else head
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def other_encoders(store: ObjectStore, job: Job) -> list[str]:
@@ -298,7 +298,21 @@ def _accelerator(info: EngineInfo) -> str:
     return "" if info.device == "cpu" else info.device
 
 
-def _model_file(folder: Path, path: Path) -> ModelFile:
-    with path.open("rb") as file:
-        sha256 = sha256_of(file)
-        return ModelFile(path.relative_to(folder).as_posix(), file.tell(), sha256)
+@contextmanager
+def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
+    """The model of a job, as far as its records tell. `say` gets a sentence where it, or what encodes its
+    audio, is another version by now."""
+    card = describe(job.spec.model)
+    now = card.revision
+    if now != job.spec.model_revision:
+        say(
+            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
+        )
+    if others := other_encoders(store, job):
+        say(
+            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {_encoder(job.spec)}, which may make other bytes."
+        )
+    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
+        say(mixed)
+    with closing(registry.open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
+        yield pipeline

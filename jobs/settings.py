@@ -3,8 +3,8 @@ over defaults.
 
 Environment names are `SPEECH_` and the key, nested keys joined by two underscores
 (`SPEECH_WORKER__THREADS`). The file is `nightjar.toml` in the working directory, or what `SPEECH_CONFIG`
-names. An unknown key or a wrong value is a `ConfigError` that names the key and where it was set. A
-field's description is its line in `nightjar config list`.
+names. An unknown key or a wrong value is a `ConfigError` that names the key and where it was set. The
+docstring of a field is its line in `nightjar config list`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import os
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote, unquote, urlsplit
@@ -35,7 +36,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jobs.formatting import is_address
-from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
+from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode, nearest
@@ -51,35 +52,26 @@ CUT_ADDRESS = (
 )
 #: Origins whose keys are written as variables.
 _VARIABLES = ("environment", ".env")
+_LISTED = "`nightjar config list` lists all settings."
 #: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by
 #: another name.
 _QWEN3_ONLY = {"voice_cache", "codec_rows"}
 _NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
 
 
-def _words(value: object) -> object:
-    """The parts of a text between commas."""
-    return (
-        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-    )
+def _of_text(read: Callable[[str], object]) -> BeforeValidator:
+    """Reads a value that is written as a text, as in a variable; a file may have a list."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
-def _paths(value: object) -> object:
-    return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
-
-
-def _command(value: object) -> object:
-    return tuple(shlex.split(value)) if isinstance(value, str) else value
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+def _parts(text: str, separator: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(separator) if part.strip())
 
 
 Positive = Annotated[float, Field(gt=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Words = Annotated[tuple[str, ...], _of_text(lambda text: _parts(text, ","))]
 
 
 class SettingsGroup(BaseModel):
@@ -92,165 +84,131 @@ class S3Settings(SettingsGroup):
     """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance
     role)."""
 
-    endpoint_url: str | None = Field(
-        default=None, description="Address of an S3-compatible server; unset: AWS."
-    )
-    region: str | None = Field(default=None, description="Region of the bucket.")
-    access_key_id: str | None = Field(default=None, description="Access key.")
-    secret_access_key: SecretStr | None = Field(default=None, description="Secret key.")
-    addressing_style: Literal["auto", "path", "virtual"] = Field(
-        default="auto",
-        description="Where the bucket name stands in the URL: in the path or in the host name.",
-    )
+    endpoint_url: str | None = None
+    """Address of an S3-compatible server; unset: AWS."""
+    region: str | None = None
+    """Region of the bucket."""
+    access_key_id: str | None = None
+    """Access key."""
+    secret_access_key: SecretStr | None = None
+    """Secret key."""
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """Where the bucket name stands in the URL: in the path or in the host name."""
 
 
 class WorkerSettings(SettingsGroup):
     """One worker process."""
 
-    drain_seconds: Positive = Field(
-        default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM."
-    )
-    item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
-    metrics_port: Port | None = Field(
-        default=None,
-        description="Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next ones.",
-    )
-    metrics_address: str = Field(
-        default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network."
-    )
-    threads: PositiveInt | None = Field(
-        default=None, description="Threads of the engine. Unset: the fastest measured number."
-    )
-    meter_processes: PositiveInt = Field(
-        default=1, description="Processes of the quality meters, one core each."
-    )
+    drain_seconds: Positive = 300.0
+    """Maximum seconds in which a worker finishes its items after SIGTERM."""
+    item_timeout_seconds: Positive = 600.0
+    """Maximum seconds for one item."""
+    metrics_port: Port | None = None
+    """Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next
+    ones."""
+    metrics_address: str = "127.0.0.1"
+    """Address of the metrics. `0.0.0.0` opens it to every network."""
+    threads: PositiveInt | None = None
+    """Threads of the engine. Unset: the fastest measured number."""
+    meter_processes: PositiveInt = 1
+    """Processes of the quality meters, one core each."""
 
 
 class EngineSettings(SettingsGroup):
     """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the
     device and the model."""
 
-    kind: EngineKind = Field(
-        default="auto",
-        description="Engine of models that both can run: `native` or `vllm`. `auto`: `native`.",
-    )
-    slots: PositiveInt | None = Field(
-        default=None,
-        description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md).",
-    )
-    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`: by the model.",
-    )
-    reproducible: bool | None = Field(
-        default=None,
-        description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do.",
-    )
-    max_context: PositiveInt | None = Field(
-        default=None, description="Maximum positions of an utterance: prompt and speech."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU.",
-    )
-    executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
-        default="auto",
-        description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
-        "`megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS utterances at a time: on an H200 a frame of one at 0.6B "
-        "takes 1.5 instead of 2.0 ms; not for `reproducible`. `auto` has them on GPUs of compute capability 9.0 with at least 128 "
-        "multiprocessors, such as the H200, but not for streams, whose first chunk comes later with them.",
-    )
-    voice_cache: Path | None = Field(
-        default=None,
-        description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory.",
-    )
-    codec_rows: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. "
-        "0: batches of similar lengths. On an H200 256 rows take less than half as much of a core, and with `reproducible` they are 1.8 "
-        "times as fast. They need 7.6 GiB of the GPU.",
-    )
+    kind: EngineKind = "auto"
+    """Engine of models that both can run: `native` or `vllm`. `auto`: `native`."""
+    slots: PositiveInt | None = None
+    """Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."""
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`:
+    by the model."""
+    reproducible: bool | None = None
+    """Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."""
+    max_context: PositiveInt | None = None
+    """Maximum positions of an utterance: prompt and speech."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."""
+    executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
+    """How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower.
+    `auto`: the best. `megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS
+    utterances at a time: on an H200 a frame of one at 0.6B takes 1.5 instead of 2.0 ms; not for
+    `reproducible`. `auto` has them on GPUs of compute capability 9.0 with at least 128 multiprocessors,
+    such as the H200, but not for streams, whose first chunk comes later with them."""
+    voice_cache: Path | None = None
+    """Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in
+    memory."""
+    codec_rows: Annotated[int, Field(ge=0)] = 0
+    """Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. 0:
+    batches of similar lengths. On an H200 256 rows take less than half as much of a core, and with
+    `reproducible` they are 1.8 times as fast. They need 7.6 GiB of the GPU."""
 
 
 class VllmSettings(SettingsGroup):
     """What only the engine `vllm` has."""
 
-    tensor_parallel: PositiveInt = Field(default=1, description="GPUs that share one LM.")
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one LM."""
 
 
 class NotifySettings(SettingsGroup):
     """The hook of the operator that is told of every job's end; it is never a job's."""
 
-    command: Annotated[tuple[str, ...], BeforeValidator(_command)] = Field(
-        default=(),
-        description="Command that runs at each end of a job, without a shell: words as a shell splits them, or a list in a file. The "
-        "status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are variables.",
-    )
-    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
-        default=30.0, description="Maximum seconds for the command."
-    )
+    command: Annotated[tuple[str, ...], _of_text(lambda text: tuple(shlex.split(text)))] = ()
+    """Command that runs at each end of a job, without a shell: words as a shell splits them, or a list
+    in a file. The status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are
+    variables."""
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
+    """Maximum seconds for the command."""
 
 
 class FlowerSettings(SettingsGroup):
     """The dashboard of the queues."""
 
-    basic_auth: SecretStr | None = Field(
-        default=None, description="`user:password` for Flower. Flower does not start without it."
-    )
-    address: str = Field(
-        default="127.0.0.1",
-        description="Address the dashboard listens at; `0.0.0.0` opens it to the network.",
-    )
-    port: Port = Field(default=5555, description="Port of the dashboard.")
+    basic_auth: SecretStr | None = None
+    """`user:password` for Flower. Flower does not start without it."""
+    address: str = "127.0.0.1"
+    """Address the dashboard listens at; `0.0.0.0` opens it to the network."""
+    port: Port = 5555
+    """Port of the dashboard."""
 
 
 class ServeSettings(SettingsGroup):
     """The server of `nightjar serve`."""
 
-    address: str = Field(
-        default="127.0.0.1",
-        description="Address of the server. `0.0.0.0` opens it to every network and needs a key.",
-    )
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=8000, description="Port of the server; 0 takes a free port."
-    )
-    api_key: SecretStr | None = Field(default=None, description="Key that clients must send.")
-    api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
-    allowed_hosts: Words = Field(
-        default=(),
-        description="Host names, separated by `,`, under which a server without a key answers, besides `localhost` and loopback addresses.",
-    )
-    slots: PositiveInt | None = Field(
-        default=None,
-        description="Maximum requests that are handed to the engine. Unset: as many as run and wait there.",
-    )
-    streams: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS; SparkTTS and "
-        "Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU.",
-    )
-    waiting_room: Annotated[int, Field(ge=0)] = Field(
-        default=512,
-        description="Maximum requests that wait in the server before they are handed to the engine. More get status 429.",
-    )
-    request_seconds: Positive = Field(
-        default=600.0, description="Maximum seconds for a request, from its slot to its last byte."
-    )
-    drain_seconds: Positive = Field(
-        default=60.0, description="Maximum seconds for running requests after SIGTERM."
-    )
-    text_in: bool | None = Field(
-        default=None,
-        description="Speak the text of a context while it is being written. Unset: with the voices for which the model always reads "
-        "its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`: all voices of Qwen3-TTS, named ones on all "
-        "routes. `false`: sentence by sentence.",
-    )
-    voices_folder: Path | None = Field(
-        default=None, description="Folder of stored voices. Unset: `voices` in `home`."
-    )
-    strict: bool = Field(
-        default=False, description="Refuse requests for speech with a field that the server does not know."
-    )
+    address: str = "127.0.0.1"
+    """Address of the server. `0.0.0.0` opens it to every network and needs a key."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port of the server; 0 takes a free port."""
+    api_key: SecretStr | None = None
+    """Key that clients must send."""
+    api_key_file: Path | None = None
+    """File of valid keys, one per line."""
+    allowed_hosts: Words = ()
+    """Host names, separated by `,`, under which a server without a key answers, besides `localhost` and
+    loopback addresses."""
+    slots: PositiveInt | None = None
+    """Maximum requests that are handed to the engine. Unset: as many as run and wait there."""
+    streams: Annotated[int, Field(ge=0)] | None = None
+    """Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS;
+    SparkTTS and Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU."""
+    waiting_room: Annotated[int, Field(ge=0)] = 512
+    """Maximum requests that wait in the server before they are handed to the engine. More get status
+    429."""
+    request_seconds: Positive = 600.0
+    """Maximum seconds for a request, from its slot to its last byte."""
+    drain_seconds: Positive = 60.0
+    """Maximum seconds for running requests after SIGTERM."""
+    text_in: bool | None = None
+    """Speak the text of a context while it is being written. Unset: with the voices for which the model
+    always reads its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`:
+    all voices of Qwen3-TTS, named ones on all routes. `false`: sentence by sentence."""
+    voices_folder: Path | None = None
+    """Folder of stored voices. Unset: `voices` in `home`."""
+    strict: bool = False
+    """Refuse requests for speech with a field that the server does not know."""
 
 
 def _job_options(value: dict[str, Any]) -> dict[str, Any]:
@@ -268,22 +226,20 @@ def _job_options(value: dict[str, Any]) -> dict[str, Any]:
 class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
-    input: str = Field(
-        description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night."
-    )
-    store_url: str | None = Field(default=None, description="Store of this schedule. Unset: `store_url`.")
-    exports: Words = Field(
-        default=(),
-        description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible.",
-    )
-    export_to: str | None = Field(
-        default=None,
-        description="Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path ends in one of them, "
-        "a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}` in `home`.",
-    )
-    splits: str | None = Field(
-        default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01."
-    )
+    input: str
+    """Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the
+    night."""
+    store_url: str | None = None
+    """Store of this schedule. Unset: `store_url`."""
+    exports: Words = ()
+    """Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also
+    possible."""
+    export_to: str | None = None
+    """Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path
+    ends in one of them, a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}`
+    in `home`."""
+    splits: str | None = None
+    """Splits of the exports, for example train=0.98,dev=0.01,test=0.01."""
     #: Every other key is an option of the job, by its name in Python (`jobs.job_options`).
     options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
 
@@ -300,33 +256,24 @@ class Schedule(SettingsGroup):
 class Settings(SettingsGroup):
     """Every setting of Nightjar. Build it with `load_settings`; a direct call takes only what it is given."""
 
-    home: Path = Field(
-        default=Path("out"),
-        description="Default folder for ledger, store and broker address of `nightjar run`.",
-    )
-    database_url: SecretStr | None = Field(
-        default=None, description="Ledger: `sqlite:///path` or `postgresql://…`; unset: SQLite in `home`."
-    )
-    broker_url: SecretStr | None = Field(
-        default=None,
-        description="Broker: `redis://…`; unset: the embedded broker of `home` while it runs, else `redis://127.0.0.1:6379/0`.",
-    )
-    store_url: str | None = Field(
-        default=None, description="Store: a folder or `s3://bucket/prefix`; unset: `home`."
-    )
-    audio_roots: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = Field(
-        default=(),
-        description="Folders from which reference audio may be read, separated by `:`. Unset: only the input file's folder.",
-    )
-    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Price per GPU hour, for the cost in `nightjar status`."
-    )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
-        default="info", description="Minimum level of log messages."
-    )
-    log_format: Literal["auto", "json", "console"] = Field(
-        default="auto", description="Format of logs. `auto`: console on a terminal, else JSON."
-    )
+    home: Path = Path("out")
+    """Default folder for ledger, store and broker address of `nightjar run`."""
+    database_url: SecretStr | None = None
+    """Ledger: `sqlite:///path` or `postgresql://…`; unset: SQLite in `home`."""
+    broker_url: SecretStr | None = None
+    """Broker: `redis://…`; unset: the embedded broker of `home` while it runs, else
+    `redis://127.0.0.1:6379/0`."""
+    store_url: str | None = None
+    """Store: a folder or `s3://bucket/prefix`; unset: `home`."""
+    audio_roots: Annotated[tuple[Path, ...], _of_text(lambda text: _parts(text, os.pathsep))] = ()
+    """Folders from which reference audio may be read, separated by `:`. Unset: only the input file's
+    folder."""
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    """Price per GPU hour, for the cost in `nightjar status`."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _of_text(str.lower)] = "info"
+    """Minimum level of log messages."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """Format of logs. `auto`: console on a terminal, else JSON."""
     s3: S3Settings = S3Settings()
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
@@ -334,7 +281,8 @@ class Settings(SettingsGroup):
     notify: NotifySettings = NotifySettings()
     flower: FlowerSettings = FlowerSettings()
     serve: ServeSettings = ServeSettings()
-    schedules: dict[str, Schedule] = Field(default={}, description="Nightly jobs by name.")
+    schedules: dict[str, Schedule] = {}
+    """Nightly jobs by name."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _times: Times = PrivateAttr(default_factory=read_times)
@@ -416,18 +364,15 @@ class Settings(SettingsGroup):
         engine = self.chosen_engine(card)
         if engine == "cpu":
             return {} if self.worker.threads is None else {"threads": self.worker.threads}
-        options: dict[str, Any] = self.engine.model_dump(exclude_defaults=True, mode="json", exclude={"kind"})
+        others = {"kind"}
+        if engine == "vllm":
+            others |= _NATIVE_ONLY
+        elif not has_option(card, "voice_cache"):
+            others |= _QWEN3_ONLY
+        options: dict[str, Any] = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=others)
         if engine == "vllm":
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
-        unknown = (
-            _NATIVE_ONLY
-            if engine == "vllm"
-            else set[str]()
-            if has_option(card, "voice_cache")
-            else _QWEN3_ONLY
-        )
-        options = {name: value for name, value in options.items() if name not in unknown}
         return options | ({"engine": engine} if card.engines else {})
 
     def unused(self, card: ModelCard) -> str | None:
@@ -504,19 +449,13 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise _invalid(
-            f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it."
-        ) from None
-    except OSError as error:
-        raise _invalid(
-            f"The configuration file {path} cannot be read: {error.strerror}.",
-            "Make it a readable TOML file.",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise _invalid(f"The configuration file {path} is not TOML: {error}.", "Correct it.") from None
+        message = f"The configuration file {path} does not exist."
+        raise _invalid(message, "Correct SPEECH_CONFIG or unset it.") from None
+    except (OSError, ValueError) as error:
+        message = f"The configuration file {path} cannot be read: {error}."
+        raise _invalid(message, "Make it a readable TOML file.") from None
 
 
 def _dotenv() -> Mapping[str, str]:
@@ -527,7 +466,7 @@ def _dotenv() -> Mapping[str, str]:
 
     try:
         return {name: value for name, value in dotenv_values(path).items() if value is not None}
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise _invalid(f"The file .env cannot be read: {error}.", "Make it readable or remove it.") from None
 
 
@@ -541,23 +480,17 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
         if not variable.startswith(PREFIX) or variable in NOT_SETTINGS:
             continue
         *parents, leaf = variable.removeprefix(PREFIX).lower().split("__")
-        node = tree
+        node: Any = tree
         for part in parents:
-            child = node.setdefault(part, {})
-            if not isinstance(child, dict):
-                raise _invalid(
-                    f"{name} ({origin}) is set beside a value of the whole group.", "Set one of the two."
-                )
-            node = cast("dict[str, Any]", child)
-        node[leaf] = _object_or_text(value)
+            node = node.setdefault(part, {})
+            if not hasattr(node, "setdefault"):
+                message = f"{name} ({origin}) is set beside a value of the whole group."
+                raise _invalid(message, "Set one of the two.")
+        node[leaf] = value
+        if value.startswith("{"):
+            with suppress(ValueError):
+                node[leaf] = json.loads(value)
     return tree
-
-
-def _object_or_text(value: str) -> Any:
-    try:
-        return json.loads(value) if value.startswith("{") else value
-    except ValueError:
-        return value
 
 
 def _merge(
@@ -566,9 +499,9 @@ def _merge(
     for key, value in values.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping):
-            child = into.get(key)
-            into[key] = nested = cast("dict[str, Any]", child) if isinstance(child, dict) else {}
-            _merge(nested, cast("Mapping[str, Any]", value), origin, origins, f"{name}.")
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            _merge(into[key], cast("Mapping[str, Any]", value), origin, origins, f"{name}.")
         else:
             into[key] = value
             origins[name] = origin
@@ -587,28 +520,21 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
     if first["type"] == "extra_forbidden":
         return _no_setting(given or key, origins.get(given, ""))
-    reason = first["msg"].removeprefix("Value error, ")
     where = _set_in(key, origins.get(given, ""))
-    return _invalid(
-        f"The setting {key}{where} cannot be used: {reason}.",
-        "Correct it; `nightjar config list` lists all settings.",
-    )
+    reason = first["msg"].removeprefix("Value error, ")
+    return _invalid(f"The setting {key}{where} cannot be used: {reason}.", f"Correct it; {_LISTED}")
 
 
 def _no_setting(key: str, origin: str) -> ConfigError:
     """The error of a key that is none, with the nearest that there is, as it is written where this one was
     set."""
-    schedule = key.split(".")[1] if key.startswith("schedules.") else "NAME"
-    near = nearest(key, _keys(Settings, schedule), _variable if origin in _VARIABLES else str)
-    return _invalid(
-        f"There is no setting {key}{_set_in(key, origin)}.",
-        f"{near}`nightjar config list` lists all settings.",
-    )
+    near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
+    return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
 
 
 def _set_in(key: str, origin: str) -> str:
     """Where a key was set, for a sentence; nothing where it was not."""
-    return f" ({origin}{f' {_variable(key)}' if origin in _VARIABLES else ''})" if origin else ""
+    return f" ({origin}{f' {variable_of(key)}' if origin in _VARIABLES else ''})" if origin else ""
 
 
 def _refuse_other_prefix(variable: str, origin: str) -> None:
@@ -616,31 +542,37 @@ def _refuse_other_prefix(variable: str, origin: str) -> None:
     effect."""
     rest = variable.removeprefix("NIGHTJAR_")
     key = rest.lower().replace("__", ".")
-    if PREFIX + rest in NOT_SETTINGS or key in _keys(Settings, key.split(".")[1] if "." in key else ""):
-        raise _invalid(
-            f"There is no setting {variable} ({origin}).",
-            f"Did you mean {PREFIX}{rest}? All settings begin so.",
-        )
+    if PREFIX + rest in NOT_SETTINGS or key in setting_keys(key):
+        message = f"There is no setting {variable} ({origin})."
+        raise _invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin so.")
 
 
-def _variable(key: str) -> str:
+def variable_of(key: str) -> str:
+    """The environment variable of a dotted key."""
     return f"{PREFIX}{key.replace('.', '__').upper()}"
 
 
-def _keys(group: type[SettingsGroup], schedule: str, path: str = "") -> Iterator[str]:
-    """The dotted keys of all settings, those of a schedule with its name."""
+def setting_fields(
+    group: type[SettingsGroup] = Settings, path: str = "", schedule: str = "NAME"
+) -> Iterator[tuple[str, type[SettingsGroup]]]:
+    """(dotted key, group that it is a field of) of all settings, those of a schedule with its name."""
+    for name, field in group.model_fields.items():
+        inner = Schedule if name == "schedules" else field.annotation
+        if isinstance(inner, type) and issubclass(inner, SettingsGroup):
+            below = f"{name}.{schedule}" if inner is Schedule else name
+            yield from setting_fields(inner, f"{path}{below}.", schedule)
+        else:
+            yield f"{path}{name}", group
+
+
+def setting_keys(like: str) -> set[str]:
+    """The dotted keys of all settings and, for a key that is `like` one of a schedule, of the options of
+    its jobs."""
     from jobs.job_options import hints
 
-    for name, field in group.model_fields.items():
-        inner = field.annotation
-        if name == "schedules":
-            yield from _keys(Schedule, schedule, f"schedules.{schedule}.")
-        elif name == "options":
-            yield from (f"{path}{option}" for option in hints())
-        elif isinstance(inner, type) and issubclass(inner, SettingsGroup):
-            yield from _keys(inner, schedule, f"{path}{name}.")
-        else:
-            yield f"{path}{name}"
+    schedule = like.split(".")[1] if like.startswith("schedules.") else "NAME"
+    keys = {key for key, _ in setting_fields(schedule=schedule)}
+    return keys | {f"schedules.{schedule}.{option}" for option in hints()}
 
 
 def _invalid(message: str, advice: str) -> ConfigError:

@@ -40,7 +40,7 @@ class AttentionTile:
     splits: tuple[tuple[int, int], ...]
 
 
-#: Measured best (benchmarks/NOTES.md) where up to so many query heads share a kv head, at any number of rows;
+#: Measured best (docs/adr/0007) where up to so many query heads share a kv head, at any number of rows;
 #: and where more do.
 _FEW_HEADS = 2
 _FEW = AttentionTile(16, 1, 5, ((8, 8), (32, 4), (1 << 30, 1)))

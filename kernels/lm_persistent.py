@@ -30,7 +30,7 @@ FAILED = 4
 #: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a
 #: millisecond. For each of them, a block also waits 32 clocks of a launch for its weights: 80 ms.
 PATIENCE = 1 << 22
-#: Clocks between two copies of a block's weight stream; measured best (benchmarks/NOTES.md).
+#: Clocks between two copies of a block's weight stream; measured best (docs/adr/0009).
 GAP = 1100
 _FAULT = 1
 #: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
@@ -61,7 +61,7 @@ class Cut:
         return 32 * (self.warps + 1)
 
 
-#: The compute capability of the GPU that the pace of the weights' copies and the times of benchmarks/NOTES.md
+#: The compute capability of the GPU that the pace of the weights' copies and the times of docs/adr/0009
 #: are from.
 MEASURED_ON = (9, 0)
 #: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.

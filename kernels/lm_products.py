@@ -94,7 +94,7 @@ class Cut:
         return None
 
 
-#: Measured best (benchmarks/NOTES.md) for up to 32 rows, and for more, by weight rows and inner size.
+#: Measured best (docs/adr/0008) for up to 32 rows, and for more, by weight rows and inner size.
 CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
     (4096, 1024): (Cut(4, 4), Cut(2, 6)),
     (1024, 2048): (Cut(8, 4), Cut(4, 3)),

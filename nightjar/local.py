@@ -8,16 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jobs.console import Interrupted
-from jobs.embedded import EmbeddedHome
+from jobs.console import Interrupted, Stop
 from jobs.ledger.records import Job
-from jobs.ledger.status import JobStatus
-from jobs.local_run import LocalRun, RunResult, run_locally
-from nightjar.advice import advise, in_python
-from pipelines.errors import NightjarError
+from jobs.local_run import LocalRun, run_locally
+from jobs.progress import Progress
 
 if TYPE_CHECKING:
-    from jobs.ingest import IngestProgress
+    pass
 
 _LOOK_SECONDS = 0.2
 
@@ -30,6 +27,18 @@ def _at_end(call: Callable[[], None]) -> None:
         register(call)
 
 
+class _Notes(Progress):
+    """What a run says; how far it is the job itself knows."""
+
+    def __init__(self, *, silent: bool) -> None:
+        super().__init__(quiet=True)
+        self._silent = silent
+
+    def say(self, text: str) -> None:
+        if not self._silent:
+            print(text, file=sys.stderr)
+
+
 class LocalThread(threading.Thread):
     """Runs one job. The kernel ends its workers with this thread, so that it lives until they have ended.
 
@@ -40,15 +49,11 @@ class LocalThread(threading.Thread):
     def __init__(self, run: LocalRun, *, quiet: bool) -> None:
         super().__init__(name="nightjar-run", daemon=False)
         self._run = run
-        self._quiet = quiet
+        self._notes = _Notes(silent=quiet)
         self._known = threading.Event()
-        self._stopping = threading.Event()
-        self._embedded: EmbeddedHome | None = None
-        #: The job, once its input is read; how far that is; how far the job is.
+        self._asked = Stop()
+        #: The job, once its input is read.
         self.job: Job | None = None
-        self.read: IngestProgress | None = None
-        self.status: JobStatus | None = None
-        self.result: RunResult | None = None
         self.stopped = False
         self.error: BaseException | None = None
         #: Whether the program has seen how it ended.
@@ -73,20 +78,19 @@ class LocalThread(threading.Thread):
     def stop(self) -> None:
         """Stops the run and waits for it: items in the engine have some seconds to finish. A second
         interrupt ends it at once."""
-        self._stopping.set()
+        self._asked.number = signal.SIGINT
         try:
             while self.is_alive():
                 self.join(_LOOK_SECONDS)
         except BaseException:
-            if self._embedded is not None:
-                self._embedded.kill()
+            self._asked.kill()
             raise
 
     def end_with_program(self) -> None:
         """Waits for the run, or stops it; says why it failed where nobody asked."""
         typed = hasattr(sys, "ps1") or "IPython" in sys.modules
         if typed or getattr(sys, "last_type", None) is not None:
-            self._stopping.set()
+            self._asked.number = signal.SIGINT
         try:
             self.join()
         except KeyboardInterrupt:
@@ -96,36 +100,14 @@ class LocalThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.result = run_locally(self._run, self)
+            run_locally(self._run, self._notes, self._asked, self._submitted)
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
-            self.error = advise(error) if isinstance(error, NightjarError) else error
+            self.error = error
         finally:
             self._known.set()
 
-    def began(self, embedded: EmbeddedHome) -> None:
-        self._embedded = embedded
-
-    def say(self, text: str) -> None:
-        if not self._quiet:
-            print(in_python(text), file=sys.stderr)
-
-    def reading(self, ingest: IngestProgress) -> None:
-        self.read = ingest
-        self.check()
-
-    def submitted(self, job: Job, *, created: bool) -> None:
+    def _submitted(self, job: Job) -> None:
         self.job = job
         self._known.set()
-
-    def update(self, status: JobStatus) -> None:
-        self.status = status
-
-    def check(self) -> None:
-        """Raises `Interrupted` when the run was asked to stop."""
-        if self._stopping.is_set():
-            raise Interrupted(signal.SIGINT)
-
-    def ending(self) -> None:
-        """Nothing is to be told."""

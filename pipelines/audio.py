@@ -45,7 +45,8 @@ _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5),
 #: What a filter runs over at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-_MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
+WAV_HEADER_BYTES = _WAV_HEADER.size
+_MAX_WAV_SAMPLES = (2**32 - 1 - WAV_HEADER_BYTES) // 2
 
 #: Container and coding of the formats that libsndfile writes, in its words.
 CONTAINERS: dict[str, tuple[str, str]] = {
@@ -82,7 +83,8 @@ def decode(
         raise _too_long(max_seconds)
     if len(mono) == 0:
         raise _unreadable("The audio is empty.")
-    if not _finite(mono):
+    # A sum tells it in a tenth of the time of a look at each sample.
+    if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
     if sample_rate is not None and sample_rate != rate:
         mono, rate = soxr.resample(mono, rate, sample_rate, quality=quality), sample_rate
@@ -166,7 +168,10 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     np.rint(scaled, out=scaled)
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
-        return _wav(pcm, sample_rate)
+        if len(pcm) > _MAX_WAV_SAMPLES:
+            message, advice = "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+        return wav_header(sample_rate, pcm.nbytes) + pcm.tobytes()
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", advice)
@@ -175,6 +180,14 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     buffer = io.BytesIO()
     soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
     return _with_steady_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+
+
+def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
+    """The header of a mono WAV file of this format tag and bytes a sample; None: a stream, whose length nobody
+    knows, and whose players read on to the end."""
+    riff, data = (data_bytes + 36, data_bytes) if data_bytes is not None else (0xFFFFFFFF, 0xFFFFFFFF)
+    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
+    return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
@@ -189,8 +202,8 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
     if not len(made):
         return made
-    before, after = _peak(samples), _peak(made)
-    return made * np.float32(max(before, PEAK_LIMIT) / after) if after > max(before, PEAK_LIMIT) else made
+    limit, after = max(_peak(samples), PEAK_LIMIT), _peak(made)
+    return made * np.float32(limit / after) if after > limit else made
 
 
 def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
@@ -211,7 +224,7 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
         bounds = (np.arange(hops + 1) * hop).astype(np.intp)
         sums = np.add.reduceat(power[: bounds[-1]], bounds[:-1])
         blocks = np.convolve(sums, np.ones(_HOPS_PER_BLOCK), "valid") / (_BLOCK_SECONDS * sample_rate)
-    blocks = blocks[blocks >= _power(_ABSOLUTE_GATE_LUFS)]
+    blocks = blocks[blocks >= 10 ** ((_ABSOLUTE_GATE_LUFS - _OFFSET_LUFS) / 10)]
     if len(blocks) == 0:
         return -math.inf
     blocks = blocks[blocks > blocks.mean() * 10 ** (_RELATIVE_GATE_LU / 10)]
@@ -284,27 +297,6 @@ def _filtered(
             piece[at] -= denominator[:at:-1] @ found[begin + at - order : begin]
         piece[:] = solved(order, band[:, : len(piece)], piece, lower=1, diag=1)
     return found
-
-
-def _power(lufs: float) -> float:
-    return 10 ** ((lufs - _OFFSET_LUFS) / 10)
-
-
-def _finite(samples: NDArray[np.float32]) -> bool:
-    # A sum tells it in a tenth of the time of a look at each sample.
-    return math.isfinite(float(samples.sum(dtype=np.float64)))
-
-
-def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
-    if len(pcm) > _MAX_WAV_SAMPLES:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
-        )
-    size = 2 * len(pcm)
-    header = _WAV_HEADER.pack(
-        b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size
-    )
-    return header + pcm.tobytes()
 
 
 def ogg_pages(data: bytes) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
 
@@ -58,6 +59,9 @@ def is_prose(text: str) -> bool:
     return not (spaced and 2 * len(text.split()) < 5 * max(1, marks)) and not _unlike_prose().search(text)
 
 
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast a voice speaks: seconds = `base_seconds` + `seconds_per_unit` x `text_units(text)`.
 
@@ -65,11 +69,11 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     as it should be; that of a text that is no prose, `WIDE_LOW` to `WIDE_HIGH` times.
     """
 
-    base_seconds: float
-    seconds_per_unit: float
-    low: float
-    high: float
-    slack_seconds: float = SLACK_SECONDS
+    base_seconds: _NotNegative
+    seconds_per_unit: _NotNegative
+    low: _NotNegative
+    high: _NotNegative
+    slack_seconds: _NotNegative = SLACK_SECONDS
     #: Only for this voice and this language; empty: for every one.
     voice: str = ""
     language: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import TypeVar
@@ -36,17 +37,40 @@ OPENAI_VOICES = (
     "shimmer",
     "verse",
 )
-_INFINITY = float("inf")
-_MAX_SEED = 2**63 - 1
+_TINY, _HUGE = math.nextafter(0, 1), sys.float_info.max
+#: The least and the most that each setting may be, and how that is said.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
+    "top_p": (_TINY, 1, "above 0 and at most 1"),
+    "max_tokens": (1, _HUGE, "1 or more"),
+    **dict.fromkeys(("repetition_penalty", "max_seconds"), (_TINY, _HUGE, "above 0")),
+    **dict.fromkeys(("temperature", "top_k", "cfg"), (0, _HUGE, "0 or more")),
+    **dict.fromkeys(("text_temperature", "audio_temperature", "audio_top_k"), (0, _HUGE, "0 or more")),
+}
 #: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of
 #: the batch.
 _MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
 _MAX_TOP_K = 2**31 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
-_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-#: Settings of models that write text and audio.
-_TWO_FOLD = ("text_temperature", "audio_temperature", "audio_top_k", "max_tokens")
+#: Settings, the ability that they need, what a model without it is said to lack, and what others do.
+_NEEDS = (
+    (("reference_text",), "cloning", "cannot clone a voice", "that clones"),
+    (("instruct",), "instruct", "takes no instructions", "that follows instructions"),
+    (("cfg",), "guidance", "has no guidance", "with guidance"),
+    (
+        ("text_temperature", "audio_temperature", "audio_top_k", "max_tokens"),
+        "text_out",
+        "does not write text",
+        "that writes text and audio",
+    ),
+    (
+        ("temperature", "top_k", "top_p", "repetition_penalty"),
+        "sampling",
+        "does not sample",
+        "that samples",
+    ),
+)
 
 T = TypeVar("T")
 
@@ -79,13 +103,10 @@ class SpeechTask(msgspec.Struct, frozen=True):
         `recording`."""
         if self.reference_audio is None:
             return []
-        texts = (
-            [self.reference_text or ""] if not self.more_audio else (self.reference_text or "").split("\n")
-        )
-        return [
-            (_loaded(audio), text.strip())
-            for audio, text in zip((self.reference_audio, *self.more_audio), texts, strict=True)
-        ]
+        said = self.reference_text or ""
+        texts = said.split("\n") if self.more_audio else [said]
+        audio = map(_loaded, (self.reference_audio, *self.more_audio))
+        return [(recording, text.strip()) for recording, text in zip(audio, texts, strict=True)]
 
 
 def speech_task(
@@ -102,11 +123,9 @@ def speech_task(
     is dropped in silence, apart from system text for a model that takes no instructions.
     """
     check_generation(generation)
+    text, audio, system = _said(messages, capabilities)
     if capabilities.multi_turn:
-        text, system = _whole_dialogue(messages, capabilities.audio_in)
         audio = []
-    else:
-        text, audio, system = _one_turn(messages, capabilities.references)
     if len(text) > capabilities.max_text_characters:
         raise InputError(
             ErrorCode.INPUT_TOO_LONG,
@@ -130,37 +149,23 @@ def speech_task(
 
 
 def check_generation(generation: Generation) -> None:
-    """Raises `InputError` (`input.bad_generation`) that names the first setting outside its range.
-
-    Ranges: 0 <= seed < 2**63, temperature >= 0, top_k >= 0, 0 < top_p <= 1, repetition_penalty > 0, cfg >=
-    0, max_seconds > 0, text_temperature and audio_temperature >= 0, audio_top_k >= 0, max_tokens > 0.
-    """
-    if (seed := generation.seed) is not None and not 0 <= seed < 2**63:
-        raise _bad_setting("seed", seed, "a whole number from 0 to 2**63 - 1")
-    if (temperature := generation.temperature) is not None and not 0 <= temperature < _INFINITY:
-        raise _bad_setting("temperature", temperature, "0 or more")
-    for name in ("top_k", "text_temperature", "audio_temperature", "audio_top_k"):
-        if (value := getattr(generation, name)) is not None and not 0 <= value < _INFINITY:
-            raise _bad_setting(name, value, "0 or more")
-    if (tokens := generation.max_tokens) is not None and tokens < 1:
-        raise _bad_setting("max_tokens", tokens, "1 or more")
-    if (top_p := generation.top_p) is not None and not 0 < top_p <= 1:
-        raise _bad_setting("top_p", top_p, "above 0 and at most 1")
-    if (penalty := generation.repetition_penalty) is not None and not 0 < penalty < _INFINITY:
-        raise _bad_setting("repetition_penalty", penalty, "above 0")
-    if (cfg := generation.cfg) is not None and not 0 <= cfg < _INFINITY:
-        raise _bad_setting("cfg", cfg, "0 or more")
-    if (seconds := generation.max_seconds) is not None and not 0 < seconds < _INFINITY:
-        raise _bad_setting("max_seconds", seconds, "above 0")
+    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range: `_RANGES`."""
+    for name in _RANGES:
+        if (value := getattr(generation, name)) is not None:
+            _check_range(name, value)
 
 
 def check_seed(seed: int) -> None:
     """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed <
     2**63."""
-    if not 0 <= seed <= _MAX_SEED:
-        raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION, f"The seed is {seed}.", "Give a whole number from 0 to 2**63 - 1."
-        )
+    _check_range("seed", seed)
+
+
+def _check_range(name: str, value: float) -> None:
+    least, most, allowed = _RANGES[name]
+    if not least <= value <= most:
+        message = f"`{name}` is {value!r}; it must be {allowed}."
+        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
 
 def no_character() -> InputError:
@@ -215,231 +220,116 @@ def is_visible(text: str) -> bool:
 def _loaded(audio: str | bytes | None) -> bytes:
     if isinstance(audio, bytes):
         return audio
-    raise InputError(
-        ErrorCode.INPUT_AUDIO_MISSING,
-        "The reference audio was not loaded.",
-        "Give it as bytes of the encoded file.",
-    )
+    message, advice = "The reference audio was not loaded.", "Give it as bytes of the encoded file."
+    raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
 
 
-def _one_turn(messages: Sequence[Message], references: int) -> tuple[str, list[str | bytes], str | None]:
-    """The user's text, reference audio (so many at most) and the system text of a dialogue with one user
-    turn."""
-    text: str | None = None
+def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[str | bytes], str | None]:
+    """What the user writes, a text a line, what the user brings as audio, and the system text. Raises where
+    there is nothing to speak or to answer, and for more than one user turn where the model takes one."""
+    written: list[str] = []
     audio: list[str | bytes] = []
-    system: str | None = None
-    turn_over = False
+    system: list[str] = []
+    turn_over = several = False
+    hears = able.audio_in or not able.multi_turn
     for message in messages:
-        role = message.role
-        if role == "assistant":
-            turn_over = turn_over or text is not None or bool(audio)
-        elif role == "system":
-            system = _system_text(system, message)
-        elif turn_over:
-            raise InputError(
-                ErrorCode.INPUT_MULTI_TURN,
-                "The dialogue has more than one user turn.",
-                "Give each turn its own line.",
-            )
+        if message.role == "assistant":
+            turn_over = not able.multi_turn and bool(written or audio)
+        elif turn_over and message.role == "user":
+            several = True
         elif message.modality == "text":
-            if text is not None:
-                raise InputError(
-                    ErrorCode.INPUT_MULTI_TURN,
-                    "The dialogue has more than one user text.",
-                    "Give each text its own line.",
-                )
-            text = _text(message)
-        elif message.modality == "audio":
-            if len(audio) == references:
-                most = "one audio message" if references == 1 else f"{references} audio messages"
-                raise _unsupported(
-                    f"The user turn has more than {most}", "Keep those that are the reference voices."
-                )
+            if isinstance(message.content, bytes):
+                text = f"A {message.role} text message holds bytes."
+                raise InputError(ErrorCode.INPUT_BAD_LINE, text, "Give its content as text.")
+            (system if message.role == "system" else written).append(message.content.strip())
+        elif message.modality == "audio" and message.role == "user" and hears:
             audio.append(message.content)
         else:
-            raise _bad_modality(message)
-    if text is None or not is_visible(text):
-        raise InputError(
-            ErrorCode.INPUT_EMPTY_TEXT,
-            "The dialogue has no user text to speak.",
-            "Give the line a user text message.",
-        )
-    return text.strip(), audio, system
+            raise InputError(
+                ErrorCode.INPUT_BAD_MODALITY,
+                f"This model cannot use a {message.role} message of modality {message.modality!r}.",
+                "Remove the message, or use a model that takes it.",
+            )
+    if several or (not able.multi_turn and len(written) > 1):
+        message, advice = "The dialogue has more than one user turn or text.", "Give each its own line."
+        raise InputError(ErrorCode.INPUT_MULTI_TURN, message, advice)
+    text = "\n".join(written)
+    if not is_visible(text) and not (able.multi_turn and audio):
+        message, advice = "The dialogue has no user text.", "Give the line a user text message."
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, advice)
+    return text, audio, "\n".join(filter(is_visible, system)) or None
 
 
-def _whole_dialogue(messages: Sequence[Message], audio_in: bool) -> tuple[str, str | None]:
-    """All user texts, one a line, and the system text; raises when the user neither writes nor speaks."""
-    texts: list[str] = []
-    system: str | None = None
-    heard = False
-    for message in messages:
-        if message.role == "system":
-            system = _system_text(system, message)
-        elif message.role == "user":
-            if message.modality == "text":
-                texts.append(_text(message).strip())
-            elif message.modality == "audio" and audio_in:
-                heard = True
-            else:
-                raise _bad_modality(message)
-    text = "\n".join(texts)
-    if not heard and not is_visible(text):
-        raise InputError(
-            ErrorCode.INPUT_EMPTY_TEXT,
-            "The dialogue has no user message to answer.",
-            "Give the line a user message.",
-        )
-    return text, system
-
-
-def _text(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    raise InputError(
-        ErrorCode.INPUT_BAD_LINE, f"A {message.role} text message holds bytes.", "Give its content as text."
-    )
-
-
-def _system_text(earlier: str | None, message: Message) -> str | None:
-    if message.modality != "text":
-        raise _bad_modality(message)
-    text = _text(message)
-    if not is_visible(text):
-        return earlier
-    return text.strip() if earlier is None else f"{earlier}\n{text.strip()}"
-
-
-def _check_abilities(
-    audio: Sequence[str | bytes], generation: Generation, capabilities: Capabilities
-) -> None:
+def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able: Capabilities) -> None:
     if generation.roles is not None:
         raise _unsupported("`roles` has no meaning here", "Say the settings for the whole line.")
-    if audio and not capabilities.cloning:
-        raise _unsupported(
-            "This model cannot clone a voice",
-            "Remove the audio message beside the text, or use a model that clones.",
-        )
-    if not audio and capabilities.needs_reference:
+    if len(audio) > able.references:
+        most = "one audio message" if able.references == 1 else f"{able.references} audio messages"
+        raise _unsupported(f"The user turn has more than {most}", "Keep those that are the reference voices.")
+    if audio and not able.cloning:
+        advice = "Remove the audio message beside the text, or use a model that clones."
+        raise _unsupported("This model cannot clone a voice", advice)
+    if not audio and able.needs_reference:
         advice = "Name a stored voice, or add a user audio message."
         raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", advice)
-    if generation.reference_text is not None:
-        if not capabilities.cloning:
-            raise _unsupported(
-                "This model cannot clone a voice", "Remove `reference_text`, or use a model that clones."
-            )
-        if not audio:
-            raise InputError(
-                ErrorCode.INPUT_REFERENCE_TEXT,
-                "The line has `reference_text` but no reference audio.",
-                "Add the user audio it belongs to.",
-            )
-    _check_reference_text(len(audio), generation.reference_text, capabilities)
-    if generation.instruct is not None and not capabilities.instruct:
-        raise _unsupported(
-            "This model takes no instructions", "Remove `instruct`, or use a model that follows instructions."
-        )
-    if generation.cfg is not None and not capabilities.guidance:
-        raise _unsupported("This model has no guidance", "Remove `cfg`, or use a model with guidance.")
-    if generation.mode is not None and generation.mode not in capabilities.modes:
-        raise _unsupported(
-            f"This model has no mode {generation.mode!r}", "Remove `mode`, or use a model that has it."
-        )
-    if not capabilities.text_out:
-        for name in _TWO_FOLD:
-            if getattr(generation, name) is not None:
-                raise _unsupported(
-                    "This model does not write text",
-                    f"Remove `{name}`, or use a model that writes text and audio.",
-                )
-    if not capabilities.sampling:
-        for name in _SAMPLING:
-            if getattr(generation, name) is not None:
-                raise _unsupported(
-                    "This model does not sample", f"Remove `{name}`, or use a model that samples."
-                )
-
-
-def _check_reference_text(recordings: int, text: str | None, capabilities: Capabilities) -> None:
-    lines = (text or "").split("\n")
-    if recordings > 1 and len(lines) != recordings:
+    for names, ability, lacks, others in _NEEDS:
+        for name in names:
+            if getattr(generation, name) is not None and not getattr(able, ability):
+                raise _unsupported(f"This model {lacks}", f"Remove `{name}`, or use a model {others}.")
+    if generation.mode is not None and generation.mode not in able.modes:
+        advice = "Remove `mode`, or use a model that has it."
+        raise _unsupported(f"This model has no mode {generation.mode!r}", advice)
+    text = generation.reference_text
+    lines = [text or ""] if len(audio) < 2 else (text or "").split("\n")
+    message = advice = ""
+    if text is not None and not audio:
+        message = "The line has `reference_text` but no reference audio."
+        advice = "Add the user audio it belongs to."
+    elif audio and len(lines) != len(audio):
         message = (
-            f"The line has {recordings} reference recordings, and {len(lines)} lines of `reference_text`."
+            f"The line has {len(audio)} reference recordings, and {len(lines)} lines of `reference_text`."
         )
-        raise InputError(
-            ErrorCode.INPUT_REFERENCE_TEXT,
-            message,
-            "Give one line of `reference_text` for each recording, in their order.",
-        )
-    if (
-        recordings
-        and capabilities.needs_reference_text
-        and not all(map(is_visible, lines if recordings > 1 else [text or ""]))
-    ):
+        advice = "Give one line of `reference_text` for each recording, in their order."
+    elif audio and able.needs_reference_text and not all(map(is_visible, lines)):
         message = "This model clones a voice by its words too, and a recording has no `reference_text`."
-        raise InputError(
-            ErrorCode.INPUT_REFERENCE_TEXT,
-            message,
-            "Say in `generation.reference_text` what the recording says.",
-        )
+        advice = "Say in `generation.reference_text` what the recording says."
+    if message:
+        raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, message, advice)
 
 
 def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
     """The voice of a model that is asked for, up to case and white space around it, or by one of
     `OPENAI_VOICES`; None: the model has none of this name."""
-    if (voice := _named(asked, voices)) is not None or not voices or asked not in OPENAI_VOICES:
-        return voice
-    return voices[OPENAI_VOICES.index(asked) % len(voices)]
+    if asked in voices:
+        return asked
+    folded = asked.strip().casefold()
+    for voice in voices:
+        if voice.casefold() == folded:
+            return voice
+    if voices and asked in OPENAI_VOICES:
+        return voices[OPENAI_VOICES.index(asked) % len(voices)]
+    return None
 
 
-def _voice(asked: str, capabilities: Capabilities) -> str | None:
+def _voice(asked: str, able: Capabilities) -> str | None:
     """None for the model's own: a name of OpenAI's where there are no voices to choose from."""
-    voices = capabilities.voices
+    voices = able.voices
     if (voice := own_voice(asked, voices)) is not None:
         return voice
-    if not voices and not capabilities.multi_turn and asked in OPENAI_VOICES:
+    if not voices and not able.multi_turn and asked in OPENAI_VOICES:
         return None
-    advice = (
-        f"Choose one of: {', '.join(voices)}."
-        if voices
-        else "This model has no named voices: remove `voice`."
-    )
+    none = "This model has no named voices: remove `voice`."
+    advice = f"Choose one of: {', '.join(voices)}." if voices else none
     raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
     if (language := language_of(asked, languages)) is not None:
         return language
-    advice = (
-        f"Choose one of: {', '.join(languages)}."
-        if languages
-        else "This model does not let one choose: remove `language`."
-    )
+    none = "This model does not let one choose: remove `language`."
+    advice = f"Choose one of: {', '.join(languages)}." if languages else none
     raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)
-
-
-def _named(asked: str, names: tuple[str, ...]) -> str | None:
-    """The name of the tuple that equals `asked` up to case and white space around it."""
-    if asked in names:
-        return asked
-    folded = asked.strip().casefold()
-    return next((name for name in names if name.casefold() == folded), None)
 
 
 def _unsupported(what: str, advice: str) -> InputError:
     return InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}.", advice)
-
-
-def _bad_modality(message: Message) -> InputError:
-    return InputError(
-        ErrorCode.INPUT_BAD_MODALITY,
-        f"This model cannot use a {message.role} message of modality {message.modality!r}.",
-        "Remove the message, or use a model that takes it.",
-    )
-
-
-def _bad_setting(name: str, value: float, allowed: str) -> InputError:
-    return InputError(
-        ErrorCode.INPUT_BAD_GENERATION,
-        f"`{name}` is {value!r}; it must be {allowed}.",
-        "Correct the `generation` object.",
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests.proven import skip_proven
 from tests.support import interrupts, skips
 from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
@@ -94,6 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (path := below(item.path)) is not None:
             item.add_marker(path.parts[0])
     items.sort(key=lambda item: place(below(item.path)))
+    skip_proven(items)
 
 
 @pytest.fixture(scope="session")

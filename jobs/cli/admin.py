@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -13,9 +14,9 @@ from pydantic import BaseModel, SecretStr
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
-from jobs.formatting import MASK, printable, redact
+from jobs.formatting import MASK, field_docs, printable, redact
 from jobs.job_options import hints
-from jobs.settings import PREFIX, Schedule, Settings, load_settings
+from jobs.settings import load_settings, setting_fields, variable_of
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -118,19 +119,9 @@ def list_settings(markdown: bool, output: Output) -> None:
         for row in markdown_rows():
             output.line(row)
         return
-    rows = list(described(Settings))
-    if output.as_json:
-        for variable, default, text in rows:
-            output.data(
-                {
-                    "schema": "nightjar.setting/1",
-                    "variable": variable,
-                    "default": default,
-                    "description": text,
-                }
-            )
-        return
-    output.table(("VARIABLE", "DEFAULT", "MEANING"), rows)
+    names = ("variable", "default", "description")
+    views = (({"schema": "nightjar.setting/1", **dict(zip(names, row))}, row) for row in described())
+    output.records(("VARIABLE", "DEFAULT", "MEANING"), views)
 
 
 def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -144,36 +135,24 @@ def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[t
             yield f"{prefix}{name}", value
 
 
-def described(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[str, str, str]]:
+def described() -> Iterator[tuple[str, str, str]]:
     """(variable, default, meaning) of every setting; `NAME` stands for the key of a schedule."""
-    for name, field in model.model_fields.items():
-        variable = f"{prefix}{name.upper()}"
-        if isinstance(field.default, BaseModel):
-            yield from described(type(field.default), f"{variable}__")
-        elif name == "schedules":
-            yield from described(Schedule, f"{variable}__NAME__")
-        elif name == "options":
-            yield (
-                f"{prefix}OPTION",
-                "",
-                f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}.",
-            )
-        else:
-            default = (
-                "required"
-                if field.is_required()
-                else ""
-                if field.default in (None, ())
-                else str(field.default)
-            )
-            yield variable, default, field.description or ""
+    for key, group in setting_fields():
+        name = key.rpartition(".")[2]
+        if name == "options":
+            options = f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}."
+            yield variable_of(key.removesuffix("s")), "", options
+            continue
+        field = group.model_fields[name]
+        default = "" if field.default in (None, ()) else str(field.default)
+        yield variable_of(key), "required" if field.is_required() else default, field_docs(group)[name]
 
 
 def markdown_rows() -> list[str]:
     """The rows of the table in docs/configuration.md."""
     return [
         f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |"
-        for variable, default, text in described(Settings)
+        for variable, default, text in described()
     ]
 
 
@@ -204,31 +183,17 @@ def doctor(home: str | None, output: Output) -> int:
     Examples:
       nightjar doctor
     """
-    worst = Health.OK
+    failed = False
     for finding in examine(home):
-        worst = (
-            Health.FAIL
-            if Health.FAIL in (worst, finding.health)
-            else finding.health
-            if worst is Health.OK
-            else worst
-        )
+        failed |= finding.health is Health.FAIL
         if output.as_json:
-            view = {
-                "check": finding.check,
-                "health": finding.health.value,
-                "message": finding.message,
-                "advice": finding.advice,
-            }
-            output.data({"schema": "nightjar.finding/1", **view})
-            continue
-        if output.quiet and finding.health is Health.OK:
-            continue
-        label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
-        output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
-        if finding.advice:
-            output.line(f"{'':<15} {printable(finding.advice)}")
-    return FAILED if worst is Health.FAIL else 0
+            output.data({"schema": "nightjar.finding/1", **asdict(finding)})
+        elif finding.health is not Health.OK or not output.quiet:
+            label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
+            output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
+            if finding.advice:
+                output.line(f"{'':<15} {printable(finding.advice)}")
+    return FAILED if failed else 0
 
 
 #: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and

@@ -4,12 +4,11 @@ job."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.options import code_option, common_options, found_job, job_argument
+from jobs.cli.options import code_option, of_job
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job, JobState
@@ -25,11 +24,12 @@ _NOTE_OBJECTS = 100_000
 
 
 @click.command()
-@job_argument
 @code_option("Only items with this error code.")
 @click.option("--force", is_flag=True, help="Also retry items whose input line is wrong (input.*).")
-@common_options
-def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output: Output) -> None:
+@of_job
+def retry(
+    settings: Settings, ledger: Ledger, job: Job, output: Output, codes: list[ErrorCode] | None, force: bool
+) -> None:
     """Run the failed items of JOB again.
 
     Finished items are kept. Items whose input line is wrong (input.*) stay failed, unless --force is given.
@@ -39,22 +39,14 @@ def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output:
       nightjar retry JOB
       nightjar retry JOB --code synth.no_eos
     """
-    wanted = [ErrorCode(code) for code in codes] or None
-    with found_job(job, home) as (settings, ledger, found):
-        count = ledger.retry(found.id, wanted, force=force)
-        # What was opened is no longer among the failed items.
-        failed = ledger.failed_counts(found.id)
-        left = {
-            code: number
-            for code, number in failed.items()
-            if code.hopeless and (wanted is None or code in wanted)
-        }
-        found = ledger.job(found.id)
-    if output.as_json:
-        view = {"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count}
-        output.data({**view, "left": {code.value: number for code, number in left.items()}})
-        return
-    output.line(f"Opened {counted(count, 'item')} of {found.id} again.")
+    count = ledger.retry(job.id, codes, force=force)
+    # What was opened is no longer among the failed items.
+    failed = ledger.failed_counts(job.id).items()
+    left = {code: number for code, number in failed if code.hopeless and (codes is None or code in codes)}
+    view = {"schema": "nightjar.retry/1", "job": job.id, "state": ledger.job(job.id).state}
+    output.say(
+        {**view, "reopened": count, "left": left}, f"Opened {counted(count, 'item')} of {job.id} again."
+    )
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
         output.note(
@@ -67,50 +59,53 @@ def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output:
 
 
 @click.command()
-@job_argument
-@common_options
-def pause(job: str, home: str | None, output: Output) -> None:
+@of_job
+def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
     """Pause JOB: no more shards are given to workers. Items in the engine finish.
 
     \b
     Examples:
       nightjar pause JOB
     """
-    _change(job, home, output, lambda ledger, job_id: ledger.pause(job_id))
+    ledger.pause(job.id)
+    _say_state(output, ledger.job(job.id))
 
 
 @click.command()
-@job_argument
-@common_options
-def resume(job: str, home: str | None, output: Output) -> None:
+@of_job
+def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
     """Continue the paused JOB.
 
     \b
     Examples:
       nightjar resume JOB
     """
-    _change(job, home, output, lambda ledger, job_id: ledger.resume(job_id))
+    ledger.resume(job.id)
+    _say_state(output, ledger.job(job.id))
+
+
+def _say_state(output: Output, job: Job) -> None:
+    view = {"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value}
+    output.say(view, f"{job.id} is {job.state.value}.")
 
 
 @click.command()
-@job_argument
-@common_options
-def cancel(job: str, home: str | None, output: Output) -> None:
+@of_job
+def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
     """Cancel JOB. Finished items are kept; the other items are skipped.
 
     \b
     Examples:
       nightjar cancel JOB
     """
-    with found_job(job, home) as (settings, ledger, found):
-        ledger.cancel(found.id)
-        if ledger.job(found.id).state is JobState.CANCELLING:
-            ledger.reconcile()
-        ended = ledger.job(found.id)
-        _print_state(output, ended)
-        if ended.state.final:
-            _put_manifest(settings, ledger, ended, output)
-            _report_end(settings, ledger, output)
+    ledger.cancel(job.id)
+    if ledger.job(job.id).state is JobState.CANCELLING:
+        ledger.reconcile()
+    ended = ledger.job(job.id)
+    _say_state(output, ended)
+    if ended.state.final:
+        _put_manifest(settings, ledger, ended, output)
+        _report_end(settings, ledger, output)
 
 
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
@@ -142,10 +137,9 @@ def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
 
 # A level below zero is no option.
 @click.command(context_settings={"ignore_unknown_options": True})
-@job_argument
+@of_job
 @click.argument("level", type=click.IntRange(-100, 100))
-@common_options
-def priority(job: str, level: int, home: str | None, output: Output) -> None:
+def priority(_: Settings, ledger: Ledger, job: Job, output: Output, level: int) -> None:
     """Set the priority of JOB to LEVEL (-100 to 100). Jobs with a higher priority run first.
 
     The change also applies to shards that already wait.
@@ -154,33 +148,16 @@ def priority(job: str, level: int, home: str | None, output: Output) -> None:
     Examples:
       nightjar priority JOB 5
     """
-    with found_job(job, home) as (_, ledger, found):
-        ledger.set_priority(found.id, level)
-    output.say(
-        {"schema": "nightjar.priority/1", "job": found.id, "priority": level},
-        f"{found.id} has priority {level}.",
-    )
-
-
-def _change(prefix: str, home: str | None, output: Output, change: Callable[[Ledger, str], object]) -> None:
-    with found_job(prefix, home) as (_, ledger, found):
-        change(ledger, found.id)
-        _print_state(output, ledger.job(found.id))
-
-
-def _print_state(output: Output, job: Job) -> None:
-    output.say(
-        {"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value},
-        f"{job.id} is {job.state.value}.",
-    )
+    ledger.set_priority(job.id, level)
+    view = {"schema": "nightjar.priority/1", "job": job.id, "priority": level}
+    output.say(view, f"{job.id} has priority {level}.")
 
 
 @click.command()
-@job_argument
 @click.option("--dry-run", is_flag=True, help="Count what would be deleted, and delete nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@common_options
-def delete(job: str, dry_run: bool, yes: bool, home: str | None, output: Output) -> int:
+@of_job
+def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run: bool, yes: bool) -> int:
     """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
     in the ledger.
 
@@ -198,30 +175,26 @@ def delete(job: str, dry_run: bool, yes: bool, home: str | None, output: Output)
     from jobs.ledger.control import check_deletable
     from jobs.store import store_of
 
-    with found_job(job, home) as (settings, ledger, found):
-        store = store_of(found, settings.s3)
-        if not dry_run:
-            check_deletable(found.id, found.state)
-            if not yes and not _confirmed(ledger.status(found.id)):
-                output.note("Nothing was deleted.")
-                return FAILED
-        noted = 0
+    store = store_of(job, settings.s3)
+    if not dry_run:
+        check_deletable(job.id, job.state)
+        if not yes and not _confirmed(ledger.status(job.id)):
+            output.note("Nothing was deleted.")
+            return FAILED
 
-        def note(objects: int) -> None:
-            nonlocal noted
-            if objects // _NOTE_OBJECTS > noted:
-                noted = objects // _NOTE_OBJECTS
-                output.note(f"Deleted {objects} objects.")
+    def note(objects: int) -> None:
+        if objects % _NOTE_OBJECTS == 0:
+            output.note(f"Deleted {objects} objects.")
 
-        gone = measure_job(ledger, store, found.id) if dry_run else delete_job(ledger, store, found.id, note)
-    if output.as_json:
-        view = {"schema": "nightjar.delete/1", "job": gone.job_id, "deleted": not dry_run}
-        output.data({**view, "items": gone.items, "objects": gone.objects, "bytes": gone.bytes})
-        return 0
-    what = f"{counted(gone.items, 'item')}, {counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(found.store_url)}"
-    output.line(f"{'Would delete' if dry_run else 'Deleted'} {gone.job_id}: {what}.")
-    if dry_run and not found.state.final:
-        output.note(f"The job is {found.state.value}: cancel it before it is deleted.")
+    gone = measure_job(ledger, store, job.id) if dry_run else delete_job(ledger, store, job.id, note)
+    view = {"schema": "nightjar.delete/1", "job": job.id, "deleted": not dry_run}
+    objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
+    output.say(
+        {**view, "items": gone.items, "objects": gone.objects, "bytes": gone.bytes},
+        f"{'Would delete' if dry_run else 'Deleted'} {job.id}: {counted(gone.items, 'item')}, {objects}.",
+    )
+    if dry_run and not job.state.final:
+        output.note(f"The job is {job.state.value}: cancel it before it is deleted.")
     return 0
 
 

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from jobs.cli.options import (
-    common_options,
-    export_formats,
-    found_job,
-    job_argument,
-    price_option,
-    where_option,
-)
+from jobs.cli.options import Parsed, export_formats, of_job, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
+from jobs.ledger.records import Job
 from jobs.recent_jobs import out_words
+from jobs.settings import Settings
 from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
-    from jobs.export import LeftOut
     from jobs.ledger import Ledger
-    from jobs.ledger.records import Job
-    from jobs.store.base import ObjectStore
+    from jobs.repair import Repaired, ReproducedItem
     from jobs.verify import Expected
     from jobs.where import Where
-    from pipelines.request import Pipeline
 
 
 class FormatOption(click.Option):
@@ -45,7 +36,6 @@ class FormatOption(click.Option):
 
 
 @click.command()
-@job_argument
 @click.option(
     "--format",
     "format_",
@@ -65,6 +55,8 @@ class FormatOption(click.Option):
 )
 @click.option(
     "--split",
+    "splits",
+    type=Parsed("jobs.export", "parse_splits"),
     metavar="SHARES",
     help="Splits and their shares, for example train=0.98,dev=0.01,test=0.01. An example is assigned by the hash of its id.",
 )
@@ -94,22 +86,19 @@ class FormatOption(click.Option):
     help="Push the parquet export to this dataset of the Hugging Face hub. The token is HF_TOKEN or stored.",
 )
 @click.option("--private", is_flag=True, help="Of a dataset that --push makes.")
-@common_options
+@of_job
 def export(
-    job: str,
+    settings: Settings,
+    ledger: Ledger,
+    job: Job,
+    output: Output,
     format_: str,
     to: str,
-    split: str | None,
-    audio_root: Path | None,
-    audio_format: str | None,
-    sample_rate: int | None,
-    where: str | None,
-    absolute: bool,
+    where: Where | None,
     part_mb: int | None,
     push: str | None,
     private: bool,
-    home: str | None,
-    output: Output,
+    **options: Any,
 ) -> None:
     """Export the items of JOB that have audio, in input order.
 
@@ -123,79 +112,52 @@ def export(
       nightjar export JOB --where 'wer < 0.1 and distillmos > 3.5' --to clean.jsonl
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
     """
-    from jobs.export import PART_BYTES, hub, parse_splits
     from jobs.export import export as write
+    from jobs.export import hub
     from jobs.store import store_of
-    from jobs.where import parse_where
 
     # The data goes to stdout, so what is said about it may not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
-    splits = parse_splits(split) if split else None
-    wanted = None if where is None else parse_where(where)
-    with found_job(job, home) as (settings, ledger, found):
-        own = push is not None and to == "-"
-        if push is not None:
-            filter_text = None if wanted is None else str(wanted)
-            to = str(settings.export_folder(found.id, format_, filter_text)) if own else to
-            hub.check_push(format_, to, push)
-        report = write(
-            ledger,
-            store_of(found, settings.s3),
-            found.id,
-            format_,
-            to,
-            audio_root,
-            splits=splits,
-            part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
-            s3=settings.s3,
-            replaces=[found.id] if own else None,
-            absolute=absolute,
-            audio_format=audio_format,
-            sample_rate=sample_rate,
-            where=wanted,
-            on_part=lambda part: output.note(
-                f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"
-            ),
-        )
+    if push is not None:
+        if to == "-":
+            to = str(settings.export_folder(job.id, format_, None if where is None else str(where)))
+            options["replaces"] = [job.id]
+        hub.check_push(format_, to, push)
+    if part_mb is not None:
+        options["part_bytes"] = part_mb * 10**6
+    report = write(
+        ledger,
+        store_of(job, settings.s3),
+        job.id,
+        format_,
+        to,
+        s3=settings.s3,
+        where=where,
+        on_part=lambda part: output.note(
+            f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"
+        ),
+        **options,
+    )
     pushed = {} if push is None else {"pushed": hub.push(Path(report.to), push, private=private or None)}
+    reasons = report.reasons
     if output.as_json:
-        view = {
-            "schema": "nightjar.export/1",
-            "job": found.id,
-            "format": report.format,
-            "to": report.to,
-            **pushed,
-        }
-        output.data(
-            {
-                **view,
-                "items": report.items,
-                "left_out": report.left_out,
-                **_reasons_view(report.reasons, wanted),
-            }
-        )
+        view = {"schema": "nightjar.export/1", "job": job.id, "format": report.format, "to": report.to}
+        view |= {**pushed, "items": report.items, "left_out": report.left_out}
+        filtered = None if where is None else str(where)
+        output.data({**view, "where": filtered, **msgspec.to_builtins(reasons)})
         return
     place = "" if to == "-" else f" to {report.to}"
-    output.note(
-        f"{counted(report.items, 'item')} written{place}.{f' Left out: {report.reasons}.' if report.left_out else ''}"
-    )
-    if report.reasons.running:
+    left_out = f" Left out: {reasons}." if report.left_out else ""
+    output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
+    if reasons.running:
         output.note(
-            f"The job still runs: {counted(report.reasons.pending, 'item')} pending. Export again later to replace this."
+            f"The job still runs: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
         )
     if pushed:
         output.line(pushed["pushed"])
 
 
-def _reasons_view(reasons: LeftOut, where: Where | None) -> dict[str, object]:
-    """Why items were left out, as JSON."""
-    import msgspec
-
-    return {"where": None if where is None else str(where), **msgspec.to_builtins(reasons)}
-
-
 @click.command()
-@job_argument
 @click.option(
     "--to",
     type=NamedPath(dir_okay=False, path_type=Path),
@@ -214,9 +176,16 @@ def _reasons_view(reasons: LeftOut, where: Where | None) -> dict[str, object]:
     "--embed", is_flag=True, help="Embed short audio clips in the file, instead of links to the store."
 )
 @price_option
-@common_options
+@of_job
 def report(
-    job: str, to: Path | None, items: int, embed: bool, price: float | None, home: str | None, output: Output
+    settings: Settings,
+    ledger: Ledger,
+    job: Job,
+    output: Output,
+    to: Path | None,
+    items: int,
+    embed: bool,
+    price: float | None,
 ) -> None:
     """Write an HTML report of JOB: figures over time, errors, and the worst items with audio players.
 
@@ -230,23 +199,18 @@ def report(
     from jobs.report import ReportOptions, default_place, write_report
     from jobs.store import store_of
 
-    with found_job(job, home) as (settings, ledger, found):
-        options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
-        # Absolute, so that no name means standard output.
-        place = to.absolute() if to else default_place(settings, found.id)
-        written = write_report(ledger, store_of(found, settings.s3), found.id, place, options)
-    if output.as_json:
-        view = {"schema": "nightjar.report/1", "job": found.id, "to": written.path, "bytes": written.bytes}
-        output.data({**view, "items": written.shown, "measured": written.measured})
-        return
-    output.line(written.path)
+    options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
+    # Absolute, so that no name means standard output.
+    place = to.absolute() if to else default_place(settings, job.id)
+    written = write_report(ledger, store_of(job, settings.s3), job.id, place, options)
+    view = {"schema": "nightjar.report/1", "job": job.id, "to": written.path, "bytes": written.bytes}
+    output.say({**view, "items": written.shown, "measured": written.measured}, written.path)
     output.note(
         f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}."
     )
 
 
 @click.command()
-@job_argument
 @click.option(
     "--sample",
     default=3,
@@ -261,8 +225,10 @@ def report(
 @click.option(
     "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
 )
-@common_options
-def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, output: Output) -> int:
+@of_job
+def verify(
+    settings: Settings, ledger: Ledger, job: Job, output: Output, sample: int, deep: bool, repair: bool
+) -> int:
     """Check the files of JOB against the ledger, and synthesize some items again to compare.
 
     Exit code 1: a file is missing or changed and was not made again, or an item came out different.
@@ -272,150 +238,65 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
       nightjar verify JOB
       nightjar verify JOB --repair
     """
+    from jobs.provenance import opened_again
+    from jobs.repair import mend, reproduce
     from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
-    with found_job(job, home) as (settings, ledger, found):
-        store = store_of(found, settings.s3)
-        check = ObjectCheck(ledger, store, found, deep=deep)
-        lost: list[Expected] = []
-        for expected, fault in check:
-            lost.append(expected)
-            if output.as_json:
-                view = {
-                    "schema": "nightjar.fault/1",
-                    "job": found.id,
-                    "key": expected.key,
-                    "example_id": expected.example_id,
-                }
-                output.data({**view, "fault": fault.value})
-            else:
-                output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
-        mended, matches = Counter[str](), Counter[str]()
-        if sample or (repair and lost):
-            with _opened(found, store, output) as pipeline:
-                mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
-                matches = _reproduce(ledger, store, found, pipeline, sample, output)
-        _summarize(
-            found,
-            check.objects,
-            len(lost),
-            mended,
-            matches,
-            output,
-            out_words(found.id, ledger.database.path),
+    store = store_of(job, settings.s3)
+    check = ObjectCheck(ledger, store, job, deep=deep)
+    lost: list[Expected] = []
+    for expected, fault in check:
+        lost.append(expected)
+        view = {"schema": "nightjar.fault/1", "job": job.id, "key": expected.key}
+        output.say(
+            {**view, "example_id": expected.example_id, "fault": fault.value},
+            f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}",
         )
+    mended, matches = Counter[str](), Counter[str]()
+    if sample or (repair and lost):
+        with opened_again(store, job, output.note) as pipeline:
+            if repair:
+                mended = mend(ledger, store, job, pipeline, lost, lambda one: _say_repaired(output, job, one))
+            for item in reproduce(ledger, store, job, pipeline, sample):
+                matches[item.match.value] += 1
+                _say_redrawn(output, job, item)
+    if output.as_json:
+        view = {"schema": "nightjar.verify/1", "job": job.id, "objects": check.objects, "faults": len(lost)}
+        counts = {name: matches[name] for name in ("same", "close", "different", "failed")}
+        repaired = {name: mended[name] for name in ("same", "other", "failed")}
+        output.data({**view, "repaired": repaired, "redrawn": counts})
+    else:
+        state = f"{len(lost)} missing or changed" if lost else "all unchanged"
+        output.note(f"{counted(check.objects, 'file')} checked, {state}.")
+        if mended:
+            output.note(
+                f"Made again: {mended['same']} with the same bytes, {mended['other']} with other bytes. Not made again: {mended['failed']}."
+            )
+        elif lost:
+            where = out_words(job.id, ledger.database.path)
+            output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
+        if matches:
+            compared = ", ".join(f"{count} {name}" for name, count in matches.items())
+            output.note(f"{counted(matches.total(), 'item')} made again: {compared}.")
     left = len(lost) - mended["same"] - mended["other"]
     return FAILED if left or matches["different"] or matches["failed"] else 0
 
 
-@contextmanager
-def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
-    """The model of a job, with a note where it, or what encodes its audio, is another version by now."""
-    from jobs.provenance import mixed_engines, options_again, other_encoders, recorded_engines
-    from pipelines.registry import describe, open_pipeline
-
-    card = describe(job.spec.model)
-    now = card.revision
-    if now != job.spec.model_revision:
-        output.note(
-            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
-        )
-    if others := other_encoders(store, job):
-        from jobs.encoded_audio import encoder
-
-        here = encoder(job.spec.format)
-        output.note(
-            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes."
-        )
-    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
-        output.note(mixed)
-    with closing(open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
-        yield pipeline
+def _say_repaired(output: Output, job: Job, one: Repaired) -> None:
+    words = {"same": "made again", "other": "made again, other bytes", "failed": "not made again"}
+    view = {"schema": "nightjar.repaired/1", "job": job.id, "key": one.key, "example_id": one.example_id}
+    output.say(
+        {**view, "outcome": one.outcome.value, "reason": one.reason or None},
+        f"{words[one.outcome.value]}\t{one.key}\t{printable(one.example_id)}\t{printable(one.reason)}".rstrip(),
+    )
 
 
-def _mend(
-    ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost: Iterable[Expected], output: Output
-) -> Counter[str]:
-    from jobs.repair import Mended, Repaired, mend
-
-    said = {
-        Mended.SAME: "made again",
-        Mended.OTHER: "made again, other bytes",
-        Mended.FAILED: "not made again",
-    }
-
-    def say(repaired: Repaired) -> None:
-        if output.as_json:
-            view = {
-                "schema": "nightjar.repaired/1",
-                "job": job.id,
-                "key": repaired.key,
-                "example_id": repaired.example_id,
-            }
-            output.data({**view, "outcome": repaired.outcome.value, "reason": repaired.reason or None})
-        else:
-            about = [
-                said[repaired.outcome],
-                repaired.key,
-                printable(repaired.example_id),
-                printable(repaired.reason),
-            ]
-            output.line("\t".join(about).rstrip())
-
-    return mend(ledger, store, job, pipeline, lost, say)
-
-
-def _reproduce(
-    ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output
-) -> Counter[str]:
-    from jobs.verify import reproduce
-
-    counts: Counter[str] = Counter()
-    for item in reproduce(ledger, store, job, pipeline, sample):
-        counts[item.match.value] += 1
-        finite = item.snr_db is not None and math.isfinite(item.snr_db)
-        if output.as_json:
-            view = {
-                "schema": "nightjar.redrawn/1",
-                "job": job.id,
-                "index": item.index,
-                "example_id": item.example_id,
-            }
-            snr = item.snr_db if finite else None
-            output.data({**view, "likeness": item.match.value, "snr_db": snr, "reason": item.reason or None})
-        else:
-            about = f"{item.snr_db:.1f} dB" if finite else printable(item.reason)
-            output.line(
-                f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip()
-            )
-    return counts
-
-
-def _summarize(
-    job: Job,
-    objects: int,
-    faults: int,
-    mended: Counter[str],
-    matches: Counter[str],
-    output: Output,
-    where: str,
-) -> None:
-    """`where`: what advice about the job adds to its id."""
-    if output.as_json:
-        counts = {name: matches[name] for name in ("same", "close", "different", "failed")}
-        repaired = {name: mended[name] for name in ("same", "other", "failed")}
-        view = {"schema": "nightjar.verify/1", "job": job.id, "objects": objects, "faults": faults}
-        output.data({**view, "repaired": repaired, "redrawn": counts})
-        return
-    state = f"{faults} missing or changed" if faults else "all unchanged"
-    output.note(f"{counted(objects, 'file')} checked, {state}.")
-    if mended:
-        output.note(
-            f"Made again: {mended['same']} with the same bytes, {mended['other']} with other bytes. Not made again: {mended['failed']}."
-        )
-    elif faults:
-        output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
-    if matches:
-        compared = ", ".join(f"{count} {name}" for name, count in matches.items())
-        output.note(f"{counted(matches.total(), 'item')} made again: {compared}.")
+def _say_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
+    snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
+    view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": item.index, "example_id": item.example_id}
+    about = printable(item.reason) if snr is None else f"{snr:.1f} dB"
+    output.say(
+        {**view, "likeness": item.match.value, "snr_db": snr, "reason": item.reason or None},
+        f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip(),
+    )

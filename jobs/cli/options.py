@@ -3,9 +3,10 @@ from a job's id to its ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
@@ -14,14 +15,14 @@ from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
-from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import Transaction, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
-    from jobs.job_options import Shown
-    from jobs.ledger import Ledger
+    from jobs.job_options import Flag
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,16 +39,22 @@ class Option(click.Option):
         super().__init__(*args, **settings)
         self.heading = heading
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        if self.help is None:
+            from jobs.job_options import help_of
+
+            self.help = help_of(self.human_readable_name)
+        return super().get_help_record(ctx)
+
 
 class JobCommand(click.Command):
     """A command with the options of a job: its help shows them under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.job_options import HEADINGS, KEYS, settable
+        from jobs.job_options import GROUPS, KEYS, settable
 
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {
-            KEYS: list(settable().items())
-        }
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+        records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 records[getattr(parameter, "heading", MESSAGES)].append(record)
@@ -76,17 +83,40 @@ price_option = click.option(
     metavar="PRICE",
     help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
 )
+
+
+class Parsed(click.ParamType):
+    """A text that a function reads, which is imported then."""
+
+    name = "text"
+
+    def __init__(self, module: str, function: str) -> None:
+        self._place = (module, function)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        module, function = self._place
+        return getattr(import_module(module), function)(value) if isinstance(value, str) else value
+
+
 where_option = click.option(
     "--where",
+    type=Parsed("jobs.where", "parse_where"),
     metavar="EXPRESSION",
     help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
 
 
 def code_option(text: str) -> Callable[[F], F]:
-    """`--code`, which can be given more than once, as `codes`."""
-    names = [code.value for code in ErrorCode]
-    return click.option("--code", "codes", multiple=True, type=click.Choice(names), metavar="CODE", help=text)
+    """`--code`, which can be given more than once, as `codes`; None: it was not given."""
+    return click.option(
+        "--code",
+        "codes",
+        multiple=True,
+        type=click.Choice([code.value for code in ErrorCode]),
+        metavar="CODE",
+        callback=lambda ctx, param, values: [ErrorCode(code) for code in values] or None,
+        help=text,
+    )
 
 
 def output_options(function: F) -> F:
@@ -120,23 +150,21 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 def job_options(function: F) -> F:
     """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
     `SubmitOptions` as `options`."""
-    from jobs.job_options import JOB, flags, job_of, user_name, usual_options
-
-    usual = usual_options()
+    from jobs.job_options import JOB, flags, job_of, user_name
 
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
         asked = {name: given.pop(name) for name in flags()}
-        spec, options = job_of(
-            _read({name: value for name, value in asked.items() if value not in (None, ())}, assignments),
-            user_name(),
+        options = _read(
+            {name: value for name, value in asked.items() if value not in (None, ())}, assignments
         )
-        return function(*args, spec=spec, options=options, **given)
+        spec, submitted = job_of(options, user_name())
+        return function(*args, spec=spec, options=submitted, **given)
 
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
-        *(_option(name, shown, usual.get(name)) for name, shown in flags().items()),
+        *(_option(name, flag) for name, flag in flags().items()),
         click.option(
             "--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help
         ),
@@ -147,52 +175,30 @@ def job_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
-    """The option of a row of the table of `jobs.job_options`."""
-    from jobs.job_options import kind_of
-
-    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
+    """The option of a row of the table of `jobs.job_options`, which reads what is given."""
+    kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
     return click.option(
-        shown.flag,
+        flag.flag,
         name,
         cls=Option,
-        heading=shown.heading,
-        metavar=shown.metavar or None,
-        help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
-        is_flag=kind_of(name) is bool,
+        heading=flag.heading,
+        metavar=flag.metavar,
+        is_flag=flag.kind is bool,
         default=None,
-        multiple=get_origin(kind_of(name)) in (Mapping, Sequence),
-        type=_click_type(name, shown.metavar),
+        multiple=get_origin(flag.kind) in (Mapping, Sequence),
+        type=click.Choice(get_args(flag.kind)) if get_origin(flag.kind) is Literal else kind,
         shell_complete={"model": models, "voice": voices}.get(name),
     )
 
 
-def _click_type(name: str, metavar: str) -> click.ParamType | None:
-    from jobs.job_options import bounds_of, kind_of
-
-    kind = kind_of(name)
-    if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
-    if metavar == "FILE":
-        return NamedPath(path_type=Path)
-    return click.IntRange(*bounds_of(name)) if kind is int else None
-
-
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import (
-        GENERATION,
-        OptionError,
-        checked_generation,
-        kind_of,
-        read_options,
-        settable,
-        shown_of,
-    )
+    from jobs.job_options import GENERATION, OptionError, checked_generation, flags, read_options, settable
     from pipelines.validation import check_generation
 
     asked = {
-        name: pairs(value, shown_of(name).metavar) if get_origin(kind_of(name)) is Mapping else value
+        name: pairs(value, str(flags()[name].metavar)) if get_origin(flags()[name].kind) is Mapping else value
         for name, value in given.items()
     }
     generation: dict[str, str] = {}
@@ -289,7 +295,7 @@ class JobId(click.ParamType):
 job_argument = click.argument("job", type=JobId(), metavar="JOB")
 
 
-def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
     """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
     wrong."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:
@@ -298,12 +304,16 @@ def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
         return ledger.read(work)
 
 
-@contextmanager
-def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger, Job]]:
-    """The job of an id or prefix, with its ledger and the settings it was found under. Raises
-    `ledger.not_found`."""
-    settings = settings_for_job(prefix, home)
-    with reading_ledger(settings) as ledger:
-        job = ledger.find_job(prefix)
-        keep_remembered(job.id, settings)
-        yield settings, ledger, job
+def of_job(function: F) -> F:
+    """JOB and the common options: the command gets the settings under which the job was found, its ledger,
+    the job, and its output. Raises `ledger.not_found`."""
+
+    @wraps(function)
+    def call(job: str, home: str | None, **given: Any) -> Any:
+        settings = settings_for_job(job, home)
+        with reading_ledger(settings) as ledger:
+            found = ledger.find_job(job)
+            keep_remembered(found.id, settings)
+            return function(settings, ledger, found, **given)
+
+    return job_argument(common_options(call))  # pyright: ignore[reportReturnType]

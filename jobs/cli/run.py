@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,11 +18,11 @@ import click
 from jobs.cli.options import JobCommand, Option, common_options, files, job_options, models
 from jobs.cli.status import bold, exit_code_of
 from jobs.cli.submit import dry_run_of
-from jobs.console import Interrupted, Output, check_interrupts, undisturbed
+from jobs.console import Interrupted, Output, Stop, check_interrupts, undisturbed
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus, count_gpus
 from jobs.job_options import SubmitOptions
-from jobs.ledger.records import Job, JobSpec
+from jobs.ledger.records import JobSpec
 from jobs.ledger.status import JobStatus
 from jobs.progress import Progress
 from jobs.recent_jobs import noted_dev
@@ -32,32 +31,22 @@ from jobs.status import status_lines, status_view
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
-    from jobs.ingest import IngestProgress
+    pass
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Signals:
+class Signals(Stop):
     """While the run works a signal interrupts it; while it cleans up, a second one makes the worker end at
     once."""
 
-    def __init__(self) -> None:
-        self.embedded: EmbeddedHome | None = None
-        self.cleaning = False
-        self._number: int | None = None
-
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if not self.cleaning:
-            self.cleaning = True
-            self._number = number
-            raise Interrupted(number)
-        if self.embedded is not None:
-            self.embedded.kill()
-
-    def check(self) -> None:
-        """Raises `Interrupted` where C code, or a `__del__`, has swallowed the one of a signal."""
-        if self._number is not None:
-            raise Interrupted(self._number)
+        if self.cleaning:
+            self.kill()
+            return
+        self.cleaning = True
+        self.number = number
+        raise Interrupted(number)
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
@@ -74,35 +63,6 @@ class Signals:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-@dataclass(frozen=True, slots=True)
-class _Events:
-    """A run on a terminal: notes and a bar on stderr, and signals that stop it."""
-
-    signals: Signals
-    progress: Progress
-
-    def began(self, embedded: EmbeddedHome) -> None:
-        self.signals.embedded = embedded
-
-    def say(self, text: str) -> None:
-        self.progress.say(text)
-
-    def reading(self, ingest: IngestProgress) -> None:
-        self.progress.reading(ingest)
-
-    def submitted(self, job: Job, *, created: bool) -> None:
-        """The bar says how far it is."""
-
-    def update(self, status: JobStatus) -> None:
-        self.progress.update(status)
-
-    def check(self) -> None:
-        self.signals.check()
-
-    def ending(self) -> None:
-        self.signals.cleaning = True
 
 
 @click.command(cls=JobCommand)
@@ -164,9 +124,8 @@ def run(
         return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
-        result = run_locally(
-            LocalRun(chosen, settings, source, resolved, options, devices), _Events(signals, progress)
-        )
+        local = LocalRun(chosen, settings, source, resolved, options, devices)
+        result = run_locally(local, progress, signals)
     _summarize(result.status, settings, result.made, result.where, output)
     return exit_code_of(result.status.job.state)
 
@@ -234,7 +193,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     with undisturbed():
         from jobs.cli.serve import check_extra
         from jobs.ledger import Ledger
-        from jobs.local_run import POLL_SECONDS, forsake, requeue
+        from jobs.local_run import POLL_SECONDS
         from pipelines.registry import describe
 
     if serves:
@@ -245,13 +204,10 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
         EmbeddedHome(settings) as embedded,
         closing(Ledger.of(settings)) as ledger,
     ):
-        signals.embedded = embedded
+        signals.kill = embedded.kill
         try:
             ledger.migrate()
-            for lost in embedded.lost_workers:
-                ledger.lose_worker(*lost)
-            requeue(ledger)
-            embedded.start()
+            embedded.start(ledger, output.note)
             url = f"http://{settings.serve.address}:{settings.serve.port}" if serves else None
             if serves:
                 embedded.serve(model)
@@ -259,17 +215,10 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
                 _say(output, embedded, url)
                 while True:
                     signals.check()
-                    embedded.check_place()
-                    embedded.tend(
-                        lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), output.note
-                    )
+                    embedded.tend()
                     time.sleep(POLL_SECONDS)
         except Interrupted:
-            seconds = settings.worker.drain_seconds
-            output.note(
-                f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now."
-            )
-            embedded.stop(seconds + 2)
+            embedded.drain(output.note)
     return 0
 
 

@@ -25,7 +25,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError, NotFoundError
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
 
 #: Characters of a job's id in the table of workers.
@@ -74,11 +74,11 @@ def serve(
     from jobs.logs import setup_logging
     from pipelines.registry import describe
 
-    given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
-    settings = load_settings(**({"serve": given} if given else {}))
+    given = {"address": address, "port": port}
+    settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
     card = describe(model)
     check_extra()
-    from pipelines.serving.options import is_loopback
+    from pipelines.serving import is_loopback
 
     options = _options(settings, card, names)
     if not options.keys and not is_loopback(settings.serve.address):
@@ -100,10 +100,7 @@ def serve(
         settings.serve.port,
     )
     output = Output(as_json=as_json, quiet=quiet)
-    if as_json:
-        output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
-    else:
-        output.line(server.url)
+    output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
     sys.stdout.flush()
     if unused := settings.unused(card):
         output.note(unused)
@@ -120,7 +117,7 @@ def serve(
 
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
     from jobs.voices import voice_folder
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
@@ -219,38 +216,26 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     except NotFoundError as error:
         output.note(f"No workers: {error}")
         return
-    if output.as_json:
-        for worker in found:
-            output.data(worker_view(worker))
+    nothing = "No workers. Start one with `nightjar worker`."
+    output.records(_HEADER, ((worker_view(worker), _row(worker)) for worker in found), nothing)
+    if output.as_json or not found:
         return
-    if not found:
-        output.note("No workers. Start one with `nightjar worker`.")
-        return
-    output.table(_HEADER, [_row(worker) for worker in found])
     for worker in found:
         if worker.state_reason:
-            output.line(
-                f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}{worker.state}: {printable(worker.state_reason)}"
-            )
-    output.note(_counts(found))
+            where = f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}"
+            output.line(f"{where}{worker.state}: {printable(worker.state_reason)}")
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in found).items())
+    output.note(f"{counts}. Items and RTFX: last {RECENT_SECONDS / 60:.0f} minutes.")
 
 
 def _row(worker: WorkerStatus) -> Sequence[object]:
-    recent, held = worker.recent, worker.held
-    doing = (
-        ""
-        if not held
-        else f"{held[0].job_id[:_ID_CHARACTERS]}/{held[0].shard_no} {held[0].ended_items}/{held[0].items}"
-    )
-    more = f" +{len(held) - 1}" if len(held) > 1 else ""
+    recent, doing = worker.recent, ""
+    if held := worker.held:
+        first, more = held[0], f" +{len(held) - 1}" if len(held) > 1 else ""
+        doing = f"{first.job_id[:_ID_CHARACTERS]}/{first.shard_no} {first.ended_items}/{first.items}{more}"
     failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
     return (
         *(worker.host, worker.pid, worker.gpu, worker.model or "any", worker.state, utc(worker.started_at)),
-        *(f"{seconds_text(worker.silent_seconds)} ago", doing + more, f"{recent.items_done}{failed}"),
+        *(f"{seconds_text(worker.silent_seconds)} ago", doing, f"{recent.items_done}{failed}"),
         *("" if recent.rtfx is None else f"{recent.rtfx:.1f}", worker.version),
     )
-
-
-def _counts(found: Sequence[WorkerStatus]) -> str:
-    counts = Counter(worker.state for worker in found)
-    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}. Items and RTFX: last {RECENT_SECONDS / 60:.0f} minutes."

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.options import common_options, found_job, job_argument, pairs, price_option, read_ledger
+from jobs.cli.options import common_options, job_argument, of_job, pairs, price_option, read_ledger
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
-from jobs.ledger.location import embedded_broker_url
-from jobs.ledger.records import JobState
+from jobs.ledger.records import Job, JobState
 from jobs.ledger.status import JobStatus, newest_statuses, status_and_errors
+from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path
 from jobs.status import NO_WORKER, labels_text, lacks_workers, status_lines, status_view, utc
 from pipelines.errors import NightjarError, NotFoundError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
 
@@ -117,34 +121,20 @@ def list_jobs(
             # A copy of a folder has the same jobs.
             if state.job.id not in found or settings.home in homes_of(state.job.id):
                 found[state.job.id] = (state, settings)
-    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)[
-        :limit
-    ]
-    if output.as_json:
-        for state, settings in newest:
-            output.data(status_view(state, settings.price_per_gpu_hour))
-        return
-    if not newest:
-        output.note("No jobs.")
-        return
-    rows = [
-        (
-            *(
-                s.job.id,
-                s.job.state.value,
-                s.items.total,
-                s.items.done,
-                s.items.failed,
-                s.job.spec.model,
-                utc(s.job.created_at),
-            ),
-            *(s.job.name, labels_text(s.job.labels)),
-            *([str(settings.home)] if len(places) > 1 else []),
-        )
-        for s, settings in newest
-    ]
+    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)
     header = ("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS")
-    output.table((*header, "FOLDER") if len(places) > 1 else header, rows)
+    output.records(
+        (*header, "FOLDER") if len(places) > 1 else header,
+        ((status_view(s, one.price_per_gpu_hour), _row(s, one)) for s, one in newest[:limit]),
+        "No jobs.",
+    )
+
+
+def _row(status: JobStatus, settings: Settings) -> tuple[object, ...]:
+    job, items = status.job, status.items
+    counts = (job.id, job.state.value, items.total, items.done, items.failed)
+    about = (job.spec.model, utc(job.created_at), job.name, labels_text(job.labels))
+    return (*counts, *about, str(settings.home))
 
 
 POLL_SECONDS = 0.5
@@ -182,7 +172,6 @@ def exit_code_of(state: JobState) -> int:
 
 
 @click.command()
-@job_argument
 @click.option(
     "--timeout",
     "timeout_seconds",
@@ -190,8 +179,8 @@ def exit_code_of(state: JobState) -> int:
     metavar="SECONDS",
     help="Maximum seconds to wait. [default: no limit]",
 )
-@common_options
-def wait(job: str, timeout_seconds: float | None, home: str | None, output: Output) -> int:
+@of_job
+def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_seconds: float | None) -> int:
     """Wait until JOB ends.
 
     Exit codes: 0 completed; 1 completed with errors, or failed; 6 cancelled; 7 timeout.
@@ -200,19 +189,18 @@ def wait(job: str, timeout_seconds: float | None, home: str | None, output: Outp
     Examples:
       nightjar wait JOB --timeout 3600
     """
-    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet) as progress:
-        status = until_end(lambda: ledger.status(found.id), progress, settings, timeout_seconds)
+    with Progress(quiet=output.quiet) as progress:
+        status = until_end(lambda: ledger.status(job.id), progress, settings, timeout_seconds)
     if output.as_json:
         output.data(status_view(status, settings.price_per_gpu_hour))
     else:
-        output.note(f"{found.id} is {status.job.state.value}.")
+        output.note(f"{job.id} is {status.job.state.value}.")
     return exit_code_of(status.job.state)
 
 
 @click.command()
-@job_argument
-@common_options
-def watch(job: str, home: str | None, output: Output) -> int:
+@of_job
+def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     """Show the progress of JOB until it ends, then its status.
 
     With --json, print one status per line at each change. Exit codes are those of `nightjar wait`.
@@ -222,21 +210,18 @@ def watch(job: str, home: str | None, output: Output) -> int:
       nightjar watch JOB
     """
     last = None
-    with (
-        found_job(job, home) as (settings, ledger, found),
-        Progress(quiet=output.quiet or output.as_json) as progress,
-    ):
 
-        def read() -> JobStatus:
-            nonlocal last
-            status = ledger.status(found.id)
-            counts = (status.job.state, status.items, status.workers)
-            if output.as_json and counts != last:
-                output.data(status_view(status, settings.price_per_gpu_hour))
-                sys.stdout.flush()
-            last = counts
-            return status
+    def read() -> JobStatus:
+        nonlocal last
+        status = ledger.status(job.id)
+        counts = (status.job.state, status.items, status.workers)
+        if output.as_json and counts != last:
+            output.data(status_view(status, settings.price_per_gpu_hour))
+            sys.stdout.flush()
+        last = counts
+        return status
 
+    with Progress(quiet=output.quiet or output.as_json) as progress:
         status = until_end(read, progress, settings)
     if not output.as_json:
         for line in status_lines(status, settings.price_per_gpu_hour, bold=bold):

@@ -45,20 +45,23 @@ class Conversion:
     sample_rate: int | None = None
 
     @classmethod
-    def of(cls, audio_format: str | None, sample_rate: int | None, stored: str) -> Conversion:
-        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`: the format
-        in the store."""
+    def of(
+        cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
+    ) -> Conversion:
+        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`, `stored_rate`:
+        what the audio has in the store."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
             raise invalid(
                 f"The audio format {audio_format[:40]!r} is unknown.",
                 f"Use one of: {', '.join(AUDIO_FORMATS)}.",
             )
-        if sample_rate is not None:
-            if not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
-                advice = f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz."
-                raise invalid(f"An export cannot have a sample rate of {sample_rate} Hz.", advice)
-            check_rate(cast("AudioFormat", audio_format or stored), sample_rate)
-        return cls(cast("AudioFormat | None", audio_format), sample_rate)
+        if sample_rate is not None and not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
+            advice = f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz."
+            raise invalid(f"An export cannot have a sample rate of {sample_rate} Hz.", advice)
+        converted = cls(cast("AudioFormat | None", audio_format), sample_rate)
+        if converted and (rate := sample_rate or stored_rate):
+            check_rate(audio_format or stored, rate)
+        return converted
 
     def __bool__(self) -> bool:
         return self.format is not None or self.sample_rate is not None

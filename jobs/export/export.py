@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,25 +38,24 @@ from jobs.export.files import (
 from jobs.export.formats import ExportFormat, find_format
 from jobs.export.items import (
     WHOLE,
-    AudioItem,
     LeftOut,
     Part,
     Plan,
     Splits,
     audio_items,
+    exported,
     left_out,
     make_plan,
     score_names,
     text_answers,
 )
 from jobs.export.manifest import manifest_line
-from jobs.ledger.records import ItemState, Job
+from jobs.ledger.records import ItemRow, ItemState, Job
 from jobs.provenance import exporters_record, records
 from jobs.recent_jobs import out_words
 from jobs.store import ObjectStore, S3Settings, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
-from pipelines.audio_format import check_rate
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -128,13 +127,15 @@ def export(
     `ServiceError`.
     """
     chosen, job = find_format(format), ledger.job(job_id)
-    conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
+    # All audio of a job has one rate: that of its model, or of its spec.
+    made = [row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)]
+    stored_rate = made[0].sample_rate if made and made[0] else None
+    conversion = Conversion.of(audio_format, sample_rate, job.spec.format, stored_rate)
     packed = job.spec.pack is True
     chosen.check(
         to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion
     )
     chosen.check_library()
-    _check_stored_rate(ledger, job, conversion)
     if where is not None and chosen.failure_line is not None:
         raise invalid(
             f"The format {format} lists what failed, and a filter compares what was made.",
@@ -161,16 +162,6 @@ def export(
     return ExportReport(
         format, to if to == "-" or is_remote(to) else str(Path(to).absolute()), items, reasons
     )
-
-
-def _check_stored_rate(ledger: Ledger, job: Job, conversion: Conversion) -> None:
-    """Raises `config.invalid` where the audio keeps a sample rate that its new format cannot hold, before
-    anything is written."""
-    if conversion.format is not None and conversion.sample_rate is None:
-        # All audio of a job has one rate: that of its model, or of its spec.
-        for row in ledger.items(job.id, ItemState.DONE, limit=1):
-            if row.artifact is not None:
-                check_rate(conversion.format, row.artifact.sample_rate)
 
 
 def _refuse_lost(
@@ -242,28 +233,29 @@ class _Export:
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
         """Writes the one file of a format of lines: how many items it has, and what is left out."""
-        job, chosen = self.job, self.format
         names = self._names(None if to == "-" else Path(to).absolute().parent)
+        opened = output(to) if replaces is None else own_output(to, self.job.id, replaces)
         items = 0
-        opened = output(to) if replaces is None else own_output(to, job.id, replaces)
         with opened as file, AudioReader(self.store, self.audio_root, self.conversion) as audio:
-            if chosen.failure_line is not None:
-                failed = (
-                    self.ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD)
-                )
-                for failure in chain(self.ledger.rejected_lines(job.id), *failed):
-                    file.write(chosen.failure_line(job, failure))
-                    items += 1
-                return items, LeftOut(running=not job.state.final)
-            located = audio.located(self._items(whole=chosen.whole_dialogues))
-            for count, line in chosen.lines(job, ((item, names.of("", where)) for item, where in located)):
+            for count, line in self._lines(audio, names):
                 file.write(line)
                 items += count
-            if chosen.text_line is not None:
-                for dialogue, text in text_answers(self.ledger, self.store, job.id, self.where):
-                    file.write(chosen.text_line(dialogue, text))
-                    items += 1
-        return items, self._left_out(items)
+        failures = self.format.failure_line is not None
+        return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
+
+    def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
+        """The lines of that file, each with the number of its items."""
+        job, ledger, chosen = self.job, self.ledger, self.format
+        if chosen.failure_line is not None:
+            failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
+            for failure in chain(ledger.rejected_lines(job.id), *failed):
+                yield 1, chosen.failure_line(job, failure)
+            return
+        located = audio.located(audio_items(ledger, self.store, job.id, self._rows()))
+        yield from chosen.lines(job, ((item, names.of("", where)) for item, where in located))
+        if chosen.text_line is not None:
+            for dialogue, text in text_answers(ledger, self.store, job.id, self.where):
+                yield 1, chosen.text_line(dialogue, text)
 
     def to_folder(
         self, to: str, replaces: Collection[str], s3: S3Settings | None, on_part: Callable[[Part], None]
@@ -287,17 +279,12 @@ class _Export:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = self._items(
-                        after=part.first - 1,
-                        last=part.last,
-                        wanted=lambda example_id, split=part.split: self.splits.of(example_id) == split,
-                        whole=self.format.whole_dialogues,
-                        names=scores,
-                        members=plan.members,
+                    items = audio_items(
+                        self.ledger, self.store, self.job.id, self._rows_of(plan, part), scores
                     )
                     read = audio.loaded if self.format.embeds_audio else audio.located
                     with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, self.job, read(_checked(items, part)))
+                        self.format.write(part, part_files, self.job, read(items))
                         written = part_files.publish(record)
                     on_part(part)
                 files += written
@@ -314,21 +301,29 @@ class _Export:
             destination.remove_records()
             return plan
 
-    def _items(self, **options: object) -> Iterator[AudioItem]:
-        """The items of the job; `options` are those of `audio_items`."""
+    def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
+        """The items with audio above an index that match the filter; with `whole` as the format has them."""
         dialogues = self.format.whole_dialogues
-        return audio_items(
-            self.ledger, self.store, self.job.id, where=self.where, dialogues=dialogues, **options
-        )  # type: ignore[arg-type]
+        rows = self.ledger.items(self.job.id, after=after, where=self.where, dialogues=dialogues)
+        return exported(rows, whole=whole and dialogues)
+
+    def _rows_of(self, plan: Plan, part: Part) -> Iterator[ItemRow]:
+        """The items of a part. Raises `config.invalid` when the job has others than when the export was
+        planned."""
+        count = audio_bytes = 0
+        for row in takewhile(lambda row: row.index <= part.last, self._rows(part.first - 1)):
+            if plan.has(row.index) and self.splits.of(row.example_id) == part.split:
+                count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
+                yield row
+        if (count, audio_bytes) != (part.items, part.audio_bytes):
+            raise _changed_job()
 
     def _left_out(self, items: int) -> LeftOut:
         return left_out(self.ledger, self.job, self.where, items, dialogues=self.format.whole_dialogues)
 
     def _plan(self) -> Plan:
-        whole = self.format.whole_dialogues
         part_bytes = self.part_bytes if self.format.embeds_audio else None
-        rows = self.ledger.items(self.job.id, where=self.where, dialogues=whole)
-        plan = make_plan(rows, self.splits, part_bytes, whole=whole, running=not self.job.state.final)
+        plan = make_plan(self._rows(), self.splits, part_bytes, running=not self.job.state.final)
         return msgspec.structs.replace(plan, reasons=self._left_out(plan.items))
 
     def _names(self, folder: Path | None) -> AudioNames:
@@ -360,8 +355,9 @@ class _Export:
         with PartFiles(destination) as files:
             name, line = self.format.index or ("", None)
             indexes = {split: files.open(f"{split}/{name}") for split in planned} if line is not None else {}
+            rows = (row for row in self._rows(whole=False) if plan.has(row.index))
             with files.gzip("manifest.jsonl.gz") as manifest:
-                for item in self._items(names=scores, members=plan.members):
+                for item in audio_items(self.ledger, self.store, self.job.id, rows, scores):
                     manifest.write(manifest_line(self.job, item, ""))
                     split = self.splits.of(item.example_id)
                     if line is not None and split in indexes:
@@ -459,17 +455,6 @@ def _items_of_splits(plan: Plan) -> Counter[str]:
     return counts
 
 
-def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
-    """The items of a part. Raises `config.invalid` when the job has others than when the export was
-    planned."""
-    count = audio_bytes = 0
-    for item in items:
-        count, audio_bytes = count + 1, audio_bytes + item.artifact.bytes
-        yield item
-    if (count, audio_bytes) != (part.items, part.audio_bytes):
-        raise _changed_job()
-
-
 def _changed_job() -> ConfigError:
     return invalid(
         "The job changed while it was exported.", "Wait until it has ended, then export it to an empty place."
@@ -497,11 +482,8 @@ def _difference(old: _Identity | None, new: _Identity) -> str:
         return (
             f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
         )
-    return (
-        " of this job, with other items: it has been continued since"
-        if old.digest != new.digest
-        else " of this job, with other options"
-    )
+    others = "options" if old.digest == new.digest else "items: it has been continued since"
+    return f" of this job, with other {others}"
 
 
 def _is_record(name: str) -> bool:

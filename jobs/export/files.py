@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, cast
@@ -27,7 +27,7 @@ import msgspec
 from jobs.store import ObjectStore, S3Settings, is_remote, open_store
 from jobs.store.base import split_key
 from jobs.store.folder import sync_file_system
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
+from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
     from jobs.export.audio import AudioNames
@@ -56,56 +56,47 @@ def output(
         return
     path = Path(to).absolute()
     temporary: Path | None = None
-    try:
-        path = _resolved(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-        if wanted(temporary, path):
-            temporary.chmod(0o644)
-            temporary.replace(path)
-    except OSError as error:
-        raise output_error(path, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    with path_errors(path):
+        try:
+            path = _resolved(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
+            temporary = Path(name)
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+            if wanted(temporary, path):
+                temporary.chmod(0o644)
+                temporary.replace(path)
+        finally:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
 
 
 def _resolved(path: Path) -> Path:
     """The path that is written: a symbolic link stays, and its target is written. Raises `OSError` for
     anything that exists and is no regular file."""
-    try:
+    with suppress(FileNotFoundError):
         mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = stat.S_IFREG
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "Not a regular file")
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "Not a regular file")
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextmanager
 def path_errors(path: Path) -> Generator[None, None, None]:
-    """Turns `OSError` into `output_error`."""
+    """Turns `OSError` into the error for a file of an export that cannot be written."""
     try:
         yield
     except OSError as error:
-        raise output_error(path, error) from error
-
-
-def output_error(path: Path, error: OSError) -> NightjarError:
-    """The error for a file of an export that cannot be written."""
-    reason = error.strerror or type(error).__name__
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StoreError(
-            ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again."
-        )
-    return invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.")
+        reason = error.strerror or type(error).__name__
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "Free space there, then export again."
+            raise StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", advice) from error
+        raise invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.") from error
 
 
 def invalid(message: str, advice: str) -> ConfigError:
@@ -184,9 +175,9 @@ class PartFiles:
     def __init__(self, destination: Destination, names: AudioNames | None = None) -> None:
         self.destination = destination
         self._names = names
+        #: Name -> where it is until then; all of them, and those that are open.
         self._paths: dict[str, Path] = {}
         self._open: dict[str, BufferedWriter[FileIO]] = {}
-        self._written: list[WrittenFile] = []
 
     def __enter__(self) -> PartFiles:
         return self
@@ -197,7 +188,8 @@ class PartFiles:
             # again.
             file.raw.close()
         if isinstance(error, OSError):
-            raise output_error(Path(error.filename or self.destination.scratch), error) from error
+            with path_errors(Path(error.filename or self.destination.scratch)):
+                raise error
 
     def audio_name(self, file: str, where: str) -> str:
         """What the file with the name `file` calls the audio at `where`."""
@@ -217,7 +209,6 @@ class PartFiles:
         """A whole small file, which is closed at once: a part can have more of them than a process can
         open. Raises `OSError`."""
         self._scratch_path(name).write_bytes(data)
-        self._written.append(WrittenFile(name, len(data), hashlib.sha256(data).hexdigest()))
 
     def _scratch_path(self, name: str) -> Path:
         path = self._paths[name] = self.destination.scratch / f"{len(self._paths):06d}"
@@ -231,11 +222,9 @@ class PartFiles:
         ) as file:
             yield cast("IO[bytes]", file)
 
-    def sorted_lines(self, name: str) -> SortedLines:
-        """An empty `SortedLines` with a folder of its own, called `name`."""
-        path = self.destination.scratch / f"sort-{name}"
-        path.mkdir(exist_ok=True)
-        return SortedLines(path)
+    def sorted_lines(self) -> SortedLines:
+        """An empty `SortedLines`, whose files are in the scratch folder too."""
+        return SortedLines(self.destination.scratch)
 
     def publish(self, record: str) -> list[WrittenFile]:
         """Writes every file to the disk, lists all of them under the name `record`, and moves them to
@@ -243,20 +232,20 @@ class PartFiles:
 
         Raises `OSError`, and as `Destination.publish`.
         """
-        written = self._written
-        if written:
-            # One call for all of them.
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        if len(self._paths) > len(self._open):
+            # One call for all that were added.
             folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 sync_file_system(folder)
             finally:
                 os.close(folder)
-        for name, file in self._open.items():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            path = self._paths[name]
-            written.append(WrittenFile(name, path.stat().st_size, sha256_of(path)))
+        written = [
+            WrittenFile(name, path.stat().st_size, sha256_of(path)) for name, path in self._paths.items()
+        ]
         self.destination.write_record(record, written)
         for file in written:
             self.destination.publish(file.name, self._paths[file.name], file.sha256)
@@ -272,29 +261,22 @@ class SortedLines:
         self._run_bytes = run_bytes
         self._lines: list[bytes] = []
         self._bytes = 0
-        self._runs: list[Path] = []
+        self._runs: list[IO[bytes]] = []
 
     def add(self, line: bytes) -> None:
         """`line` ends with its only newline."""
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes >= self._run_bytes:
-            self._spill()
+            # Without a name: it goes with its last reference.
+            self._runs.append(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
+            self._runs[-1].writelines(sorted(self._lines))
+            self._lines, self._bytes = [], 0
 
     def __iter__(self) -> Iterator[bytes]:
-        self._lines.sort()
-        with ExitStack() as stack:
-            yield from heapq.merge(
-                self._lines, *(stack.enter_context(path.open("rb")) for path in self._runs)
-            )
-
-    def _spill(self) -> None:
-        self._lines.sort()
-        path = self._folder / f"run-{len(self._runs):06d}"
-        with path.open("wb") as file:
-            file.writelines(self._lines)
-        self._runs.append(path)
-        self._lines, self._bytes = [], 0
+        for run in self._runs:
+            run.seek(0)
+        return heapq.merge(sorted(self._lines), *self._runs)
 
 
 #: Subfolder of the records of an export that is not complete.
@@ -343,13 +325,10 @@ class Destination:
     def write_record(self, name: str, value: object) -> None:
         """Writes a small JSON file."""
         path, data = self.scratch / RECORD, json_bytes(value)
-        try:
-            with path.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise output_error(path, error) from error
+        with path_errors(path), path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         self.publish(name, path, hashlib.sha256(data).hexdigest())
 
     def listed(self, record: str) -> list[WrittenFile] | None:
@@ -387,10 +366,8 @@ class FolderDestination(Destination):
         """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that
         belongs to no export."""
         with path_errors(self.scratch):
-            left = {path.name for path in self.scratch.glob("*")}
-            if any(not name.startswith(RECORD) for name in left) and not any(
-                (self._folder / name).exists() for name in (PLAN, END)
-            ):
+            left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
+            if left and not any((self._folder / name).exists() for name in (PLAN, END)):
                 raise invalid(
                     f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder."
                 )
@@ -409,13 +386,12 @@ class FolderDestination(Destination):
         found: dict[str, int] = {}
         with path_errors(self._folder):
             for folder, folders, files in os.walk(self._folder / below, onerror=_raise):
-                here = Path(folder)
-                links = [name for name in folders if (here / name).is_symlink()]
-                folders[:] = [name for name in folders if here / name != self.scratch]
-                found |= {
-                    str((here / name).relative_to(self._folder)): (here / name).lstat().st_size
-                    for name in (*files, *links)
-                }
+                for path in [Path(folder, name) for name in (*files, *folders)]:
+                    status = path.lstat()
+                    if path == self.scratch:
+                        folders.remove(path.name)
+                    elif not stat.S_ISDIR(status.st_mode):
+                        found[str(path.relative_to(self._folder))] = status.st_size
         return found
 
     def read(self, name: str) -> bytes | None:
@@ -440,13 +416,8 @@ class FolderDestination(Destination):
         with path_errors(path):
             path.unlink(missing_ok=True)
         with suppress(OSError):
-            # Usually not empty.
-            for folder in [
-                folder
-                for folder in path.parents
-                if folder.is_relative_to(self._folder) and folder != self._folder
-            ]:
-                folder.rmdir()
+            # Up to one that is not empty, as that of the records is.
+            os.removedirs(path.parent)
 
     def _path(self, name: str) -> Path:
         """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in

@@ -70,7 +70,7 @@ def _escaped(pattern: re.Pattern[bytes], text: str) -> str:
 
 def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
     """One data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
-    lines = files.sorted_lines("utterances")
+    lines = files.sorted_lines()
     for item, where in items:
         known = item_metadata(job, item)
         speaker, utterance = kaldi_ids(known.speaker, item.id)
@@ -165,7 +165,7 @@ def write_espnet_dataset(
     part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]
 ) -> None:
     """The dataset of one split, in one pass over its items."""
-    turns, examples = files.sorted_lines("turns"), files.sorted_lines("dialogues")
+    turns, examples = files.sorted_lines(), files.sorted_lines()
     texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
 
     def noted() -> Generator[tuple[AudioItem, str], None, None]:

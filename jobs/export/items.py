@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, islice
@@ -22,7 +22,7 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
-from jobs.voices import is_stored
+from jobs.voices import stored_voices
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError
 from pipelines.request import Generation, SpokenRole
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _decode = msgspec.json.Decoder(Dialogue).decode
 #: Scores whose detail is what an ASR model heard.
 _HEARD_BY = ("wer", "cer")
+#: Kind of the artifact that is the text of a model beside its audio.
+_TEXT = "text"
 _PAGE_ITEMS = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _HASHES = 2**64
@@ -181,7 +183,7 @@ def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generatio
     generation = of_role.over(defaults.of(role))
     if (
         of_role.voice is None
-        and is_stored(job.spec, generation.voice)
+        and generation.voice in stored_voices(job.spec)
         and reference_places(dialogue.messages, index)
     ):
         # The line's recording went before the job's stored voice.
@@ -189,111 +191,66 @@ def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generatio
     return generation
 
 
-def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow, Artifact | None]]:
-    """Each item, in index order, with its audio if it is exported. `whole`: only with all other items of
-    its dialogue."""
-    for _, dialogue in (
-        groupby(rows, key=lambda row: row.example_id) if whole else ((None, [row]) for row in rows)
-    ):
+def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
+    """The items that have audio, in index order. `whole`: only with all other items of their dialogues."""
+    for _, dialogue in groupby(rows, key=lambda row: row.example_id if whole else row.index):
         items = list(dialogue)
-        audio = [row.artifact if row.state is ItemState.DONE else None for row in items]
-        yield from zip(items, audio if None not in audio else [None] * len(items), strict=True)
+        if all(row.state is ItemState.DONE and row.artifact is not None for row in items):
+            yield from items
 
 
 def audio_items(
     ledger: Ledger,
     store: ObjectStore,
     job_id: str,
-    *,
-    after: int = -1,
-    last: int | None = None,
-    wanted: Callable[[str], bool] = lambda _: True,
-    whole: bool = False,
+    rows: Iterable[ItemRow] | None = None,
     names: tuple[str, ...] | None = None,
-    where: Where | None = None,
-    dialogues: bool = False,
-    members: bytes | None = None,
 ) -> Iterator[AudioItem]:
-    """The items of a job that have audio, in index order, with the lines of one shard in memory at a time.
-
-    Indexes are above `after` and up to `last`, and `wanted` chooses by example id. `whole`: a dialogue is
-    left out unless all its spoken turns have audio. `names`: those of the scores, where they are known.
-    `where`: only items that match it, with `dialogues` together with the others of their dialogues.
-    `members`: only these, see `plan.Plan`.
-    """
-    job = ledger.job(job_id)
-    rows = exported(ledger.items(job_id, after=after, where=where, dialogues=dialogues), whole=whole)
-    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), _Texts(ledger, store, job_id)
+    """The items of a job that have audio, or those of `rows`, in index order, with the lines of one shard in
+    memory at a time. `names`: those of the scores, where they are known."""
+    job, texts = ledger.job(job_id), ArtifactReader(store)
+    lines = ShardLines(ledger, store, job_id, read_raw_shard)
     names = score_names(ledger, job) if names is None else names
-    while page := list(islice(rows, _PAGE_ITEMS)):
-        kept = _kept_draws(ledger, job, [row.index for row, artifact in page if artifact is not None])
-        for row, artifact in page:
-            if last is not None and row.index > last:
-                return
-            if (
-                artifact is None
-                or not wanted(row.example_id)
-                or (members is not None and not is_member(members, row.index))
-            ):
-                continue
-            line = lines.of(row)
+    for page in _pages(exported(ledger.items(job_id) if rows is None else rows)):
+        indexes = [row.index for row in page]
+        # Read after the items, so that those of a job that runs have theirs.
+        draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
+        kept = {row.index: row.draw for row in draws if row.draw.kept}
+        written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        for row in page:
+            line, text = lines.of(row), written.get(row.index)
             yield AudioItem(
                 example_id=row.example_id,
                 id=row.id,
-                artifact=artifact,
+                artifact=cast("Artifact", row.artifact),
                 dialogue=line.dialogue,
                 message_index=line.message_index,
                 references=line.references,
-                text_out=texts.of(row),
+                text_out=None if text is None else texts.read(text).decode(),
                 draw=kept.get(row.index),
                 score_names=names,
             )
-
-
-def _kept_draws(ledger: Ledger, job: Job, indexes: Sequence[int]) -> dict[int, Draw]:
-    """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs
-    have theirs."""
-    if job.spec.quality is None:
-        return {}
-    return {row.index: row.draw for row in ledger.draws_of(job.id, indexes) if row.draw.kept}
-
-
-def is_member(members: bytes, index: int) -> bool:
-    """Whether the bit of an index is set."""
-    return index // 8 < len(members) and bool(members[index // 8] & 1 << index % 8)
 
 
 def text_answers(
     ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None
 ) -> Iterator[tuple[msgspec.Raw, str]]:
     """The lines of items whose answer is text alone, each with that text, in index order."""
-    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), _Texts(ledger, store, job_id)
-    for row in ledger.items(job_id, where=where) if texts else ():
-        if row.state is ItemState.DONE and row.artifact is None and (text := texts.of(row)) is not None:
-            yield lines.of(row).dialogue, text
+    if next(ledger.artifact_facts(job_id, _TEXT), None) is None:
+        return
+    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), ArtifactReader(store)
+    done = ledger.items(job_id, state=ItemState.DONE, where=where)
+    for page in _pages(row for row in done if row.artifact is None):
+        written = ledger.artifacts_of(job_id, _TEXT, [row.index for row in page])
+        for row in page:
+            if row.index in written:
+                yield lines.of(row).dialogue, texts.read(written[row.index]).decode()
 
 
-class _Texts:
-    """The texts that the model of a job wrote, looked up in index order."""
-
-    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
-        self._artifacts = ArtifactReader(store)
-        self._texts = ledger.artifact_facts(job_id, "text")
-        self._next = next(self._texts, None)
-
-    def __bool__(self) -> bool:
-        """Whether there are texts that have not been passed."""
-        return self._next is not None
-
-    def of(self, row: ItemRow) -> str | None:
-        """The text that the model wrote for an item, or None."""
-        while self._next is not None and self._next.index < row.index:
-            self._next = next(self._texts, None)
-        return (
-            self._artifacts.read(self._next).decode()
-            if self._next is not None and self._next.index == row.index
-            else None
-        )
+def _pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
+    rows = iter(rows)
+    while page := list(islice(rows, _PAGE_ITEMS)):
+        yield page
 
 
 def _speaker(
@@ -332,31 +289,21 @@ WHOLE = Splits(("train",), (_HASHES,))
 def parse_splits(text: str) -> Splits:
     """`train=0.98,dev=0.01,test=0.01` as `Splits`. Raises `config.invalid` unless the shares add up to
     exactly 1."""
-    names: list[str] = []
-    bounds: list[int] = []
+    bounds: dict[str, int] = {}
     total = Fraction(0)
     for part in text.split(","):
         name, _, share = (piece.strip() for piece in part.partition("="))
-        total += _share(name, share)
-        names.append(name)
-        bounds.append(math.ceil(total * _HASHES))
-    if len(set(names)) < len(names):
-        raise _bad(f"The splits {text[:100]!r} name one twice.")
+        try:
+            value = Fraction(share)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction()
+        if not _NAME.fullmatch(name) or name in bounds or value <= 0:
+            raise _bad(f"{part[:80]!r} is not a split with a name of its own and a share.")
+        total += value
+        bounds[name] = math.ceil(total * _HASHES)
     if total != 1:
         raise _bad(f"The shares of the splits {text[:100]!r} add up to {float(total):g}.")
-    return Splits(tuple(names), tuple(bounds))
-
-
-def _share(name: str, share: str) -> Fraction:
-    if not _NAME.fullmatch(name):
-        raise _bad(f"{name[:80]!r} is not a valid name of a split.")
-    try:
-        value = Fraction(share)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction()
-    if not 0 < value <= 1:
-        raise _bad(f"The split {name} has the share {share[:40]!r}.")
-    return value
+    return Splits(tuple(bounds), tuple(bounds.values()))
 
 
 def _bad(message: str) -> ConfigError:
@@ -426,7 +373,7 @@ class Plan(msgspec.Struct, frozen=True):
     #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same
     #: one.
     digest: str
-    #: Of a job that runs: a bit for each index, set for those that are exported. Others may get their audio
+    #: Of a job that runs: a byte for each index, 1 for those that are exported. Others may get their audio
     #: while they are written.
     members: bytes | None = None
     #: Why items of the job are not exported.
@@ -436,38 +383,31 @@ class Plan(msgspec.Struct, frozen=True):
     def items(self) -> int:
         return sum(part.items for part in self.parts)
 
+    def has(self, index: int) -> bool:
+        """Whether the item with audio at this index is exported."""
+        return self.members is None or self.members[index : index + 1] == b"\1"
+
 
 def make_plan(
-    rows: Iterable[ItemRow],
-    splits: Splits,
-    part_bytes: int | None,
-    *,
-    whole: bool = False,
-    running: bool = False,
+    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, running: bool = False
 ) -> Plan:
-    """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`;
-    None: one part a split.
-
-    `whole`: a dialogue is left out unless all its spoken turns have audio. `running`: other items may get
-    their audio from now on.
-    """
-    parts: dict[str, list[Part]] = {name: [] for name in splits.names}
+    """The plan for items with audio, in index order. A part ends before its audio passes `part_bytes`; None:
+    one part a split. `running`: other items may get their audio from now on."""
+    #: [first index, last index, items, bytes] of each part.
+    parts: dict[str, list[list[int]]] = {name: [] for name in splits.names}
     digest, members = hashlib.sha256(), bytearray()
-    for row, artifact in exported(rows, whole=whole):
-        if artifact is None:
-            continue
+    for row in rows:
+        artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         if running:
-            members.extend(bytes(max(0, row.index // 8 + 1 - len(members))))
-            members[row.index // 8] |= 1 << row.index % 8
-        split = splits.of(row.example_id)
-        own = parts[split]
-        if not own or (part_bytes is not None and own[-1].audio_bytes + artifact.bytes > part_bytes):
-            own.append(Part(split, len(own), row.index, row.index, 1, artifact.bytes))
-        else:
-            part = own[-1]
-            own[-1] = msgspec.structs.replace(
-                part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes
-            )
-    counted = [msgspec.structs.replace(part, of=len(own)) for own in parts.values() for part in own]
-    return Plan(tuple(counted), digest.hexdigest(), bytes(members) if running else None)
+            members += bytes(row.index - len(members)) + b"\1"
+        own = parts[splits.of(row.example_id)]
+        if not own or (part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes):
+            own.append([row.index, row.index, 0, 0])
+        own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
+    made = [
+        Part(split, number, *facts, of=len(own))
+        for split, own in parts.items()
+        for number, facts in enumerate(own)
+    ]
+    return Plan(tuple(made), digest.hexdigest(), bytes(members) if running else None)

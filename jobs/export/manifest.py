@@ -58,43 +58,19 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 _OF_THE_ARTIFACT = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
 
 
-def _entry(
-    job: Job,
-    example_id: str,
-    artifact: Artifact | ShardAudio,
-    *,
-    text: str,
-    role: str,
-    message_index: int | None,
-) -> ManifestEntry:
-    """The line of an audio artifact."""
-    known = {name: getattr(artifact, name) for name in _OF_THE_ARTIFACT}
-    seconds = round(artifact.samples / artifact.sample_rate, 6)
+def _entry(job: Job, example_id: str, artifact: Artifact | ShardAudio, **spoken: Any) -> ManifestEntry:
+    """The line of an audio artifact; `spoken`: its text, role and message."""
     return ManifestEntry(
         example_id=example_id,
-        duration=seconds,
+        duration=round(artifact.samples / artifact.sample_rate, 6),
         spec_sha=job.spec_sha,
-        text=text,
-        role=role,
-        message_index=message_index,
-        **known,
+        **{name: getattr(artifact, name) for name in _OF_THE_ARTIFACT},
+        **spoken,
     )
 
 
 def _item_entry(job: Job, item: AudioItem, about: Mapping[str, Any]) -> ManifestEntry:
     return _entry(job, item.example_id, item.artifact, **picked(about, "text", "role", "message_index"))
-
-
-def _line_entry(job: Job, audio: ShardAudio, line: ShardLine) -> ManifestEntry:
-    index = None if line.role is None else line.message_index
-    return _entry(
-        job,
-        audio.example_id,
-        audio,
-        text=spoken_text(line.messages),
-        role=line.role or "assistant",
-        message_index=index,
-    )
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
@@ -115,9 +91,19 @@ def put_shard_manifest(
     """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which
     the ledger may name now."""
     spoken = {line.index: line for line in lines}
-    data = b"".join(
-        msgspec.json.encode(_line_entry(job, audio, spoken[audio.index])) + b"\n" for audio in items
-    )
+    entries: list[bytes] = []
+    for audio in items:
+        line = spoken[audio.index]
+        entry = _entry(
+            job,
+            audio.example_id,
+            audio,
+            text=spoken_text(line.messages),
+            role=line.role or "assistant",
+            message_index=None if line.role is None else line.message_index,
+        )
+        entries.append(msgspec.json.encode(entry) + b"\n")
+    data = b"".join(entries)
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, CONTENT_TYPE).info
     store.sync()
     return info.key, info.sha256

@@ -8,7 +8,6 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -24,14 +23,12 @@ from pipelines.errors import NightjarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 #: Of both pictures, in pixels; the waveform is drawn in these units too.
 WIDTH, WAVE_HEIGHT, SPECTROGRAM_HEIGHT = 220, 44, 64
 _WINDOW_SECONDS = 0.032
 _FLOOR_DB = -75.0
+#: Few, so that the picture is small.
 _LEVELS = 64
-#: Colours of the spectrogram from silence to loud: black, violet, orange, pale yellow.
-_ANCHORS = ((4, 4, 22), (74, 20, 104), (178, 48, 86), (243, 128, 48), (252, 236, 166))
 _SILENCE_DBFS = -100.0
 
 
@@ -41,7 +38,7 @@ class Picture:
 
     #: `d` of an SVG path in a box of `WIDTH` x `WAVE_HEIGHT`.
     wave: str
-    #: A PNG as a `data:` address.
+    #: A grey PNG as a `data:` address, black where it is silent; the page colours it.
     spectrogram: str
     seconds: float
     #: Highest sample and root mean square, in dB of full scale.
@@ -62,59 +59,39 @@ def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
 
 def _wave(samples: NDArray[np.float32]) -> str:
     """A band from the lowest to the highest sample of each column, as one closed path."""
-    edges = np.linspace(0, len(samples), WIDTH // 2 + 1).astype(np.int64)
-    starts = np.minimum(edges[:-1], len(samples) - 1)
-    highs, lows = np.maximum.reduceat(samples, starts), np.minimum.reduceat(samples, starts)
+    columns = np.arange(WIDTH // 2)
+    starts = np.minimum(columns * len(samples) // len(columns), len(samples) - 1)
+    highs = np.minimum(np.maximum.reduceat(samples, starts), 1.0)
+    lows = np.maximum(np.minimum.reduceat(samples, starts), -1.0)
     middle = WAVE_HEIGHT / 2
-    tops = [(2 * column, middle - middle * min(1.0, float(high))) for column, high in enumerate(highs)]
-    bottoms = [(2 * column, middle - middle * max(-1.0, float(low)) + 0.5) for column, low in enumerate(lows)]
-    return "M" + "L".join(f"{x} {y:.1f}" for x, y in [*tops, *reversed(bottoms)]) + "Z"
+    across = 2 * np.concatenate([columns, columns[::-1]])
+    down = np.concatenate([middle - middle * highs, (middle - middle * lows + 0.5)[::-1]])
+    return "M" + "L".join(f"{x} {y:.1f}" for x, y in zip(across, down, strict=True)) + "Z"
 
 
 def _spectrogram(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.uint8]:
-    """Levels 0 to `_LEVELS` - 1: uint8 [SPECTROGRAM_HEIGHT, columns]; low frequencies at the bottom, on
-    the mel scale."""
+    """Brightness, uint8 [SPECTROGRAM_HEIGHT, columns]: low frequencies at the bottom, in equal steps on the
+    mel scale (O'Shaughnessy, 1987) up to 8 kHz."""
     size = max(16, round(_WINDOW_SECONDS * sample_rate))
     padded = np.pad(samples, (0, max(0, size - len(samples))))
     columns = min(WIDTH, max(1, len(padded) - size + 1))
     starts = np.linspace(0, len(padded) - size, columns).astype(np.int64)
     frames = padded[starts[:, None] + np.arange(size)] * np.hanning(size).astype(np.float32)
     power = np.abs(np.fft.rfft(frames, axis=1)) / (size / 4)
-    rows = _mel_rows(size, sample_rate)
+    mels = np.linspace(0, math.log10(1 + min(sample_rate / 2, 8000) / 700), SPECTROGRAM_HEIGHT + 1)
+    bins = (700 * (10**mels - 1) * size / sample_rate).astype(np.int64)
     # The loudest bin of each row, so that a lone harmonic is not averaged away.
-    banded = np.stack([power[:, low:high].max(axis=1) for low, high in rows])[::-1]
-    decibels = 20 * np.log10(np.maximum(banded, 1e-9))
-    share = np.clip(1 - decibels / _FLOOR_DB, 0, 1)
-    return (share * (_LEVELS - 1) + 0.5).astype(np.uint8)
-
-
-def _mel_rows(size: int, sample_rate: int) -> list[tuple[int, int]]:
-    """First and last-but-one bin of each row: equal steps on the mel scale (O'Shaughnessy, 1987), none
-    empty."""
-    top = 2595 * math.log10(1 + min(sample_rate / 2, 8000) / 700)
-    edges = [
-        700 * (10 ** (top * row / SPECTROGRAM_HEIGHT / 2595) - 1) * size / sample_rate
-        for row in range(SPECTROGRAM_HEIGHT + 1)
-    ]
-    last = size // 2
-    return [
-        (min(int(low), last), min(max(int(low) + 1, int(high)), last + 1)) for low, high in pairwise(edges)
-    ]
-
-
-_CHANNELS = np.array(_ANCHORS).T
-_PALETTE = np.stack(
-    [np.interp(np.linspace(0, len(one) - 1, _LEVELS), range(len(one)), one) for one in _CHANNELS], axis=1
-)
+    banded = np.maximum.reduceat(power[:, : bins[-1] + 1], bins[:-1], axis=1).T[::-1]
+    share = np.clip(1 - 20 * np.log10(np.maximum(banded, 1e-9)) / _FLOOR_DB, 0, 1)
+    return (share * (_LEVELS - 1) + 0.5).astype(np.uint8) * np.uint8(256 // _LEVELS)
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
-    """A PNG with a palette (ISO 15948): 8 bits a pixel, no filter. `levels`: uint8 [height, width]."""
+    """A PNG (ISO 15948): 8 bits of grey a pixel, no filter. `levels`: uint8 [height, width]."""
     height, width = levels.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), levels], axis=1)
+    rows = np.pad(levels, ((0, 0), (1, 0)))
     parts = (
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        (b"PLTE", _PALETTE.round().astype(np.uint8).tobytes()),
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)),
         (b"IDAT", zlib.compress(rows.tobytes(), 9)),
         (b"IEND", b""),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -16,15 +16,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import jinja2
 
+from jobs import status as figures
 from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
-from jobs.ledger.location import STATE_FOLDER
 from jobs.ledger.records import ItemState, Job
 from jobs.ledger.status import GAP_SECONDS, JobStatus
-from jobs.own_files import own_path
-from jobs.report import charts, clips
+from jobs.own_files import STATE_FOLDER, own_path
+from jobs.report import clips
 from jobs.report.charts import (
     BINS,
     MIN_BINS,
@@ -45,17 +45,6 @@ from jobs.report.charts import (
 )
 from jobs.report.clips import Clips
 from jobs.report.sample import MAX_MEASURED, PACE, Sample, take_sample
-from jobs.status import (
-    busy_seconds,
-    cost,
-    cost_at_end,
-    elapsed_seconds,
-    eta_error_seconds,
-    eta_seconds,
-    items_per_second,
-    rtfx,
-    utc,
-)
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.registry import describe
@@ -126,35 +115,24 @@ def write_report(
         if line and job.state.final and line.spans >= MIN_FOR_ETA
         else []
     )
+    constant = {name: values[0] for name, values in sorted(sample.scores.items()) if _constant(values)}
     page = {
         "status": status,
         "job": job,
+        "figures": figures,
+        "GAP_SECONDS": GAP_SECONDS,
+        "price": options.price_per_gpu_hour,
         "name": job.name or _input_name(job) or f"Job {job.id}",
         "input": _input_name(job) or ("standard input" if job.input_uri == "-" else "records of a program"),
         "voice": _voice(job, sample),
-        "at": utc(job.finished_at if job.state.final else status.now) or "",
-        "speed": {"rtfx": rtfx(status), "items": items_per_second(status)},
-        "times": {"elapsed": elapsed_seconds(status), "busy": busy_seconds(status), "gap": GAP_SECONDS},
-        "eta": {"left": eta_seconds(status), "error": eta_error_seconds(status)},
-        "cost": {
-            "price": options.price_per_gpu_hour,
-            "spent": cost(status, options.price_per_gpu_hour),
-            "ahead": cost_at_end(status, options.price_per_gpu_hour),
-        },
         "spans": line.spans if line else 0,
         "timeline": _charts(line, checks) if line and line.spans >= MIN_SPANS else [],
         "checks": checks,
-        "histograms": _histograms(sample),
-        "constant": [
-            (name, values[0]) for name, values in sorted(sample.scores.items()) if _constant(values)
-        ],
+        "histograms": _histograms(sample, constant),
+        "constant": constant,
         "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
-        "failures": status.items.failed + job.rejected_lines,
-        "scores": sorted(name for name in sample.scores if name != PACE),
         "sample": sample,
-        "rows": (
-            (item, None if item.artifact is None else sounds.clip(item.artifact)) for item in sample.items
-        ),
+        "rows": ((item, item.artifact and sounds.clip(item.artifact)) for item in sample.items),
         "linked": sounds.linked,
     }
     size = 0
@@ -174,9 +152,7 @@ def render(page: Mapping[str, Any]) -> Iterable[str]:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
     )
-    return _template().generate(
-        page, policy=policy, style=style, script=script, charts=charts, pictures=clips, PACE=PACE
-    )
+    return _template().generate(page, policy=policy, style=style, script=script, pictures=clips, PACE=PACE)
 
 
 @lru_cache(maxsize=1)
@@ -188,8 +164,8 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text, "signed": _signed}
-    environment.filters |= {"clean": clean, "redact": redact}
+    named = {"number": number, "seconds": seconds_text, "bytes": bytes_text, "signed": _signed}
+    environment.filters |= {**named, "clean": clean, "redact": redact}
     return environment.get_template("report.html")
 
 
@@ -213,14 +189,12 @@ def _voice(job: Job, sample: Sample) -> str:
     """The voices that the sampled items asked for. Where none did and the model has one voice: that one."""
     asked = sorted(sample.voices)
     if not asked:
-        try:
-            voices = describe(job.spec.model).capabilities.voices
-        except NightjarError:
-            # The model need not be on this machine.
-            voices = ()
-        return voices[0] if len(voices) == 1 else "the model's own"
-    shown = ", ".join(asked[:MAX_VOICES])
-    return shown if len(asked) <= MAX_VOICES else f"{shown} and {len(asked) - MAX_VOICES} more"
+        # The model need not be on this machine.
+        with suppress(NightjarError):
+            asked = list(describe(job.spec.model).capabilities.voices)
+        return asked[0] if len(asked) == 1 else "the model's own"
+    more = len(asked) - MAX_VOICES
+    return ", ".join(asked[:MAX_VOICES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
@@ -243,9 +217,9 @@ def _charts(line: Timeline, checks: Sequence[tuple[float, EtaCheck]]) -> list[Ch
         ("throughput", "Throughput", "items a second", line.items, "items a second"),
         ("factor", "RTFx", "audio seconds per second", line.audio_seconds, "seconds of audio a second"),
     ):
-        points = line.rates(values)
-        summary = f"Highest {number(max(rate for _, rate in points))}, on average {number(sum(values) / line.seconds)} {words}."
-        found.append(lines(key, title, unit, line.seconds, summary, {"": points}))
+        highest, average = max(values) / line.step_seconds, sum(values) / line.seconds
+        summary = f"Highest {number(highest)}, on average {number(average)} {words}."
+        found.append(lines(key, title, unit, line.seconds, summary, {"": line.rates(values)}))
     if checks:
         # The first estimate, after one item, may be a hundred times too long and would flatten the rest of
         # the chart.
@@ -265,15 +239,14 @@ def _signed(share: float, digits: int) -> str:
     return f"{rounded:+.{digits}f} %" if rounded else "0 %"
 
 
-def _histograms(sample: Sample) -> list[Chart]:
+def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
     found = [histogram("duration", "Length of an item", "s", sample.durations)]
-    for index, (name, values) in enumerate(
-        sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))
+    for index, name in enumerate(
+        sorted(sample.scores.keys() - constant, key=lambda name: (name != PACE, name))
     ):
-        if _constant(values):
-            continue
         title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
-        found.append(histogram(f"score-{index}", title, CHECKS[name].unit if name in CHECKS else "", values))
+        unit = CHECKS[name].unit if name in CHECKS else ""
+        found.append(histogram(f"score-{index}", title, unit, sample.scores[name]))
     return [chart for chart in found if chart is not None]
 
 

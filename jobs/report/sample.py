@@ -7,12 +7,13 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from jobs.checks import CHECKS
 from jobs.export.items import item_metadata
 from jobs.ledger.records import QUARANTINE, Artifact, Draw, ItemRow, ItemState, Job
-from jobs.shard_file import ShardLines, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from pipelines.duration import text_units
 from pipelines.errors import ErrorCode
@@ -83,28 +84,25 @@ def take_sample(
     ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]
 ) -> Sample:
     """Reads items of a job and chooses `shown` of them. Raises `StoreError`, `ServiceError`."""
-    rows = list(_population(ledger, job))
     broken = list(_broken(ledger, job, codes, max(1, int(shown * _FAILED_SHARE))))
-    quarantined: dict[int, Artifact] = {}
-    for some in _some([row.index for row in broken]):
-        quarantined |= ledger.artifacts_of(job.id, QUARANTINE, some)
+    quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in broken])
+    failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
     done = [
         SampleItem(row, row.artifact)
-        for row in rows
+        for row in _population(ledger, job)
         if row.state is ItemState.DONE and row.artifact is not None
     ]
-    failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
-    _add_texts(ledger, store, job, [*done, *failed])
-    _add_scores(ledger, job, [*done, *failed])
+    both = sorted([*done, *failed], key=lambda item: item.row.index)
+    lines = ShardLines(ledger, store, job.id, read_raw_shard)
+    for start in range(0, len(both), _INDEXES_AT_ONCE):
+        _read(ledger, job, both[start : start + _INDEXES_AT_ONCE], lines)
     _judge(done, failed)
-    durations = [seconds for item in done if (seconds := item.seconds) is not None]
-    voices = frozenset(filter(None, (item.voice for item in (*done, *failed))))
     return Sample(
         len(done),
         job.total_items <= MAX_MEASURED,
-        durations,
+        [seconds for item in done if (seconds := item.seconds) is not None],
         _values(done),
-        voices,
+        frozenset(filter(None, (item.voice for item in both))),
         _chosen(done, failed, shown),
     )
 
@@ -130,50 +128,37 @@ def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
 
 def _broken(ledger: Ledger, job: Job, codes: Iterable[ErrorCode], most: int) -> Iterator[ItemRow]:
     """Failed items, with an equal share for each code."""
-    wanted = list(codes)
-    each = max(1, most // max(1, len(wanted)))
-    for code in wanted[:most]:
-        left = each
-        for state in (ItemState.FAILED, ItemState.DEAD):
-            for row in ledger.items(job.id, state=state, codes=[code], limit=left) if left else ():
-                left -= 1
-                yield row
+    wanted = list(codes)[:most]
+    for code in wanted:
+        each = max(1, most // len(wanted))
+        found = (
+            ledger.items(job.id, state=state, codes=[code], limit=each)
+            for state in (ItemState.FAILED, ItemState.DEAD)
+        )
+        yield from islice(chain.from_iterable(found), each)
 
 
-def _add_texts(ledger: Ledger, store: ObjectStore, job: Job, items: Sequence[SampleItem]) -> None:
-    lines = ShardLines(ledger, store, job.id, read_raw_shard)
-    for item in sorted(items, key=lambda item: item.row.index):
+def _read(ledger: Ledger, job: Job, items: Sequence[SampleItem], lines: ShardLines[RawLine]) -> None:
+    """Sets texts, draws and scores of some items, in the order of their indexes."""
+    draws: dict[int, list[Draw]] = {}
+    if job.spec.quality is not None:
+        for row in ledger.draws_of(job.id, [item.row.index for item in items]):
+            draws.setdefault(row.index, []).append(row.draw)
+    for item in items:
         known = item_metadata(job, lines.of(item.row))
         item.text, item.role, item.voice = known.text, known.role, known.voice or ""
-
-
-def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:
-    known: dict[int, list[Draw]] = {}
-    if job.spec.quality is not None:
-        for some in _some([item.row.index for item in items]):
-            for row in ledger.draws_of(job.id, some):
-                known.setdefault(row.index, []).append(row.draw)
-    for item in items:
-        item.draws = known.get(item.row.index, [])
-        counts = _draw_that_counts(item)
-        if counts is not None:
-            item.values = {
-                name: score.value for name, score in counts.scores.items() if score.value is not None
-            }
-            item.refused = sorted(name for name, score in counts.scores.items() if score.passed is False)
+        item.draws = draws.get(item.row.index, [])
+        seed = None if item.artifact is None else item.artifact.seed
+        # The draw whose audio is shown: the kept one, or the one in quarantine; else the last.
+        shown = [draw for draw in item.draws if draw.kept or draw.seed == seed] or item.draws[-1:]
+        for name, score in (shown[0].scores if shown else {}).items():
+            if score.value is not None:
+                item.values[name] = score.value
+            if score.passed is False:
+                item.refused.append(name)
+        item.refused.sort()
         if (seconds := item.seconds) and item.text:
             item.values[PACE] = text_units(item.text) / seconds
-
-
-def _draw_that_counts(item: SampleItem) -> Draw | None:
-    """The draw whose audio is shown: the kept one, or the one in quarantine if the item failed; else the
-    last."""
-    shown = [
-        draw
-        for draw in item.draws
-        if draw.kept or (item.artifact is not None and draw.seed == item.artifact.seed)
-    ]
-    return next(iter(shown or item.draws[-1:]), None)
 
 
 def _judge(done: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
@@ -210,8 +195,3 @@ def _chosen(done: Sequence[SampleItem], failed: Sequence[SampleItem], shown: int
     if len(done) > shown:
         rest = [rest[number * len(rest) // count] for number in range(count)]
     return [*failed[:shown], *worst, *rest[:count]]
-
-
-def _some(indexes: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(indexes), _INDEXES_AT_ONCE):
-        yield indexes[start : start + _INDEXES_AT_ONCE]

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -22,7 +22,6 @@ class ObjectInfo:
     bytes: int
     #: Hex SHA-256 of the content; empty where the store would have to read the object to know it (listings).
     sha256: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     #: When it was written, UTC epoch seconds of the store's clock; known of what a listing finds.
     modified_at: float | None = None
 
@@ -79,7 +78,10 @@ class ObjectStore:
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
+        """Writes once: if the key exists its object stays as it is and is described with `created=False`.
+
+        A bucket shows `content_type` and `metadata` beside the object; a folder has no place for them.
+        """
         return self._put(key, data, content_type, metadata or {})
 
     def put_file(
@@ -102,7 +104,8 @@ class ObjectStore:
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises `store.missing`."""
-        raise NotImplementedError
+        with self.open(key) as stream:
+            return stream.read()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes of an object from `offset` on; fewer where it ends before. Raises

@@ -9,15 +9,13 @@ import hashlib
 import os
 import secrets
 import stat
-import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
-
-import msgspec
 
 from jobs.store.base import (
     IDENTITY_KEY,
@@ -37,30 +35,30 @@ _WRITE = os.O_WRONLY | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Audio, texts and manifests of one job take turns.
 _HANDLES_PER_THREAD = 4
-_syncfs = ctypes.CDLL(None, use_errno=True).syncfs if sys.platform == "linux" else None
-
-#: Whether a whole file system is synced at once; without it every file and folder is synced as it is written.
-SYNCS_AT_ONCE = _syncfs is not None
 _CHUNK_BYTES = 1 << 20
-_ATTRIBUTE = "user.nightjar"
-_encode_metadata = msgspec.json.Encoder(order="sorted").encode
-#: errno of a file system without O_TMPFILE, and of one without extended attributes.
+_system = ctypes.CDLL(None, use_errno=True)
+#: errno of a file system without O_TMPFILE, and where there is no regular file.
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-_NO_ATTRIBUTES = {errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOSPC, errno.E2BIG}
-#: errno where there is no regular file.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}
-_CODES = {
-    ErrorCode.STORE_FULL: {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
-    ErrorCode.STORE_FORBIDDEN: {errno.EACCES, errno.EPERM, errno.EROFS},
-    ErrorCode.STORE_MISSING: {errno.ENOENT, errno.ENOTDIR},
-    ErrorCode.STORE_BAD_KEY: {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ},
-}
-_ADVICE = {
-    ErrorCode.STORE_FULL: "Free space on that disk; the work continues where it stopped.",
-    ErrorCode.STORE_FORBIDDEN: "Give this user the right to write there, or choose another store.",
-    ErrorCode.STORE_MISSING: "Check that the store's folder is the right one and is mounted.",
-    ErrorCode.STORE_BAD_KEY: "Symbolic links and special files inside the store are not followed.",
-    ErrorCode.STORE_UNREACHABLE: "Check the disk or the mount.",
+#: What the system's errors mean, by their errno, and what a person does about it.
+_UNREACHABLE = ErrorCode.STORE_UNREACHABLE, "Check the disk or the mount."
+_MEANINGS: dict[tuple[int, ...], tuple[ErrorCode, str]] = {
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
+        ErrorCode.STORE_FULL,
+        "Free space on that disk; the work continues where it stopped.",
+    ),
+    (errno.EACCES, errno.EPERM, errno.EROFS): (
+        ErrorCode.STORE_FORBIDDEN,
+        "Give this user the right to write there, or choose another store.",
+    ),
+    (errno.ENOENT, errno.ENOTDIR): (
+        ErrorCode.STORE_MISSING,
+        "Check that the store's folder is the right one and is mounted.",
+    ),
+    (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ): (
+        ErrorCode.STORE_BAD_KEY,
+        "Symbolic links and special files inside the store are not followed.",
+    ),
 }
 
 
@@ -68,9 +66,8 @@ class FolderStore(ObjectStore):
     """Objects as files under `root`. A file appears under its name complete or not at all, and is never
     replaced.
 
-    Metadata is kept in the extended attribute `user.nightjar`; on file systems without such attributes it
-    is dropped. Data is left to the operating system until `sync`: a killed process loses nothing, a power
-    cut what was not synced.
+    Data is left to the operating system until `sync`: a killed process loses nothing, a power cut what was
+    not synced.
     """
 
     remote: ClassVar[bool] = False
@@ -83,7 +80,7 @@ class FolderStore(ObjectStore):
         self._handles = FolderHandles(self._root)
         #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
-        self._tmpfile = hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")
+        self._tmpfile = os.path.isdir("/proc/self/fd")
 
     @classmethod
     def at(cls, address: str, _: object = None) -> FolderStore:
@@ -116,31 +113,15 @@ class FolderStore(ObjectStore):
         self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
     ) -> PutResult:
         *folders, name = split_key(key)
-        digest, size = hashlib.sha256(), 0
-
-        def chunks(file: BinaryIO) -> Iterator[bytes]:
-            nonlocal size
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
-                yield chunk
-
         with self._errors(key, putting=True):
             folder = self._opened(folders)
             if isinstance(content, bytes):
-                if self._write(folder.fd, name, [content], metadata):
-                    digest.update(content)
-                    return PutResult(
-                        ObjectInfo(key, len(content), digest.hexdigest(), dict(metadata)), created=True
-                    )
-            elif not _exists(folder.fd, name) and self._write(folder.fd, name, chunks(content), metadata):
-                return PutResult(ObjectInfo(key, size, digest.hexdigest(), dict(metadata)), created=True)
-            return PutResult(_describe(key, folder.fd, name), created=False)
-
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises `store.missing`."""
-        with self.open(key) as file:
-            return file.read()
+                info = self._write(key, folder.fd, name, [content])
+            elif _exists(folder.fd, name):
+                info = None
+            else:
+                info = self._write(key, folder.fd, name, iter(partial(content.read, _CHUNK_BYTES), b""))
+            return PutResult(info or _describe(key, folder.fd, name), created=info is not None)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
@@ -162,8 +143,7 @@ class FolderStore(ObjectStore):
         """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
         time."""
         segments, stem = split_prefix(prefix)
-        below = self._entries(segments)
-        yield from self._walk(segments, [entry for entry in below if entry[0].startswith(stem)])
+        yield from self._walk(segments, stem)
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -211,16 +191,14 @@ class FolderStore(ObjectStore):
     def _compared(self, identity: str | None) -> Handle:
         """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or
         has another identity."""
-        try:
-            top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
-            found = None if identity is None else _identity_in(top.fd)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            message = f"The store {self._root} is away: there is no such folder."
-            raise StoreError(
-                ErrorCode.STORE_UNREACHABLE, message, "Mount it, or move it back; the work continues."
-            ) from error
-        except OSError as error:
-            raise self._explained(error, "", putting=False) from error
+        with self._errors(""):
+            try:
+                top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
+                found = None if identity is None else _identity_in(top.fd)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                message = f"The store {self._root} is away: there is no such folder."
+                advice = "Mount it, or move it back; the work continues."
+                raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
         if identity is not None and found != identity:
             raise store_away(str(self._root), found, identity)
         return top
@@ -230,50 +208,58 @@ class FolderStore(ObjectStore):
         self._written.setdefault(folder.device, folder)
         return folder
 
-    def _walk(self, folder: list[str], entries: list[tuple[str, int, float]]) -> Iterator[ObjectInfo]:
-        for name, size, modified_at in entries:
+    def _walk(self, folder: list[str], stem: str = "") -> Iterator[ObjectInfo]:
+        for name, size, modified_at in self._entries(folder):
+            if not name.startswith(stem):
+                continue
             if name.endswith("/"):
-                below = [*folder, name[:-1]]
-                yield from self._walk(below, self._entries(below))
+                yield from self._walk([*folder, name[:-1]])
             else:
                 yield ObjectInfo("/".join([*folder, name]), size, modified_at=modified_at)
 
     def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
-        """Names, sizes and times in a folder; nothing where it is gone."""
-        with missing_allowed(), self._errors("/".join(segments)), self._folder(segments) as folder:
-            return _entries(folder)
-        return []
+        """Names, sizes and times of change in a folder, nothing where it is gone; folders have a slash at
+        their end, so that sorted names are keys in order."""
+        found: list[tuple[str, int, float]] = []
+        with (
+            missing_allowed(),
+            self._errors("/".join(segments)),
+            self._folder(segments) as folder,
+            os.scandir(folder) as entries,
+        ):
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((entry.name + "/", 0, 0.0))
+                elif entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append((entry.name, status.st_size, status.st_mtime))
+        return sorted(found)
 
-    def _write(
-        self, folder: int, name: str, chunks: Iterator[bytes] | list[bytes], metadata: Mapping[str, str]
-    ) -> bool:
-        """Writes a nameless file and links it to its name. False: another writer was first."""
-        file, temporary = -1, ""
+    def _write(self, key: str, folder: int, name: str, chunks: Iterable[bytes]) -> ObjectInfo | None:
+        """Writes a nameless file and links it to its name. None: another writer was first."""
+        file, temporary, digest, size = -1, "", hashlib.sha256(), 0
         try:
             file, temporary = self._new_file(folder)
             for chunk in chunks:
                 _write_all(file, chunk)
-            if metadata:
-                _set_metadata(file, metadata)
-            if not SYNCS_AT_ONCE:
-                os.fsync(file)
+                digest.update(chunk)
+                size += len(chunk)
             source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
             os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
-            if not SYNCS_AT_ONCE:
-                os.fsync(folder)
-        except FileExistsError:
-            return False
         except OSError:
             # What is there needs no room.
             if not _exists(folder, name):
                 raise
-            return False
+            return None
         finally:
             if file >= 0:
                 os.close(file)
             if temporary:
                 os.unlink(temporary, dir_fd=folder)
-        return True
+        return ObjectInfo(key, size, digest.hexdigest())
 
     def _new_file(self, folder: int) -> tuple[int, str]:
         """A file without a name, or with a hidden one where the file system has no O_TMPFILE."""
@@ -307,17 +293,14 @@ class FolderStore(ObjectStore):
         try:
             yield
         except OSError as error:
-            raise self._explained(error, key, putting=putting) from error
-
-    def _explained(self, error: OSError, key: str, *, putting: bool) -> StoreError:
-        code = next(
-            (code for code, numbers in _CODES.items() if error.errno in numbers), ErrorCode.STORE_UNREACHABLE
-        )
-        if putting and error.errno == errno.ENOENT:
-            # The folder was removed while it was written to; the next try makes it again.
-            code = ErrorCode.STORE_UNREACHABLE
-        reason = os.strerror(error.errno) if error.errno else type(error).__name__
-        return StoreError(code, f"{reason}: {key[:200]!a} in the store {self._root}.", _ADVICE[code])
+            found = (meaning for numbers, meaning in _MEANINGS.items() if error.errno in numbers)
+            code, advice = next(found, _UNREACHABLE)
+            if putting and error.errno == errno.ENOENT:
+                # The folder was removed while it was written to; the next try makes it again.
+                code, advice = _UNREACHABLE
+            reason = os.strerror(error.errno) if error.errno else type(error).__name__
+            message = f"{reason}: {key[:200]!a} in the store {self._root}."
+            raise StoreError(code, message, advice) from error
 
 
 def _identity_in(folder: int) -> str | None:
@@ -352,51 +335,13 @@ def _open_file(folder: int, name: str) -> int:
 def _describe(key: str, folder: int, name: str) -> ObjectInfo:
     with os.fdopen(_open_file(folder, name), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return ObjectInfo(key, os.fstat(file.fileno()).st_size, digest, _get_metadata(file.fileno()))
-
-
-def _entries(folder: int) -> list[tuple[str, int, float]]:
-    """Names, sizes and times of change, folders with a slash at their end, so that sorted names are keys
-    in order."""
-    found: list[tuple[str, int, float]] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                found.append((entry.name + "/", 0, 0.0))
-            elif entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((entry.name, status.st_size, status.st_mtime))
-    return sorted(found)
+        return ObjectInfo(key, file.tell(), digest)
 
 
 def _write_all(file: int, data: bytes) -> None:
-    written = os.write(file, data)
-    if written < len(data):
-        view = memoryview(data)[written:]
-        while view:
-            view = view[os.write(file, view) :]
-
-
-def _set_metadata(file: int, metadata: Mapping[str, str]) -> None:
-    if not hasattr(os, "setxattr"):
-        return
-    try:
-        os.setxattr(file, _ATTRIBUTE, _encode_metadata(dict(metadata)))
-    except OSError as error:
-        if error.errno not in _NO_ATTRIBUTES:
-            raise
-
-
-def _get_metadata(file: int) -> dict[str, str]:
-    if not hasattr(os, "getxattr"):
-        return {}
-    try:
-        return msgspec.json.decode(os.getxattr(file, _ATTRIBUTE))
-    except OSError:
-        return {}
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
 
 
 def sync_file_system(folder: int) -> None:
@@ -405,7 +350,7 @@ def sync_file_system(folder: int) -> None:
 
     One call for a few hundred new files takes a tenth of the time of an fsync for each (syncfs(2)).
     """
-    if _syncfs is not None and _syncfs(folder) != 0:
+    if _system.syncfs(folder) != 0:
         number = ctypes.get_errno()
         if number != errno.ENOSYS:
             raise OSError(number, os.strerror(number))
@@ -439,8 +384,6 @@ def _step(folder: int, segment: str, create: bool) -> int:
             raise
         with suppress(FileExistsError):
             os.mkdir(segment, dir_fd=folder)
-            if not SYNCS_AT_ONCE:
-                os.fsync(folder)
         return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
 
 

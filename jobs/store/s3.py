@@ -8,7 +8,7 @@ import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from jobs.store.base import (
     IDENTITY_KEY,
@@ -142,22 +142,30 @@ class S3Store(ObjectStore):
             return
         found: str | None = None
         with missing_allowed():
-            found = read_identity(self._answer(IDENTITY_KEY, lambda: self._get(IDENTITY_KEY)["Body"].read()))
+            found = read_identity(
+                self._answer(IDENTITY_KEY, lambda: self._get(self._name(IDENTITY_KEY))["Body"].read())
+            )
         if found != identity:
             raise store_away(self.url, found, identity)
         self._identity = identity
 
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises `store.missing`."""
-        return self._sought(key, lambda: self._get(key)["Body"].read())
-
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
         `store.missing`."""
-        if length == 0:
-            # HTTP has no empty range.
-            return b""
-        return self._sought(key, lambda: self._get_range(key, f"bytes={offset}-{offset + length - 1}"))
+        from botocore.exceptions import ClientError
+
+        def read() -> bytes:
+            asked = f"bytes={offset}-{offset + length - 1}"
+            try:
+                return self._get(self._name(key), Range=asked)["Body"].read()
+            except ClientError as error:
+                if _signs(error)[1] != 416:
+                    raise
+                # The object ends before the range begins.
+                return b""
+
+        # HTTP has no empty range.
+        return self._sought(key, read) if length else b""
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`; a connection lost while reading is
@@ -166,7 +174,7 @@ class S3Store(ObjectStore):
 
     def opened(self, key: str, name: str) -> BinaryIO:
         """As `open`, by the object's whole name, whatever it looks like."""
-        response = self._sought(key, lambda: self._client.get_object(Bucket=self.bucket, Key=name))
+        response = self._sought(key, lambda: self._get(name))
         return cast(BinaryIO, _Body(response["Body"], f"s3://{self.bucket}/{name}"))
 
     def _facts(self, key: str) -> ObjectInfo:
@@ -174,7 +182,6 @@ class S3Store(ObjectStore):
             key,
             lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"),
         )
-        metadata = {name: unquote(value) for name, value in response.get("Metadata", {}).items()}
         checksum = response.get("ChecksumSHA256", "")
         # A checksum of a multipart upload ends in -PARTS and is not the content's.
         if checksum and "-" not in checksum:
@@ -182,24 +189,17 @@ class S3Store(ObjectStore):
         else:
             with self.open(key) as stream:
                 sha256 = sha256_of(stream)
-        return ObjectInfo(key, int(response["ContentLength"]), sha256, metadata)
+        return ObjectInfo(key, int(response["ContentLength"]), sha256)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in key order, a page of 1,000 at a time."""
         split_prefix(prefix)
-        token: dict[str, str] = {}
-        while True:
-            request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix, **token}
-            page = self._call(prefix, lambda request=request: self._client.list_objects_v2(**request))
+        paginator = self._client.get_paginator("list_objects_v2")
+        pages = iter(paginator.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix))
+        while (page := self._call(prefix, lambda: next(pages, None))) is not None:
             for entry in page.get("Contents", []):
-                yield ObjectInfo(
-                    entry["Key"][len(self.prefix) :],
-                    int(entry["Size"]),
-                    modified_at=entry["LastModified"].timestamp(),
-                )
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+                key, modified_at = entry["Key"][len(self.prefix) :], entry["LastModified"].timestamp()
+                yield ObjectInfo(key, int(entry["Size"]), modified_at=modified_at)
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -213,11 +213,7 @@ class S3Store(ObjectStore):
         answer = self._call(keys[0], lambda: self._client.delete_objects(Bucket=self.bucket, Delete=wanted))
         if refused := answer.get("Errors"):
             reason = refused[0].get("Code", "")
-            code = (
-                ErrorCode.STORE_FORBIDDEN
-                if _code_of({reason}) is ErrorCode.STORE_FORBIDDEN
-                else ErrorCode.STORE_UNREACHABLE
-            )
+            code = _code_of({reason})
             message = f"S3 answered {reason or 'with an error'} and did not delete {len(refused)} objects of {self.url}."
             raise StoreError(code, message, _ADVICE[code])
 
@@ -233,21 +229,8 @@ class S3Store(ObjectStore):
         split_key(key)
         return self.prefix + key
 
-    def _get(self, key: str) -> Any:
-        return self._client.get_object(Bucket=self.bucket, Key=self._name(key))
-
-    def _get_range(self, key: str, asked: str) -> bytes:
-        from botocore.exceptions import ClientError
-
-        try:
-            return self._client.get_object(Bucket=self.bucket, Key=self._name(key), Range=asked)[
-                "Body"
-            ].read()
-        except ClientError as error:
-            if _signs(error)[1] == 416:
-                # The object ends before the range begins.
-                return b""
-            raise
+    def _get(self, name: str, **asked: str) -> Any:
+        return self._client.get_object(Bucket=self.bucket, Key=name, **asked)
 
     def _put(
         self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
@@ -265,10 +248,10 @@ class S3Store(ObjectStore):
             "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in metadata.items()},
         }
         for attempt in range(CONFLICT_ATTEMPTS):
-            outcome = self._call(key, lambda: self._put_once(content, request))
-            if outcome == "created":
-                return PutResult(ObjectInfo(key, size, sha256, dict(metadata)), created=True)
-            if outcome == "exists" and (info := self.head(key)) is not None:
+            refused = self._call(key, lambda: self._put_once(content, request))
+            if not refused:
+                return PutResult(ObjectInfo(key, size, sha256), created=True)
+            if refused & _EXISTS and (info := self.head(key)) is not None:
                 return PutResult(info, created=False)
             time.sleep(0.05 * 2**attempt)
         raise StoreError(
@@ -277,7 +260,8 @@ class S3Store(ObjectStore):
             "It is tried again later.",
         )
 
-    def _put_once(self, content: bytes | BinaryIO, request: dict[str, Any]) -> str:
+    def _put_once(self, content: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
+        """What S3 says of another object that has, or is getting, the key; nothing: the object is put."""
         from botocore.exceptions import ClientError
 
         try:
@@ -286,12 +270,10 @@ class S3Store(ObjectStore):
             self._client.put_object(Body=content, **request)
         except ClientError as error:
             signs = {*_signs(error)}
-            if signs & _EXISTS:
-                return "exists"
-            if signs & _CONFLICTS:
-                return "busy"
-            raise
-        return "created"
+            if not signs & (_EXISTS | _CONFLICTS):
+                raise
+            return signs
+        return set()
 
     def _sought(self, key: str, request: Callable[[], Result]) -> Result:
         """The answer to a request for an object. That it is missing is believed where the identity is

@@ -13,14 +13,13 @@ import torch
 
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import MemoryNeeds, check_executor
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_executor
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
 from pipelines.fish_speech.model import drawn_ids
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.options import NativeModelOptions
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
 #: Positions of a sequence: a dialogue of ten minutes with its references and texts.
@@ -91,7 +90,7 @@ def native_host(config: FishConfig, engine: Engine) -> NativeHost:
     """Our engine as it takes the sequences of this model."""
     ids = np.array(drawn_ids(config), np.int64)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
-    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
+    return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:

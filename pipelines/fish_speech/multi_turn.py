@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.fish_speech.prompt import Conversation, Prompt
-from pipelines.results import FinishedCodes, no_audio
-from pipelines.tokens import (
-    TokenRequest,
-    TokenRequestInfo,
-    Tokens,
-    TokenSampling,
-    TokenStreamer,
-    TokenUtterance,
-)
+from pipelines.results import FinishedCodes, RequestInfo, Streamer, Utterance, no_audio
+from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -99,7 +92,7 @@ class TurnPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FishRequestInfo(TokenRequestInfo[CodecState]):
+class FishRequestInfo(RequestInfo[CodecState]):
     """What results need to know of a request."""
 
     plan: TurnPlan
@@ -152,18 +145,12 @@ class Turns:
         super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes))
 
 
-class FishUtterance(Turns, TokenUtterance[CodecState]):
+class FishUtterance(Turns, Utterance[CodecState]):
     """The speech of all turns."""
 
 
-class FishStreamer(Turns, TokenStreamer[CodecState]):
+class FishStreamer(Turns, Streamer[CodecState]):
     """A stream of frames, 21.5 a second: the first chunk is the first frame."""
-
-
-class NativeFishStreamer(FishStreamer):
-    """A stream in the chunks that our engine cuts."""
-
-    chunk_frames = ()
 
 
 def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import torch
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import memory_told
+from pipelines.engine.opening import NativeModelOptions, memory_told
 from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -22,13 +22,11 @@ from pipelines.fish_speech.multi_turn import (
     FishRequestInfo,
     FishStreamer,
     FishUtterance,
-    NativeFishStreamer,
     TurnPlan,
 )
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
-from pipelines.options import read_options
+from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
 from pipelines.request import SynthesisRequest
 from pipelines.results import Meta, SpeechPipeline
 from pipelines.tokens import TokenHost, TokenRequest, token_sampling
@@ -110,11 +108,10 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info, codec_dtype = host.info, type_name(codec.decoder.dtype)
-        self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": codec_dtype}
-        streamer = FishStreamer
+        self._meta: Meta = {"engine": info.engine, "dtype": info.dtype, "codec_dtype": codec_dtype}
         if info.engine == "native":
-            self._meta["executor"], streamer = info.executor, NativeFishStreamer
-        super().__init__(host, stage, FishUtterance, streamer)
+            self._meta["executor"] = info.executor
+        super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""

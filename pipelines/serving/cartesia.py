@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
-import secrets
-from typing import Annotated, Any, Literal, TypeVar, cast
+import time
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
 
-import msgspec
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
-from pipelines.errors import ErrorCode, NightjarError
-from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding
-from pipelines.serving.errors import ApiError, as_api_error, bad_request, unknown_field
+from pipelines.errors import ErrorCode
+from pipelines.request import Generation, SynthesisRequest
+from pipelines.serving.admission import Permit
+from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
+from pipelines.serving.errors import as_api_error, bad_request, check_text, empty_text, unknown_field
+from pipelines.serving.request_body import Body, SpokenBody
+from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event, spoken, unit_requests
+from pipelines.serving.text_units import units_of
 
 #: Cartesia's own: how long text waits for the end of its sentence where a client does not say.
 DEFAULT_BUFFER_MS = 3_000
@@ -26,121 +32,151 @@ _TITLES = {
 }
 #: Fields that ask for what no model makes here.
 _ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
+#: What must stay the same in a context.
+SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
 #: Fields of Cartesia's clients that change nothing here.
-_IGNORED = frozenset({*_ABSENT, "normalization", "speed", "use_normalized_timestamps"})
+_IGNORED = frozenset({*_ABSENT, "locale", "normalization", "speed", "use_normalized_timestamps"})
 
-T = TypeVar("T", bound=msgspec.Struct)
+_IGNORE_OTHERS = ConfigDict(extra="ignore")
 
-Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
-Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 
 
-class Voice(msgspec.Struct, frozen=True):
+class Voice(Body):
     """A voice by its name."""
 
-    id: Text | None = None
+    model_config = _IGNORE_OTHERS
+
+    id: Name | None = None
     mode: Literal["id"] = "id"
 
 
-class OutputFormat(msgspec.Struct, frozen=True):
+class OutputFormat(Body):
     """How the audio comes."""
+
+    model_config = _IGNORE_OTHERS
 
     container: Literal["raw", "wav"] = "raw"
     encoding: Encoding = "pcm_s16le"
-    sample_rate: Annotated[int, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] = 24_000
+    sample_rate: Annotated[int, Field(ge=MIN_RATE, le=MAX_RATE)] = 24_000
 
 
-class GenerationConfig(msgspec.Struct, frozen=True):
-    """`generation_config`: settings of ours, as in a line's `generation`. Cartesia's own (speed, volume,
-    emotion) mean nothing here."""
+class GenerationConfig(SpokenBody):
+    """Settings of ours, as in a line's `generation`. Cartesia's own (speed, volume, emotion) mean nothing
+    here."""
 
-    seed: Seed | None = None
+    model_config = _IGNORE_OTHERS
+
     instruct: str | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
     cfg: float | None = None
-    max_seconds: float | None = None
 
 
-class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
+class SpeechFields(Body):
     """What every request for speech says."""
 
+    model_config = ConfigDict(extra="allow")
+
     transcript: str = ""
-    model_id: Text | None = None
-    voice: Voice | None = None
-    language: Text | None = None
-    output_format: OutputFormat | None = None
-    generation_config: GenerationConfig | None = None
-
-    @property
-    def seed(self) -> int:
-        """The seed that was asked for, or a new one."""
-        asked = None if self.generation_config is None else self.generation_config.seed
-        return secrets.randbits(63) if asked is None else asked
+    model_id: Name | None = None
+    #: Newer clients give the bare name.
+    voice: Annotated[
+        Voice | None, BeforeValidator(lambda given: {"id": given} if isinstance(given, str) else given)
+    ] = None
+    language: Annotated[Name | None, Field(validation_alias=AliasChoices("language", "locale"))] = None
+    output_format: OutputFormat = OutputFormat()
+    generation_config: GenerationConfig = GenerationConfig()
 
 
-class EventsRequest(SpeechFields, frozen=True, kw_only=True):
+class EventsRequest(SpeechFields):
     """A text whose speech comes as events, each with the name that the client gave them."""
 
-    context_id: Text | None = None
+    context_id: Name | None = None
 
 
-class ContextMessage(SpeechFields, frozen=True, kw_only=True):
+class ContextMessage(SpeechFields):
     """One message of a context."""
 
-    context_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-    more: bool = msgspec.field(default=False, name="continue")
+    context_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    more: Annotated[bool, Field(alias="continue")] = False
     flush: bool = False
     cancel: bool = False
-    max_buffer_delay_ms: Annotated[float, msgspec.Meta(ge=0, le=_MAX_BUFFER_MS)] = DEFAULT_BUFFER_MS
-
-    def settings(self) -> dict[str, Any]:
-        """What must stay the same in a context, as far as it was given."""
-        names = ("model_id", "voice", "language", "output_format", "generation_config")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    max_buffer_delay_ms: Annotated[float, Field(ge=0, le=_MAX_BUFFER_MS)] = DEFAULT_BUFFER_MS
 
 
-def as_object(given: object) -> dict[str, Any]:
-    """The JSON object of a message. Raises `ApiError` (400)."""
-    if not isinstance(given, dict):
-        raise bad_request("The message is not a JSON object.", ErrorCode.INPUT_BAD_JSON.value)
-    return cast("dict[str, Any]", given)
-
-
-def typed(given: object, kind: type[T], *, strict: bool = False) -> T:
-    """The message of this kind. Raises `ApiError` (400) that names the field at fault; with `strict` also
-    for a field nobody knows."""
-    given = _in_first_words(as_object(given))
+def check_fields(fields: SpeechFields, *, strict: bool) -> None:
+    """Raises `ApiError` (400) for what no model does here, and if `strict` for a field that nobody knows."""
+    extra = fields.model_extra or {}
     # Pipecat's and LiveKit's services always ask for times of words over a WebSocket, and speak without them.
-    unasked = () if strict or kind is not ContextMessage else ("add_timestamps",)
-    absent = next((name for name in _ABSENT if given.get(name) and name not in unasked), None)
-    if absent is not None:
-        raise bad_request(
-            f"`{absent}` is not supported here. Remove it.", ErrorCode.INPUT_UNSUPPORTED.value, absent
-        )
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    unknown = sorted(given.keys() - known - _IGNORED)
-    if strict and unknown:
+    unasked = "add_timestamps" if isinstance(fields, ContextMessage) and not strict else None
+    for name in _ABSENT:
+        if extra.get(name) and name != unasked:
+            message = f"`{name}` is not supported here. Remove it."
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
+    if strict and (unknown := sorted(extra.keys() - _IGNORED)):
         raise unknown_field(unknown[0])
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        said, _, place = str(error).partition(" - at `$.")
-        param = place.rstrip("`") or None
-        raise bad_request(f"`{param}`: {said}." if param else f"{said}.", "invalid_value", param) from None
 
 
-def _in_first_words(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields without nulls; the words of newer clients, a bare name as the voice and `locale`, as
-    those that all of them know."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if isinstance(given.get("voice"), str):
-        given["voice"] = {"id": given["voice"]}
-    if "locale" in given:
-        given.setdefault("language", given.pop("locale"))
-    return given
+def check_speech(serving: Serving, fields: SpeechFields) -> None:
+    """Raises `ApiError` (400, 404) for what this model and this route cannot do."""
+    if fields.output_format.container != "raw" and isinstance(fields, (EventsRequest, ContextMessage)):
+        message = "Messages have the container `raw`; /tts/bytes sends WAV."
+        raise bad_request(message, "invalid_value", "output_format.container")
+    serving.voices.check_model(fields.model_id, "model_id")
+
+
+def check(serving: Serving, fields: SpeechFields) -> None:
+    """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
+    check_fields(fields, strict=serving.options.strict)
+    check_speech(serving, fields)
+    check_text(fields.transcript, serving.options.context_characters, "transcript")
+
+
+async def request_of(serving: Serving, fields: SpeechFields, request_id: str) -> SynthesisRequest:
+    """The request with its whole transcript. Raises `InputError`."""
+    config = fields.generation_config
+    # Clients name a language to models that have none to choose from, too.
+    language = fields.language if serving.model.card.capabilities.languages else None
+    generation = Generation(language=language, **config.settings())
+    asked = None if fields.voice is None else fields.voice.id
+    return await serving.voices.request(
+        request_id, config.seed_or_new(), asked, generation, fields.transcript
+    )
+
+
+def encoder_of(serving: Serving, output: OutputFormat) -> PcmStream:
+    """Makes the bytes of a format."""
+    rate = serving.model.card.sample_rate
+    return PcmStream(rate, output.sample_rate, output.encoding, with_header=output.container == "wav")
+
+
+async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request_id: str) -> Parts:
+    """The parts of the answer to a whole text: bytes, or events, which are the messages of a context. Raises
+    `ApiError` and `NightjarError`."""
+    request = await request_of(serving, fields, request_id)
+    units = units_of(fields.transcript)
+    if not units:
+        raise empty_text()
+    requests = unit_requests(request, units)
+    headers = {"x-seed": str(request.seed)}
+    async with aclosing(
+        spoken(serving, requests, permit, encoder_of(serving, fields.output_format))
+    ) as pieces:
+        if not isinstance(fields, EventsRequest):
+            yield Head(
+                "audio/wav" if fields.output_format.container == "wav" else "application/octet-stream",
+                headers,
+            )
+            async for piece in pieces:
+                yield piece
+            return
+        name, step = fields.context_id, permit.since
+        headers["cache-control"] = "no-cache"
+        yield Head(EVENT_STREAM, headers, lambda error: failure(error, name) | {"request_id": request_id})
+        async for piece in pieces:
+            now = time.monotonic()
+            yield event(chunk(name, piece, 1000 * (now - step)))
+            step = now
+        yield event(done(name))
 
 
 def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]:
@@ -166,9 +202,9 @@ def done(context_id: str | None) -> dict[str, Any]:
     return {"type": "done", "done": True, "status_code": 206, "context_id": context_id}
 
 
-def failure(error: NightjarError | ApiError, context_id: str | None) -> dict[str, Any]:
+def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
     """An error, which ends the context that it names."""
-    api_error = as_api_error(error) if isinstance(error, NightjarError) else error
+    api_error = as_api_error(error)
     view = {
         "type": "error",
         "done": True,

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from pipelines.serving.errors import error_view
-from pipelines.serving.websocket_protocol import protocol_of
+from pipelines.serving.errors import unavailable
 
 #: In the scope of a request: when its first byte came, by the monotonic clock.
 FIRST_BYTE = "nightjar.first_byte"
@@ -37,6 +37,22 @@ _TURN_BYTES, _LARGE_TURN_BYTES = 2048, 1 << 16
 _FEW_CHUNKS = 32
 
 
+#: What the app receives between the messages when the server stops.
+DRAIN = "nightjar.drain"
+#: What the app calls, by its scope, with whether it has nothing to do for this connection.
+RESTING = "nightjar.resting"
+#: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
+PING_SECONDS, PONG_SECONDS = 20.0, 60.0
+#: Of what a client sends: the frames of a message, and those of a second, pings among them; others are read
+#: later.
+MAX_FRAMES, FRAMES_A_SECOND = 1024, 1000
+#: What is read of it before others have their turn: a frame may have 6 bytes.
+_TURN_BYTES = 2048
+#: Between two reads of what a client sends that is to hear why its connection ends.
+_DISCARD_SECONDS = 0.05
+_BAD_TEXT, _TOO_BIG = 1007, 1009
+
+
 class Connections:
     """All connections of one server. Used on its event loop only."""
 
@@ -48,15 +64,15 @@ class Connections:
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
-        self._open: set[HttpProtocol] = set()
+        self._open: set[Connection] = set()
         #: Those that have sent no whole request yet, and those that wait for their next one; the oldest
         #: first.
-        self._silent: OrderedDict[HttpProtocol, None] = OrderedDict()
-        self._resting: OrderedDict[HttpProtocol, None] = OrderedDict()
+        self._silent: OrderedDict[Connection, None] = OrderedDict()
+        self._resting: OrderedDict[Connection, None] = OrderedDict()
         self._logged_at = -float("inf")
         self._unlogged = 0
 
-    def enter(self, connection: HttpProtocol) -> bool:
+    def enter(self, connection: Connection) -> bool:
         """Takes a new connection in, in the place of one without a request where all are taken; False:
         there is no place."""
         if len(self._open) >= self.maximum and not self._make_room():
@@ -66,20 +82,19 @@ class Connections:
         self._silent[connection] = None
         return True
 
-    def work(self, connection: HttpProtocol) -> None:
-        """The connection has a whole request."""
+    def change(self, connection: Connection, resting: bool) -> None:
+        """The connection is `resting`: its request is answered, and it may be closed for another; or it has a
+        whole request."""
         self._silent.pop(connection, None)
-        self._resting.pop(connection, None)
-
-    def rest(self, connection: HttpProtocol) -> None:
-        """The connection's request is answered."""
-        if connection in self._open:
+        if not resting:
+            self._resting.pop(connection, None)
+        elif connection in self._open:
             self._resting[connection] = None
 
-    def leave(self, connection: HttpProtocol) -> None:
+    def leave(self, connection: Connection) -> None:
         """The connection is closed."""
         self._open.discard(connection)
-        self.work(connection)
+        self.change(connection, False)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The event loop's exception handler: a socket that cannot be accepted makes room and is logged
@@ -206,54 +221,175 @@ class HttpProtocol(H11Protocol):
             scope[FIRST_BYTE], self._first_byte_at = self._first_byte_at, None
             self._cancel_deadline()
         if not self._idle() and not self.cycle.more_body:
-            self._all.work(self)
+            self._all.change(self, False)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """A WebSocket keeps the place of its connection; one without a context is closed to make room,
-        like one without a request."""
+        """A WebSocket takes the place of its connection."""
         self._cancel_deadline()
-        self._all.work(self)
+        self._all.leave(self)
         super().handle_websocket_upgrade(event)
-        protocol = protocol_of(self.transport)
-        protocol.on_lost = partial(self._all.leave, self)
-        protocol.on_change = lambda resting: (self._all.rest if resting else self._all.work)(self)
 
     def on_response_complete(self) -> None:
         """The connection may be closed for another from now on, unless it has its next request already."""
-        self._all.rest(self)
+        self._all.change(self, True)
         super().on_response_complete()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_headers(self) -> None:
-        self._deadline = self.loop.call_later(self._all.header_seconds, self._too_late)
+        self._deadline = self.loop.call_later(self._all.header_seconds, self.transport.abort)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _too_late(self) -> None:
-        self._deadline = None
-        if self._idle():
-            self.transport.abort()
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's connection, which lets the app end what is under way when the server stops, and says why
+    it closes."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = connections
+        self._failed = False
+        self._unread = bytearray()
+        self._turn: asyncio.TimerHandle | None = None
+        #: When the frames that were read would have come at `FRAMES_A_SECOND`.
+        self._due = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A WebSocket without a context is closed to make room, like a connection without a request."""
+        super().connection_made(transport)
+        self._all.enter(self)
+        self._all.change(self, False)
+
+    async def run_asgi(self) -> None:
+        """Runs the app, which says when it rests."""
+        self.scope[RESTING] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
+        await super().run_asgi()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the place back."""
+        super().connection_lost(exc)
+        if self._turn is not None:
+            self._turn.cancel()
+        self._all.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads the first bytes, and the rest in turn with other clients."""
+        if self._failed:
+            self.transport.pause_reading()
+            self.loop.call_later(_DISCARD_SECONDS, self.transport.resume_reading)
+            return
+        if not self.handshake_initiated:
+            super().data_received(data)
+            return
+        self._unread += data
+        if self._turn is None:
+            self._read_some()
+
+    def handle_events(self) -> None:
+        """Counts the frames. A message of too many ends the connection."""
+        self._due = max(self._due, self.loop.time()) + len(self.conn.events) / FRAMES_A_SECOND
+        super().handle_events()
+        if len(self.frames) > MAX_FRAMES and not self.close_sent:
+            self.conn.fail(_TOO_BIG, f"A message may have {MAX_FRAMES:,} frames.")
+            self.handle_parser_exception()
+
+    async def receive(self) -> Any:
+        """The next message for the app; once it has all of them, more is read."""
+        message = await super().receive()
+        self._read_on()
+        return message
+
+    def shutdown(self) -> None:
+        """Tells the app, which closes the connection when its contexts are done."""
+        if self.handshake_complete and not self.close_sent:
+            self.queue.put_nowait({"type": DRAIN})  # pyright: ignore[reportArgumentType]
+        elif self.close_sent or not self.handshake_initiated:
+            super().shutdown()
+
+    async def send(self, message: Any) -> None:
+        """An answer without a handshake is one too."""
+        await super().send(message)
+        self._read_on()
+        self.handshake_complete |= message["type"] == "websocket.http.response.body"
+
+    def send_receive_event_to_app(self) -> None:
+        """Refuses text that is not UTF-8 as a mistake of the client."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.frames = []
+                self.conn.fail(_BAD_TEXT, "The text is not UTF-8.")
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
+
+    def handle_parser_exception(self) -> None:
+        """Says why, then reads on for a while what the client still sends, so that it can read that."""
+        if self.close_sent:
+            return
+        closing = self.conn.close_sent
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": 1006 if closing is None else closing.code}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            # Clients wait for the end of the connection before they say that it was closed.
+            self.transport.write_eof()
+        self.close_sent = True
+        self.stop_keepalive()
+        self._failed = True
+        self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+
+    def eof_received(self) -> None:
+        """A client that has sent its last byte, in a frame or not, has left."""
+        self.transport.close()
+
+    def _read_some(self) -> None:
+        self._turn = None
+        if self._failed:
+            return
+        piece = bytes(self._unread[:_TURN_BYTES])
+        del self._unread[:_TURN_BYTES]
+        super().data_received(piece)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Reads more at this client's next turn, unless the app has yet to take what it was sent."""
+        if self._failed or self.read_paused or self._turn is not None:
+            return
+        wait_seconds = self._due - self.loop.time() - 1
+        if self._unread or wait_seconds > 0:
+            self.transport.pause_reading()
+            self._turn = self.loop.call_later(max(wait_seconds, 0), self._read_some)
+        else:
+            self.transport.resume_reading()
+
+
+Connection = HttpProtocol | WebSocketProtocol
 
 
 def connection_limit(maximum: int) -> int:
     """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it
     was raised for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = maximum + _RESERVED_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return maximum
-    room = max(soft - _RESERVED_DESCRIPTORS, soft // 4)
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    if raised == wanted:
+        return maximum
+    room = max(raised - _RESERVED_DESCRIPTORS, raised // 4)
     log.warning(
         "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
-        soft,
+        raised,
         room,
         maximum,
     )
@@ -261,8 +397,7 @@ def connection_limit(maximum: int) -> int:
 
 
 def _no_room() -> bytes:
-    body = json.dumps(
-        error_view(503, "All connections of the server are taken. Try again.", "too_many_connections")
-    ).encode()
+    error = unavailable("All connections of the server are taken. Try again.", "too_many_connections")
+    body = json.dumps(error.view()).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body

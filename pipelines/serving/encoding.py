@@ -7,15 +7,13 @@ import base64
 import binascii
 import io
 import re
-import struct
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
 import soundfile
 import soxr
 
-from pipelines.audio import CONTAINERS, encode, read_header, resample
+from pipelines.audio import CONTAINERS, WAV_HEADER_BYTES, encode, read_header, resample, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
-#: Formats that take time to write.
-COMPRESSED: frozenset[SpeechFormat] = frozenset({"flac", "mp3", "opus"})
-_HEADER_BYTES = 44
 #: Bare samples, as voice agents and telephony have them.
 Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
 MIN_RATE, MAX_RATE = 8_000, 48_000
@@ -39,9 +34,6 @@ _TAGS: dict[Encoding, tuple[int, int]] = {
     "pcm_mulaw": (7, 1),
     "pcm_alaw": (6, 1),
 }
-_WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-#: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
-_UNKNOWN = 0xFFFFFFFF
 #: Of an MP3 stream: 80 kbit/s at 24 kHz.
 _MP3_LEVEL = 0.5
 
@@ -49,7 +41,7 @@ _MP3_LEVEL = 0.5
 def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechFormat) -> bytes:
     """A file, or bare 16-bit PCM in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
     if kind == "pcm":
-        return pcm(samples, sample_rate)
+        return encoded(samples)
     rate = _file_rate(sample_rate, kind)
     return encode(resample(samples, sample_rate, rate), rate, kind)
 
@@ -60,68 +52,50 @@ def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
     return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
-def pcm(samples: NDArray[np.float32], sample_rate: int) -> bytes:
-    """16-bit PCM in little-endian order of mono samples [samples]. Raises `SynthesisError` (`synth.nan`)."""
-    return encode(samples, sample_rate, "wav")[_HEADER_BYTES:]
-
-
-class Resampler:
-    """Chunks of one utterance at another rate; joined they are the whole utterance resampled at once."""
-
-    def __init__(self, sample_rate: int, wanted: int) -> None:
-        self._stream = (
-            None
-            if sample_rate == wanted
-            else soxr.ResampleStream(sample_rate, wanted, 1, dtype="float32", quality="HQ")
-        )
-
-    def add(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
-        """The samples that are ready with these [samples]; with the `last` ones all the rest."""
-        return samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
-
-
-def encoded(samples: NDArray[np.float32], encoding: Encoding) -> bytes:
+def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> bytes:
     """Mono samples [samples] in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
-    linear = pcm(samples, MAX_RATE)
+    linear = encode(samples, MAX_RATE, "wav")[WAV_HEADER_BYTES:]
     if encoding == "pcm_s16le":
         return linear
     if encoding == "pcm_f32le":
         return np.clip(samples, np.float32(-1), np.float32(1)).astype("<f4").tobytes()
-    return _law(encoding)[np.frombuffer(linear, "<u2")].tobytes()
-
-
-@lru_cache(maxsize=2)
-def _law(encoding: Encoding) -> NDArray[np.uint8]:
-    """The companded byte of each 16-bit sample, by its bits without a sign [65536]."""
     buffer = io.BytesIO()
-    soundfile.write(
-        buffer,
-        np.arange(1 << 16, dtype=np.uint16).view(np.int16),
-        MAX_RATE,
-        format="RAW",
-        subtype=_LAWS[encoding],
-    )
-    return np.frombuffer(buffer.getvalue(), np.uint8)
-
-
-def stream_header(sample_rate: int, encoding: Encoding = "pcm_s16le") -> bytes:
-    """The header of a WAV stream of unknown length."""
-    tag, width = _TAGS[encoding]
-    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
-    return _WAV_HEADER.pack(b"RIFF", _UNKNOWN, b"WAVE", b"fmt ", *facts, b"data", _UNKNOWN)
+    pcm = np.frombuffer(linear, "<i2")
+    soundfile.write(buffer, pcm, MAX_RATE, format="RAW", subtype=_LAWS[encoding])
+    return buffer.getvalue()
 
 
 class PcmStream:
-    """The bytes of a stream of bare PCM, or of a WAV."""
+    """The bytes of a stream of bare samples, or of a WAV."""
 
-    def __init__(self, sample_rate: int, *, with_header: bool) -> None:
-        self._rate = sample_rate
-        self._header = stream_header(sample_rate) if with_header else b""
+    compresses = False
 
-    def add(self, samples: NDArray[np.float32]) -> bytes:
-        """The bytes that are ready with a chunk [samples]."""
+    def __init__(
+        self,
+        sample_rate: int,
+        wanted_rate: int,
+        encoding: Encoding = "pcm_s16le",
+        *,
+        with_header: bool = False,
+    ) -> None:
+        self._rates = sample_rate, wanted_rate
+        self._encoding: Encoding = encoding
+        self._header = wav_header(wanted_rate, None, *_TAGS[encoding]) if with_header else b""
+        self._resampler: soxr.ResampleStream | None = None
+        self.bytes_per_second = _TAGS[encoding][1] * wanted_rate
+
+    def add(self, samples: NDArray[np.float32], last: bool = False) -> bytes:
+        """The bytes that are ready with a chunk [samples]; with the `last` one of an utterance all the rest,
+        as of that utterance resampled at once."""
+        sample_rate, wanted_rate = self._rates
+        if sample_rate != wanted_rate:
+            resampler = self._resampler or soxr.ResampleStream(*self._rates, 1, dtype="float32", quality="HQ")
+            samples = resampler.resample_chunk(samples, last=last)
+            self._resampler = None if last else resampler
+        if not len(samples):
+            return b""
         head, self._header = self._header, b""
-        return head + pcm(samples, self._rate)
+        return head + encoded(samples, self._encoding)
 
     def end(self) -> bytes:
         """The bytes behind the last chunk."""
@@ -130,17 +104,22 @@ class PcmStream:
 
 class _Pipe(io.RawIOBase):
     """A file that hands on what is written at its end; what the encoder goes back to write at its start
-    comes too late."""
+    comes too late.
 
-    def __init__(self) -> None:
+    `without_first`: nor the first write, which of an MP3 is a table that libsndfile goes back to at the end;
+    players take an empty one for a length of 0.
+    """
+
+    def __init__(self, *, without_first: bool) -> None:
         super().__init__()
         self._ready = bytearray()
         self._end = self._place = 0
+        self._without_first = without_first
 
     def write(self, data: object, /) -> int:
         piece = bytes(data)  # pyright: ignore[reportArgumentType]
         if self._place == self._end:
-            self._ready += piece
+            self._ready += b"" if self._without_first and not self._end else piece
             self._end += len(piece)
         self._place += len(piece)
         return len(piece)
@@ -161,42 +140,32 @@ class _Pipe(io.RawIOBase):
         return ready
 
 
-class _WithoutTag(_Pipe):
-    """An MP3 without its first frame, a table that libsndfile goes back to at the end; players take an
-    empty one for a length of 0."""
-
-    def write(self, data: object, /) -> int:
-        if self._end:
-            return super().write(data)
-        self._end = self._place = len(bytes(data))  # pyright: ignore[reportArgumentType]
-        return self._end
-
-
 class FileStream:
     """As `PcmStream`, of a compressed file."""
 
+    compresses = True
+
     def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
-        self._pipe = _WithoutTag() if kind == "mp3" else _Pipe()
+        self._pipe = _Pipe(without_first=kind == "mp3")
         container, subtype = CONTAINERS[kind]
-        self._rate = _file_rate(sample_rate, kind)
-        self._resampler = Resampler(sample_rate, self._rate)
+        rate = _file_rate(sample_rate, kind)
+        self._pcm = PcmStream(sample_rate, rate)
         # Readers without the table take the length from the bit rate, so that has to be constant.
         steady: dict[str, Any] = (
             {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
         )
         self._file = soundfile.SoundFile(
-            cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype, **steady
+            cast(BinaryIO, self._pipe), "w", rate, 1, format=container, subtype=subtype, **steady
         )
 
-    def add(self, samples: NDArray[np.float32], *, last: bool = False) -> bytes:
-        """The bytes that are ready with a chunk [samples]."""
-        if len(ready := self._resampler.add(samples, last=last)):
-            self._file.write(np.frombuffer(pcm(ready, self._rate), "<i2"))
-        return self._pipe.take() if not last else b""
+    def add(self, samples: NDArray[np.float32], _last: bool = False) -> bytes:
+        """The bytes that are ready with a chunk [samples]; all utterances are one in a file."""
+        self._file.buffer_write(self._pcm.add(samples), "int16")
+        return self._pipe.take()
 
     def end(self) -> bytes:
         """The bytes behind the last chunk."""
-        self.add(np.zeros(0, np.float32), last=True)
+        self._file.buffer_write(self._pcm.add(np.zeros(0, np.float32), last=True), "int16")
         self._file.close()
         return self._pipe.take()
 
@@ -204,7 +173,7 @@ class FileStream:
 def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStream:
     """An encoder for chunks [samples] of one stream."""
     if kind in ("wav", "pcm"):
-        return PcmStream(sample_rate, with_header=kind == "wav")
+        return PcmStream(sample_rate, sample_rate, with_header=kind == "wav")
     return FileStream(sample_rate, kind)
 
 

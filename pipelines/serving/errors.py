@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,22 +19,22 @@ from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
-INVALID, KEY, RATE, SERVER = (
-    "invalid_request_error",
-    "authentication_error",
-    "rate_limit_error",
-    "server_error",
-)
 #: What a client may read of an engine's failure; the rest is in the log.
 _ENGINE_SENTENCE = "The engine failed while it made this. The request may be tried again."
 _RETRY_SECONDS = 5
-#: Errors of the engine that the same request would most likely meet again: 422, so that no client repeats
-#: them by itself.
-_FINAL = frozenset(
-    {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN}
-)
 _QUOTED = re.compile(r"`(\w+)`")
-_TYPES = {401: KEY, 403: KEY, 429: RATE}
+_TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
+#: The status of an error of the pipeline; of others the request is at fault (`input.*`), or the engine.
+_STATUSES = {
+    ErrorCode.MODEL_UNKNOWN: 404,
+    # The same request would most likely meet these again: no client repeats a 422 by itself.
+    **dict.fromkeys(
+        (ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN), 422
+    ),
+    ErrorCode.SYNTH_TIMEOUT: 504,
+    # The folder of voices cannot be written.
+    ErrorCode.CONFIG_INVALID: 500,
+}
 
 
 class ApiError(HTTPException):
@@ -53,7 +54,13 @@ class ApiError(HTTPException):
 
     def view(self) -> dict[str, Any]:
         """The body of the answer."""
-        return error_view(self.status_code, str(self.detail), self.code, self.param)
+        status = self.status_code
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, **headers: str) -> Response:
+        """The answer, with these headers too."""
+        return JSONResponse(self.view(), self.status_code, {**(self.headers or {}), **headers})
 
 
 def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
@@ -90,24 +97,25 @@ def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _
     return ApiError(503, message, code, headers={"retry-after": str(seconds)})
 
 
-def as_api_error(error: NightjarError, param: str | None = None) -> ApiError:
-    """What a client is told of an error of the pipeline. `param` names the field of the request that is at
-    fault."""
+def as_api_error(error: Exception, param: str | None = None) -> ApiError:
+    """What a client is told of an error, whatever it is; the log has the rest. `param` names the field of
+    the request that is at fault."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (RequestValidationError, ValidationError)):
+        return _of_body(error)
+    if not isinstance(error, NightjarError):
+        log.error("a request failed", exc_info=error)
+        return ApiError(500, "Something broke that should not; the server's log says what.", "internal_error")
     code = error.code
     if code.value.startswith("input."):
-        return ApiError(400, str(error), code.value, param)
-    if code is ErrorCode.MODEL_UNKNOWN:
-        return ApiError(404, str(error), code.value, "model")
-    if code in _FINAL:
-        return ApiError(422, str(error), code.value)
-    if code is ErrorCode.SYNTH_TIMEOUT:
-        return ApiError(504, str(error), code.value)
+        return ApiError(400, str(error), code, param)
+    if status := _STATUSES.get(code):
+        return ApiError(status, str(error), code, "model" if status == 404 else None)
     if code is ErrorCode.SYNTH_ABORTED:
-        return unavailable("The request was ended because the engine closed.", code.value)
+        return unavailable("The request was ended because the engine closed.", code)
     log.error("the engine failed: %s", error, exc_info=error.__cause__)
-    if code.retryable:
-        return unavailable(_ENGINE_SENTENCE, code.value)
-    return ApiError(500, _ENGINE_SENTENCE, code.value)
+    return unavailable(_ENGINE_SENTENCE, code) if code.retryable else ApiError(500, _ENGINE_SENTENCE, code)
 
 
 def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
@@ -115,71 +123,35 @@ def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
     return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
 
 
-def error_view(
-    status: int, message: str, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """`{"error": ...}` of a status."""
-    kind = _TYPES.get(status, INVALID if status < 500 else SERVER)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def install(app: FastAPI) -> None:
     """Gives every error of the app this form."""
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RequestValidationError, _validation)
-    app.add_exception_handler(NightjarError, _nightjar)
-    app.add_exception_handler(Exception, _unexpected)
+    for kind in (HTTPException, RequestValidationError, NightjarError, Exception):
+        app.add_exception_handler(kind, _answer)
 
 
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if isinstance(error, ApiError):
-        return JSONResponse(error.view(), error.status_code, error.headers)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = (
-        f"There is no {request.method} {request.url.path[:100]} here. GET / lists the routes."
-        if code
-        else f"{error.detail}."
-    )
-    return JSONResponse(
-        error_view(error.status_code, message, code or "bad_request"), error.status_code, error.headers
-    )
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        message = f"There is no {request.method} {request.url.path[:100]} here. GET / lists the routes."
+        error = ApiError(
+            error.status_code,
+            message if code else f"{error.detail}.",
+            code or "bad_request",
+            headers=error.headers,
+        )
+    return as_api_error(error).response()
 
 
-async def _nightjar(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, NightjarError)
-    api_error = as_api_error(error)
-    return JSONResponse(api_error.view(), api_error.status_code, api_error.headers)
-
-
-async def _validation(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors()[0]
-    # The first part is where the field was looked for; others name the variant of a union, which no client
-    # wrote.
-    place = [part for part in first["loc"][1:] if not str(part).startswith("of:")]
-    param = _path(place)
-    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
-    return JSONResponse(error_view(400, _reason(first, param), code, param), 400)
-
-
-def _reason(first: Mapping[str, Any], param: str | None) -> str:
+    # FastAPI says first where the field was looked for.
+    place = first["loc"][isinstance(error, RequestValidationError) :]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    param = path.lstrip(".")[:200] or None
+    if param is None:
+        message = "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+        return bad_request(message, "invalid_value")
     if first["type"] == "extra_forbidden":
-        return f"There is no field `{param}` here. Remove it; docs/serving.md lists what is known."
-    if not param:
-        return "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+        return unknown_field(param)
     said = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
-    return f"`{param}`: {said}."
-
-
-def _path(place: list[Any]) -> str | None:
-    """`messages[0].content` of a pydantic location."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    return text[:200] or None
-
-
-async def _unexpected(_request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
-    return JSONResponse(
-        error_view(500, "Something broke that should not; the server's log says what.", "internal_error"), 500
-    )
+    return bad_request(f"`{param}`: {said}.", "invalid_value", param)

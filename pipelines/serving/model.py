@@ -6,18 +6,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import InputError, NightjarError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, Done, EngineStats, Handle, Pipeline, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineStats,
+    Event,
+    Failed,
+    Handle,
+    Pipeline,
+    Speech,
+    SynthesisRequest,
+)
 from pipelines.serving.admission import Permit
-from pipelines.serving.async_bridge import PipelineCall, Unread
 from pipelines.serving.errors import unavailable
-from pipelines.stored_voices import DEFAULT_VOICE
+
+log = logging.getLogger(__name__)
+
+#: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
+_SUBMIT_THREADS = 16
+#: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made;
+#: above, once it is taken.
+_UNREAD_BYTES = 1 << 30
+_LOOK_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 60.0
+#: Of a pipeline that is closed: what it takes an engine core to end, and more.
+_CLOSE_SECONDS = 60.0
 
 
 class Progress:
@@ -31,7 +56,6 @@ class Progress:
         self._stuck_seconds = stuck_seconds
         self._clock = clock
         self._under_way = 0
-        self._moves = 0
         self._seen: tuple[object, ...] = ()
         self._moved_at = clock()
 
@@ -41,7 +65,7 @@ class Progress:
 
     def moved(self) -> None:
         """A call gave something, or failed in the pipeline."""
-        self._moves += 1
+        self._moved_at = self._clock()
 
     def ended(self) -> None:
         """A call is over. That says nothing of the engine: its client may have left."""
@@ -50,23 +74,127 @@ class Progress:
     def is_stuck(self, stats: EngineStats) -> bool:
         """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and
         then. `stats`: the engine's."""
-        now = (self._moves, stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
+        now = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
         if not self._under_way or now != self._seen:
-            self._seen, self._moved_at = now, self._clock()
+            self._seen = now
+            self.moved()
         return self._clock() - self._moved_at >= self._stuck_seconds
 
 
-log = logging.getLogger(__name__)
+class Playback:
+    """A player that starts at the first chunk of a stream and waits for each that comes too late."""
 
-#: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
-_SUBMIT_THREADS = 16
-#: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made;
-#: above, once it is taken.
-_UNREAD_BYTES = 1 << 30
-_LOOK_SECONDS = 0.5
-_MAX_PAUSE_SECONDS = 60.0
-#: Of a pipeline that is closed: what it takes an engine core to end, and more.
-_CLOSE_SECONDS = 60.0
+    def __init__(self) -> None:
+        self._lasts_until = math.inf
+
+    def add(self, now: float, seconds: float) -> float:
+        """A chunk of so many seconds comes; for how long the player had nothing to play, 0 where it came
+        in time."""
+        late = max(now - self._lasts_until, 0.0)
+        self._lasts_until = seconds + (now if late or self._lasts_until == math.inf else self._lasts_until)
+        return late
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A request inside the pipeline. No thread waits for it: what the pipeline tells comes to the event loop,
+    where it is kept until it is asked for."""
+
+    _model: ServedModel
+    _request: SynthesisRequest
+    _permit: Permit
+    _opened: Callable[[Handle], None] | None
+    _stream: bool
+    _playback: Playback = field(default_factory=Playback)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue[Event])
+    _given_up: bool = False
+    _settled: bool = False
+
+    async def events(self) -> AsyncGenerator[AudioChunk | Done, None]:
+        """The chunks and the end. Every event says that the engine came further, and every error but one of
+        the request, which is found before that."""
+        pipeline = self._model.living()
+        start = partial(pipeline.start, self._request, self._hear, self._stream)
+        started: Future[Handle] = Future()
+        self._permit.hold()
+        self._model.progress.began()
+        try:
+            if self._stream and pipeline.starts_at_once:
+                started.set_result(start())
+            else:
+                started = self._model.threads[self._stream].submit(start)
+                await asyncio.wrap_future(started)
+            if self._opened is not None:
+                self._opened(started.result())
+            while True:
+                event = await self._events.get()
+                self._model.unread_bytes -= _bytes(event)
+                if isinstance(event, Failed):
+                    raise event.error
+                self._model.progress.moved()
+                yield event
+                if isinstance(event, Done):
+                    return
+        except NightjarError as error:
+            if not isinstance(error, InputError):
+                self._model.progress.moved()
+            raise
+        finally:
+            self._given_up = True
+            while not self._events.empty():
+                self._model.unread_bytes -= _bytes(self._events.get_nowait())
+            if started.cancel():
+                self._settle()
+            else:
+                started.add_done_callback(self._end)
+
+    def _hear(self, event: Event) -> None:
+        self._on_loop(partial(self._arrived, event))
+
+    def _arrived(self, event: Event) -> None:
+        if not self._given_up:
+            self._model.unread_bytes += _bytes(event)
+            self._events.put_nowait(event)
+            # A pause in a text that is open is no underrun.
+            if self._opened is None and isinstance(event, AudioChunk) and len(event.samples):
+                late = self._playback.add(self._loop.time(), len(event.samples) / event.sample_rate)
+                if late:
+                    self._model.underran(late)
+        if not isinstance(event, AudioChunk):
+            self._settle()
+
+    def _end(self, started: Future[Handle]) -> None:
+        """Ends what was started, on the thread that started it where that took longer than its client
+        waited. Whatever the pipeline does, its request gives its slot back."""
+        try:
+            if started.exception() is None:
+                started.result().cancel()
+        finally:
+            self._on_loop(self._settle)
+
+    def _settle(self) -> None:
+        """The pipeline has let go of the request, however much of it was asked for by then."""
+        if not self._settled:
+            self._settled = True
+            self._model.progress.ended()
+            self._permit.release()
+            if self._stream and self._model.unread_bytes < _UNREAD_BYTES:
+                self._permit.let_go()
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """Calls back, unless the server is gone and nobody waits."""
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+
+def _bytes(event: Event) -> int:
+    if isinstance(event, Failed):
+        return 0
+    return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
 class ServedModel:
@@ -84,28 +212,24 @@ class ServedModel:
         self._open = open_model
         self._opened = opened
         self._pipeline: Pipeline | None = None
-        self._progress = progress
-        self._submitters = DaemonThreads(_SUBMIT_THREADS, "submit")
-        #: For pipelines whose start of a stream may wait: never behind whole requests.
-        self._starters = DaemonThreads(_SUBMIT_THREADS, "starter")
-        self._unread = Unread()
+        self.progress = progress
+        #: Those that start whole requests, and streams, which never wait behind them.
+        self.threads = {
+            stream: DaemonThreads(_SUBMIT_THREADS, name)
+            for stream, name in ((False, "submit"), (True, "starter"))
+        }
+        #: Bytes of audio that the engine made and clients have not taken yet, of all streams.
+        self.unread_bytes = 0
         #: Is called with the seconds that a player of a stream had nothing to play.
         self.underran: Callable[[float], None] = lambda _seconds: None
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
-        self._close_seconds = _CLOSE_SECONDS
-
-    def voice(self, asked: str | None) -> str | None:
-        """The voice that a client means; None for the model's own."""
-        return (
-            None if asked == DEFAULT_VOICE and DEFAULT_VOICE not in self.card.capabilities.voices else asked
-        )
 
     @property
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
         """That of the engine; `stuck` where it calls itself ready, but nothing comes of its requests."""
         stats = self.stats()
-        stuck = self._progress.is_stuck(stats)
+        stuck = self.progress.is_stuck(stats)
         return "stuck" if stuck and stats.state == "ready" else stats.state
 
     def pipelines(self) -> list[Pipeline]:
@@ -118,72 +242,38 @@ class ServedModel:
     async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
         """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `ApiError` (503) while
         the engine is away."""
-        call = PipelineCall(
-            self._living(), request, self._began(permit), self._unread, self.underran, stream=False
-        )
-        async with contextlib.aclosing(call.events(self._submitters)) as events:
-            with self._answered():
-                async for event in events:
-                    if isinstance(event, Done):
-                        self._progress.moved()
-                        return event.speech
-        raise AssertionError("a request has an end")
+        async with contextlib.aclosing(self.chunks(request, permit, stream=False)) as events:
+            done = await anext(events)
+        assert isinstance(done, Done)
+        return done.speech
+
+    def chunks(
+        self,
+        request: SynthesisRequest,
+        permit: Permit,
+        opened: Callable[[Handle], None] | None = None,
+        *,
+        stream: bool = True,
+    ) -> AsyncGenerator[AudioChunk | Done, None]:
+        """The speech as it is made, then `Done`, which has all of its samples where they are made at once;
+        closing the generator ends it. Raises as `speech`.
+
+        `opened`: takes the stream where more of the request's text follows.
+        The slot of a stream is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
+        """
+        stream = stream and self.card.capabilities.streaming
+        return _Call(self, request, permit, opened, stream).events()
 
     @property
     def takes_text(self) -> bool:
         """Whether the pipeline, where it is open, speaks text while it is being written."""
         return any(pipeline.capabilities.text_in for pipeline in self.pipelines())
 
-    async def chunks(
-        self, request: SynthesisRequest, permit: Permit, opened: Callable[[Handle], None] | None = None
-    ) -> AsyncGenerator[AudioChunk | Done, None]:
-        """The speech as it is made, and its end; closing the generator ends it. Raises as `speech`.
-
-        `opened`: takes the stream where more of the request's text follows.
-        The ticket is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
-        """
-        pipeline = self._living()
-        over = self._began(permit)
-
-        def made() -> None:
-            over()
-            if self._unread.bytes < _UNREAD_BYTES:
-                permit.let_go()
-
-        call = PipelineCall(pipeline, request, made, self._unread, self.underran, opened, stream=True)
-        async with contextlib.aclosing(call.events(self._starters)) as events:
-            with self._answered():
-                async for event in events:
-                    self._progress.moved()
-                    yield event
-
-    @contextlib.contextmanager
-    def _answered(self) -> Generator[None]:
-        """An error of the pipeline is an answer of it, but for one of the request, which is found before
-        that."""
-        try:
-            yield
-        except NightjarError as error:
-            if not isinstance(error, InputError):
-                self._progress.moved()
-            raise
-
-    def _began(self, permit: Permit) -> Callable[[], None]:
-        """Holds the ticket for a call of the pipeline; what is to be called once that is over."""
-        permit.hold()
-        self._progress.began()
-
-        def over() -> None:
-            self._progress.ended()
-            permit.release()
-
-        return over
-
     async def run(self, failed: Callable[[], None]) -> None:
         """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at
         all."""
         try:
-            await self._open_beside()
+            await self.open()
         except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
             self.failure = error
             failed()
@@ -192,58 +282,50 @@ class ServedModel:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
             if (state := self.state) in ("broken", "stuck"):
-                log.error("the engine is %s", state)
+                log.error("the engine is %s and given up; the model is opened again", state)
                 await self._renew()
 
-    def close(self) -> bool:
-        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
-        False: it does not end."""
-        pipeline, self._pipeline = self._pipeline, None
-        ended = True
-        if pipeline is not None:
-            closer = DaemonThreads(1, "close")
-            closing = closer.submit(pipeline.close)
-            closer.shutdown()
-            try:
-                closing.result(self._close_seconds)
-            except TimeoutError:
-                log.error(
-                    "the model did not close within %g s; the process ends without it", self._close_seconds
-                )
-                ended = False
-        self._submitters.shutdown(cancel_futures=True)
-        self._starters.shutdown(cancel_futures=True)
-        return ended
+    async def open(self) -> None:
+        """Opens the pipeline in a thread, while the server answers."""
+
+        def opened() -> Pipeline:
+            # In the thread, so that a model that is still loading when the server ends is there to be closed.
+            self._pipeline = pipeline = self._open()
+            return pipeline
+
+        pipeline = await asyncio.to_thread(opened)
+        # A new engine has all its time.
+        self.progress.moved()
+        log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
+        self._opened(pipeline)
 
     async def _renew(self) -> None:
         broken, self._pipeline = self._pipeline, None
+        if broken is not None:
+            await asyncio.to_thread(broken.close)
         pause_seconds = 1.0
         while self._pipeline is None:
-            log.error("the engine is given up; the model is opened again")
             try:
-                if broken is not None:
-                    await asyncio.to_thread(broken.close)
-                    broken = None
-                await self._open_beside()
+                await self.open()
             except NightjarError as error:
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
-    async def _open_beside(self) -> None:
-        """Opens the pipeline in a thread, while the server answers."""
-        await asyncio.to_thread(self._open_now)
-        # A new engine has all its time.
-        self._progress.moved()
-        if (pipeline := self._pipeline) is not None:
-            log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
-            self._opened(pipeline)
+    def close(self) -> bool:
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
+        False: it does not end."""
+        pipeline, self._pipeline = self._pipeline, None
+        closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
+        for threads in self.threads.values():
+            threads.shutdown(cancel_futures=True)
+        return not closing.is_alive()
 
-    def _open_now(self) -> None:
-        # In the thread, so that a model that is still loading when the server ends is there to be closed.
-        self._pipeline = self._open()
-
-    def _living(self) -> Pipeline:
+    def living(self) -> Pipeline:
         pipeline = self._pipeline
         if pipeline is None or pipeline.stats().state != "ready":
             raise unavailable("The engine is starting. Try again.", "engine_starting")

@@ -1,19 +1,32 @@
-"""An answer that is made while its client waits: it ends when the client leaves or its time is over,
-whatever it was doing."""
+"""Answers that are made while their clients wait: speech as bytes, unit by unit, and how parts of an answer
+are sent."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipelines.errors import NightjarError
-from pipelines.serving.errors import ApiError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import Done, Handle, Message, SynthesisRequest
+from pipelines.serving import ServeOptions
+from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.encoding import FileStream, PcmStream
+from pipelines.serving.errors import ApiError, as_api_error
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.model import ServedModel
+from pipelines.serving.request_body import before_client_leaves
+from pipelines.serving.voices import Voices
 
 log = logging.getLogger(__name__)
 
@@ -21,72 +34,158 @@ EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """What all routes share."""
+
+    model: ServedModel
+    options: ServeOptions
+    gate: AdmissionQueue
+    metrics: ServerMetrics
+    voices: Voices
+
+
+def unit_seed(seed: int, number: int) -> int:
+    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does
+    everywhere."""
+    if not number:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
+    """The request for one unit of a text. The last message of `request` is replaced by it."""
+    messages = (*request.messages[:-1], Message("user", "text", text))
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{number}",
+        messages=messages,
+        seed=unit_seed(request.seed, number),
+    )
+
+
+def unit_requests(request: SynthesisRequest, units: Sequence[str]) -> list[SynthesisRequest]:
+    """The requests for the units of a text."""
+    return [unit_request(request, text, number) for number, text in enumerate(units)]
+
+
+async def spoken(
+    serving: Serving,
+    requests: Sequence[SynthesisRequest],
+    permit: Permit,
+    encoder: PcmStream | FileStream,
+    opened: Callable[[Handle], None] | None = None,
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of the speech of all requests in order, as it is made; no piece is empty. Raises as
+    `ServedModel.chunks`, and `synth.no_audio` where there are none. Several requests hold the slot until the
+    last one is heard.
+
+    `opened`: as there.
+    """
+
+    async def ready(call: Callable[..., bytes], *given: object) -> bytes:
+        # Compressing takes the time of many other clients' chunks; PCM takes less than a hop to a thread.
+        return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
+
+    heard = False
+    held = len(requests) > 1
+    if held:
+        permit.hold()
+    try:
+        for request in requests:
+            async with aclosing(serving.model.chunks(request, permit, opened)) as chunks:
+                async for chunk in chunks:
+                    if len(chunk.samples):
+                        heard = True
+                        serving.metrics.spoke(len(chunk.samples) / chunk.sample_rate)
+                    if piece := await ready(encoder.add, chunk.samples, isinstance(chunk, Done)):
+                        yield piece
+    finally:
+        if held:
+            permit.release()
+    if not heard:
+        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
+    if piece := await ready(encoder.end):
+        yield piece
+
+
+def event(view: object) -> bytes:
+    """One server-sent event; bytes in it become base64."""
+    return b"data: " + msgspec.json.encode(view) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
-    """What comes before the bytes. Until it has been given, an error becomes an answer of its own."""
+    """What comes before the bytes, and is sent with the first of them."""
 
     media_type: str
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str]
+    #: Of events: how an error is said once some are sent. Other answers break off.
+    failed: Callable[[ApiError], dict[str, Any]] | None = None
 
 
 Parts = AsyncGenerator[Head | bytes, None]
 
 
-async def whole(body: bytes, media_type: str, headers: Mapping[str, str] | None = None) -> Parts:
-    """The parts of an answer that is known."""
-    yield Head(media_type, {**(headers or {}), "content-length": str(len(body))})
-    yield body
-
-
-def event(view: object) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(view, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
 class Reply(Response):
-    """Sends a `Head` and then bytes as they come. Closing the generator is how the work behind it is given
-    up."""
+    """Sends a `Head` and then bytes as they come, until the client leaves or its time is over. Closing the
+    generator is how the work behind it is given up. Until the first bytes are there, an error becomes an
+    answer of its own."""
 
-    def __init__(self, parts: Parts, seconds: float) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        permit: Permit,
+        parts: Parts,
+        told: Callable[[NightjarError], ApiError] = as_api_error,
+    ) -> None:
+        """`told`: what a client is told of an error of the pipeline."""
         super().__init__()
+        self._serving = serving
+        self._permit = permit
         self._parts = parts
-        self._seconds = seconds
+        self._told = told
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_left(receive))
+        seconds = self._serving.options.request_seconds
+        sending = asyncio.create_task(self._send(scope["path"], send))
         try:
-            async with asyncio.timeout(self._seconds):
-                await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        except (TimeoutError, NightjarError, ApiError) as error:
+            async with asyncio.timeout(seconds):
+                if await before_client_leaves(receive, sending):
+                    sending.result()
+        except (TimeoutError, ApiError) as error:
             if isinstance(error, TimeoutError):
-                error = ApiError(
-                    504, f"The request took longer than {self._seconds:g} s and was ended.", "synth.timeout"
-                )
+                message = f"The request took longer than {seconds:g} s and was ended."
+                error = ApiError(504, message, "synth.timeout")
             if not self._started:
                 raise error from None
             # The status is out: an answer that breaks off is all that can still be said.
             log.warning("an answer broke off: %s", error)
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
             await self._parts.aclose()
 
-    async def _send(self, send: Send) -> None:
-        head = await anext(self._parts)
-        assert isinstance(head, Head)
-        headers = {"content-type": head.media_type, **head.headers}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        async for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+    async def _send(self, path: str, send: Send) -> None:
+        head: Head | None = None
+        try:
+            async for part in self._parts:
+                if isinstance(part, Head):
+                    head = part
+                    continue
+                assert head is not None
+                first, self._started = not self._started, True
+                if first:
+                    headers = Headers({"content-type": head.media_type, **head.headers}).raw
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                if first and "content-length" not in head.headers:
+                    self._serving.metrics.began(path, time.monotonic() - self._permit.since)
+        except (NightjarError, ApiError) as error:
+            api_error = self._told(error) if isinstance(error, NightjarError) else error
+            if not self._started or head is None or head.failed is None:
+                raise api_error from error
+            last = event(head.failed(api_error))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

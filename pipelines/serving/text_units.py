@@ -58,8 +58,12 @@ _NUMBERED = frozenset({"art", "ch", "fig", "figs", "no", "nos", "nr", "op", "p",
 _SHORT_FORMS = frozenset({"co", "corp", "dept", "est", "etc", "inc", "jr", "ltd", "sr", "univ", "usw"})
 
 
+#: A piece of text, and whether the unit or passage that it belongs to ends with it.
+Piece = tuple[str, bool]
+
+
 class TextUnits:
-    """The text of one speaker, which grows at its end."""
+    """The text of one speaker, which grows at its end. Each piece is a unit."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -69,22 +73,8 @@ class TextUnits:
         """Whether there is text that has not become a unit yet."""
         return bool(self._text)
 
-    def add(self, text: str) -> list[str]:
-        """The units that are complete with this text."""
-        return self._take(text, final=False)
-
-    def flush(self) -> list[str]:
-        """All the rest."""
-        return self._take("", final=True)
-
-    def words(self) -> list[str]:
-        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
-        with what follows that."""
-        cut = len(self._text) if _is_sentence(self._text) else _last_gap(self._text)
-        rest, self._text = self._text[:cut], self._text[cut:].lstrip()
-        return _spoken([rest])
-
-    def _take(self, text: str, *, final: bool) -> list[str]:
+    def add(self, text: str, *, final: bool = False) -> list[Piece]:
+        """The units that are complete with this text; `final`: all of the rest too."""
         joined = (self._text + text).lstrip()
         units: list[str] = []
         begin = 0
@@ -98,6 +88,13 @@ class TextUnits:
                 begin += 1
         self._text = joined[begin:]
         return _spoken(units)
+
+    def cut(self) -> list[Piece]:
+        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
+        with what follows that."""
+        cut = len(self._text) if _is_sentence(self._text) else _last_gap(self._text)
+        rest, self._text = self._text[:cut], self._text[cut:].lstrip()
+        return _spoken([rest])
 
 
 #: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the
@@ -122,10 +119,10 @@ class TextPassages:
         """Whether a passage has begun."""
         return bool(self._text)
 
-    def add(self, text: str, *, final: bool = False) -> list[tuple[str, bool]]:
+    def add(self, text: str, *, final: bool = False) -> list[Piece]:
         """Pieces of passages that are certain with this text, each with whether its passage ends with it;
         `final`: all of the rest."""
-        pieces: list[tuple[str, bool]] = []
+        pieces: list[Piece] = []
         given, joined = self._given, (self._text + text).lstrip()
         while (end := self._end(joined)) is not None:
             pieces.append((joined[given:end], True))
@@ -137,20 +134,24 @@ class TextPassages:
         self._given = _last_gap(joined, given, with_space=True)
         return [*pieces, (joined[given : self._given], False)] if self._given > given else pieces
 
-    def cut(self) -> list[tuple[str, bool]]:
+    def cut(self) -> list[Piece]:
         """The end of the passage, if there is one, behind its last whole word; one that waits for its end
         begins the next passage."""
         return self._cut_at(len(self._text) if _is_sentence(self._text) else self._given)
 
-    def _cut_at(self, end: int) -> list[tuple[str, bool]]:
+    def _cut_at(self, end: int) -> list[Piece]:
         rest = self._text[self._given : end]
         self._text, self._given, self._sentence = self._text[end:], 0, 0
         return [(rest, True)] if end else []
 
     def _end(self, text: str) -> int | None:
         """Where the passage that a text begins with ends; None where the text to come decides."""
-        while (length := _sentence_length(text[self._sentence : MAX_PASSAGE_CHARACTERS])) is not None:
-            self._sentence += length
+        while True:
+            rest = text[self._sentence : MAX_PASSAGE_CHARACTERS]
+            sentence = rest.lstrip()
+            if (end := _sentence_end(sentence, certain=False)) is None:
+                break
+            self._sentence += len(rest) - len(sentence) + end
             if self._sentence >= PASSAGE_CHARACTERS:
                 return self._sentence
         last = MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
@@ -164,41 +165,35 @@ def has_words(text: str) -> bool:
     return _WORD.search(text) is not None
 
 
-def _sentence_length(text: str) -> int | None:
-    """Characters of the sentence that a text begins with, with the space before it; None where the text to
-    come decides."""
-    window = text.lstrip()
+def _sentence_end(window: str, *, certain: bool) -> int | None:
+    """Where the first sentence of a window ends; None where the text to come decides. `certain`: that of which
+    the text to come decides does not end."""
     for found in _END.finditer(window):
         ends = _ends(window, found)
         if ends:
-            return len(text) - len(window) + found.end()
-        if ends is None:
+            return found.end()
+        if ends is None and not certain:
             return None
     return None
 
 
 def units_of(text: str) -> list[str]:
     """The units of a whole text."""
-    return TextUnits()._take(text, final=True)
+    return [unit for unit, _ in TextUnits().add(text, final=True)]
 
 
-def _spoken(units: list[str]) -> list[str]:
+def _spoken(units: list[str]) -> list[Piece]:
     """Those with something to say: marks and pictures alone are none."""
-    return [unit.strip() for unit in units if has_words(unit)]
+    return [(unit.strip(), True) for unit in units if has_words(unit)]
 
 
 def _unit_length(window: str, *, final: bool) -> int | None:
     """Characters of the unit that a window begins with; None where the text to come decides. A full window
     is all that counts."""
     full = len(window) > MAX_UNIT_CHARACTERS
-    for found in _END.finditer(window):
-        if found.end() > MAX_UNIT_CHARACTERS:
-            break
-        ends = _ends(window, found)
-        if ends:
-            return found.end()
-        if ends is None and not full:
-            break
+    end = _sentence_end(window, certain=full)
+    if end is not None and end <= MAX_UNIT_CHARACTERS:
+        return end
     if full:
         return _cut(window)
     return len(window) if final else None

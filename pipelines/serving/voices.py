@@ -4,24 +4,22 @@ services."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
-from pipelines.serving.cartesia import GenerationConfig, SpeechFields
+from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.model import ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import Body
 from pipelines.stored_voices import (
     MAX_TEXT_CHARACTERS,
-    OPENAI_VOICES,
     RESERVED,
     StoredVoice,
     VoiceExistsError,
@@ -44,34 +42,76 @@ class VoiceBody(Body):
     replace: bool = False
 
 
+class VoicePage(Body):
+    """Which voices Cartesia's clients want to see: so many behind the one that they name."""
+
+    model_config = ConfigDict(strict=False)
+
+    limit: Annotated[int, Field(ge=1, le=_PAGE)] = _PAGE
+    starting_after: str | None = None
+
+
 class Voices:
     """What is known of voices; shared by all routes."""
 
     def __init__(self, model: ServedModel, options: ServeOptions) -> None:
-        self._model = model
+        self._able = model.card.capabilities
         self._options = options
         folder = options.voices_folder
         self._folder = (
             None if folder is None else VoiceFolder(folder, options.stored_voices, options.voice_bytes)
         )
 
-    def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None, speaks: str | None = None) -> None:
         """Raises `ApiError` (404) for a model that is not served here; a client that names none means the
-        one that is."""
+        one that is. `speaks`: the field that names it where a text is to be spoken; 400 for a model that
+        answers dialogues."""
         if name is not None and name not in self._options.names:
             message = (
                 f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
             )
             raise ApiError(404, message, "model_not_found", "model")
+        if speaks and self._able.multi_turn:
+            message = "This model answers dialogues. Use /v1/chat/completions."
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, speaks)
 
-    def is_stored(self, asked: str | None) -> bool:
-        """Whether a name is that of a stored voice, whose recording has to be read."""
-        return (
-            asked is not None
-            and self._folder is not None
-            and not self._is_own(asked)
-            and self._folder.has(asked)
-        )
+    async def request(
+        self,
+        request_id: str,
+        seed: int,
+        asked: str | None,
+        generation: Generation,
+        text: str,
+        recordings: Sequence[str] = (),
+    ) -> SynthesisRequest:
+        """A request for a text in the voice of this name, or in those of the recordings that it brought along.
+
+        Raises `InputError` for a bad setting or recording, where there are recordings and the name is that of
+        another one, and for a name that neither a model that clones nor the folder has.
+        """
+        check_generation(generation)
+
+        def build() -> SynthesisRequest:
+            seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
+            messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
+            messages.append(Message("user", "text", text))
+            voice = self.named(asked)
+            if not isinstance(voice, StoredVoice):
+                if voice is not None and not recordings and self._able.cloning and not self._is_own(voice):
+                    raise self._unknown(voice)
+                spoken = msgspec.structs.replace(generation, voice=voice)
+            elif recordings:
+                message = f"The voice {asked!r} has a recording, and the request another one."
+                raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+            else:
+                messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
+            return SynthesisRequest(request_id, tuple(messages), spoken, seed)
+
+        # A recording is read beside the event loop; a hop between threads costs more than a request without.
+        folder = None if asked is None or self._is_own(asked) else self._folder
+        if recordings or (folder is not None and asked is not None and folder.has(asked)):
+            return await asyncio.to_thread(build)
+        return build()
 
     def named(self, asked: str | None) -> str | StoredVoice | None:
         """What is behind a name: a voice of the model, a stored one, or None for the model's own.
@@ -81,113 +121,48 @@ class Voices:
         """
         if asked is None:
             return None
-        if (own := own_voice(asked, self._model.card.capabilities.voices)) is not None:
+        if (own := own_voice(asked, self._able.voices)) is not None:
             return own
-        stored = self._folder.get(asked) if self._folder is not None else None
-        if stored is not None:
+        if self._folder is not None and (stored := self._folder.get(asked)) is not None:
             return stored
-        if asked in OPENAI_VOICES:
-            return None
-        return self._model.voice(asked)
+        return None if asked in RESERVED else asked
 
-    def spoken_by(
-        self, asked: str | None, generation: Generation, before: Sequence[Message], text: str
-    ) -> tuple[list[Message], Generation]:
-        """The messages and the settings of a text in the voice of this name. `before`: recordings that the
-        request brought along.
-
-        Raises `InputError` where there are such recordings and the name is that of another one, and for a
-        name that neither a model that clones nor the folder has.
-        """
-        voice = self.named(asked)
-        messages = [*before, Message("user", "text", text)]
-        if not isinstance(voice, StoredVoice):
-            if (
-                voice is not None
-                and not before
-                and self._model.card.capabilities.cloning
-                and not self._is_own(voice)
-            ):
-                raise self._unknown(voice)
-            return messages, msgspec.structs.replace(generation, voice=voice)
-        if before:
-            raise InputError(
-                ErrorCode.INPUT_UNSUPPORTED,
-                f"The voice {asked!r} has a recording, and the request another one.",
-                "Leave one of them out.",
-            )
-        return in_voice_of(messages, generation, voice.recording, voice.text)
-
-    async def request_beside(self, fields: SpeechFields, request_id: str) -> SynthesisRequest:
-        """As `request`; a recording is read beside the event loop."""
-        if self.is_stored(None if fields.voice is None else fields.voice.id):
-            return await asyncio.to_thread(self.request, fields, request_id)
-        return self.request(fields, request_id)
-
-    def request(self, fields: SpeechFields, request_id: str) -> SynthesisRequest:
-        """A request in Cartesia's words, with its whole transcript. Raises `ApiError` (400), and
-        `InputError` for a bad setting."""
-        able = self._model.card.capabilities
-        if able.multi_turn:
-            raise bad_request(
-                "This model answers dialogues. Use /v1/chat/completions.",
-                ErrorCode.INPUT_UNSUPPORTED.value,
-                "model_id",
-            )
-        config = fields.generation_config or GenerationConfig()
-        given = {name: value for name, value in msgspec.structs.asdict(config).items() if name != "seed"}
-        # Clients name a language to models that have none to choose from, too.
-        generation = Generation(language=fields.language if able.languages else None, **given)
-        check_generation(generation)
-        messages, generation = self.spoken_by(
-            None if fields.voice is None else fields.voice.id, generation, (), fields.transcript
-        )
-        return SynthesisRequest(request_id, tuple(messages), generation, fields.seed)
-
-    def cards(self) -> list[dict[str, str]]:
-        """All voices that may be asked for by their own names."""
-        cards = [
-            {"id": name, "object": "voice", "kind": "model"} for name in self._model.card.capabilities.voices
-        ]
+    def _names(self) -> dict[str, str]:
+        """All voices that may be asked for by their own names, and whose they are."""
         stored = self._folder.names() if self._folder is not None else []
-        return cards + [{"id": name, "object": "voice", "kind": "stored"} for name in stored]
+        return dict.fromkeys(self._able.voices, "model") | dict.fromkeys(stored, "stored")
 
-    def page(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """A page of them for Cartesia's clients: `limit` voices behind the one that `starting_after`
-        names. Raises `ApiError` (400)."""
-        unknown = next((name for name in asked if name not in ("limit", "starting_after")), None)
-        if unknown is not None:
-            message = f"Voices cannot be chosen by `{unknown[:100]}` here. Remove it."
-            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, unknown[:100])
-        given = asked.get("limit", str(_PAGE))
-        limit = int(given) if given.isdecimal() and len(given) <= len(str(_PAGE)) else 0
-        if not 1 <= limit <= _PAGE:
-            raise bad_request(f"`limit` is a number from 1 to {_PAGE}.", "invalid_value", "limit")
-        cards = [_voice(card) for card in self.cards()]
-        after = asked.get("starting_after")
-        begin = next((number for number, card in enumerate(cards, 1) if card["id"] == after), 0)
-        if after is not None and not begin:
-            raise _no_voice(after)
-        return {"data": cards[begin : begin + limit], "has_more": begin + limit < len(cards)}
+    def listed(self) -> dict[str, Any]:
+        """The model's voices and the stored ones, as OpenAI's clients list them."""
+        names = self._names()
+        cards = [{"id": name, "object": "voice", "kind": kind} for name, kind in names.items()]
+        return {"object": "list", "data": cards, "voices": list(names)}
+
+    def page(self, asked: VoicePage) -> dict[str, Any]:
+        """A page of them for Cartesia's clients. Raises `ApiError` (404)."""
+        cards = [_card(name, kind) for name, kind in self._names().items()]
+        begin = 0
+        if asked.starting_after is not None:
+            begin = cards.index(self.card(asked.starting_after)) + 1
+        end = begin + asked.limit
+        return {"data": cards[begin:end], "has_more": end < len(cards)}
 
     def card(self, name: str) -> dict[str, Any]:
         """One of them for Cartesia's clients. Raises `ApiError` (404)."""
-        card = next((card for card in self.cards() if card["id"] == name), None)
-        if card is None:
+        if (kind := self._names().get(name)) is None:
             raise _no_voice(name)
-        return _voice(card)
+        return _card(name, kind)
 
     def add(self, body: VoiceBody) -> dict[str, object]:
         """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder
         cannot be written, and `InputError` as `VoiceFolder.add`."""
-        able = self._model.card.capabilities
-        if not able.cloning or self._folder is None:
-            raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED.value, "name")
+        if not self._able.cloning or self._folder is None:
+            raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED, "name")
         if body.name in RESERVED or self._is_own(body.name):
             raise ApiError(
                 409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name"
             )
-        if able.needs_reference_text and not body.text.strip():
+        if self._able.needs_reference_text and not body.text.strip():
             raise InputError(
                 ErrorCode.INPUT_REFERENCE_TEXT,
                 "This model needs the text of a recording.",
@@ -197,29 +172,19 @@ class Voices:
         try:
             voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
         except VoiceExistsError:
-            raise ApiError(
-                409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name"
-            ) from None
-        except ConfigError as error:
-            raise _not_kept(error) from error
+            message = f"There is a voice {body.name!r}. Delete it, or send `replace`."
+            raise ApiError(409, message, "voice_exists", "name") from None
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
-        """Forgets a stored voice. Raises `ApiError`: 404 where there is none, 500 where the folder cannot
-        be written."""
-        try:
-            deleted = self._folder is not None and self._folder.delete(name)
-        except ConfigError as error:
-            raise _not_kept(error) from error
-        if not deleted:
+        """Forgets a stored voice. Raises `ApiError` (404) where there is none, and `ConfigError` where the
+        folder cannot be written."""
+        if self._folder is None or not self._folder.delete(name):
             raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}
 
     def _unknown(self, asked: str) -> InputError:
-        names = [
-            *self._model.card.capabilities.voices,
-            *(self._folder.names() if self._folder is not None else []),
-        ]
+        names = list(self._names())
         near = names if len(names) <= _SHOWN else get_close_matches(asked, names, _SHOWN, 0.0)
         advice = (
             f"Choose one of: {', '.join(near)}."
@@ -230,24 +195,14 @@ class Voices:
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""
-        return own_voice(name, self._model.card.capabilities.voices) is not None
+        return own_voice(name, self._able.voices) is not None
 
 
-def _voice(card: Mapping[str, str]) -> dict[str, Any]:
-    """A card in Cartesia's words."""
-    own = card["kind"] == "stored"
-    return {
-        "id": card["id"],
-        "name": card["id"],
-        "description": "",
-        "is_owner": own,
-        "access": "private" if own else "public",
-    }
+def _card(name: str, kind: str) -> dict[str, Any]:
+    own = kind == "stored"
+    facts = {"is_owner": own, "access": "private" if own else "public"}
+    return {"id": name, "name": name, "description": "", **facts}
 
 
 def _no_voice(name: str, what: str = "voice") -> ApiError:
     return ApiError(404, f"There is no {what} {name[:100]!r}.", "voice_not_found", "name")
-
-
-def _not_kept(error: ConfigError) -> ApiError:
-    return ApiError(500, str(error), error.code.value)

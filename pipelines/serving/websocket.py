@@ -1,4 +1,5 @@
-"""`GET /tts/websocket`: speech in Cartesia's protocol. Several contexts share one connection."""
+"""`GET /tts/websocket`: speech in Cartesia's protocol. Several contexts share one connection; each has text
+that comes in pieces, and its speech unit by unit."""
 
 from __future__ import annotations
 
@@ -6,36 +7,224 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.utils import ClientDisconnected
 
-from pipelines.errors import NightjarError
+from pipelines.errors import ErrorCode
+from pipelines.request import Handle, SynthesisRequest
 from pipelines.serving import cartesia, request_body
-from pipelines.serving.context import ROUTE, Context, Serving
+from pipelines.serving.admission import Permit
+from pipelines.serving.connections import DRAIN, RESTING
 from pipelines.serving.errors import ApiError, bad_request
-from pipelines.serving.voices import Voices
-from pipelines.serving.websocket_protocol import DRAIN, RESTING
+from pipelines.serving.middleware import CLIENT_LEFT, WEBSOCKET
+from pipelines.serving.streaming import Serving, spoken, unit_request
+from pipelines.serving.text_units import Piece, TextPassages, TextUnits, has_words
 
 log = logging.getLogger(__name__)
 
+#: Of the audio in one message; whole samples in every encoding. Clients take messages of 1 MiB, and base64
+#: adds a third.
+MAX_PIECE_BYTES = 1 << 18
+#: How long a passage may wait in its slot for text.
+MAX_STARVED_SECONDS = 30.0
 _GOING_AWAY = 1001
-#: Status of a context that its client gave up, as nginx has it for a request.
-CLIENT_LEFT = 499
 
 
-class _ClientLeftError(Exception):
-    """The connection is gone: nobody hears what is sent."""
+class Passage:
+    """A text that is spoken, as a whole or while it grows."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._complete = False
+        self._stream: Handle | None = None
+
+    def add(self, text: str, final: bool) -> None:
+        """More text; `final` ends it. Raises `InputError` for what the model does not take."""
+        self.text += text
+        self._complete = final
+        if self._stream is not None:
+            self._stream.append(text, final)
+
+    def follow(self, stream: Handle, begun: int) -> None:
+        """A stream says it, which began with its first `begun` characters."""
+        self._stream = stream
+        if self._complete or len(self.text) > begun:
+            stream.append(self.text[begun:], self._complete)
+
+
+class Context:
+    """Speaks its text in order.
+
+    A model that can speaks it while it grows, in passages, which keep their slot while they wait for text;
+    their length and `max_buffer_delay_ms` bound that. Other models speak units: each takes a slot, and
+    none is held while a context waits for text.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        first: cartesia.ContextMessage,
+        request: SynthesisRequest,
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        """`request`: that of all units; each takes the place of its last message."""
+        self.id = first.context_id
+        self._serving = serving
+        self._first = first
+        self._request = request
+        self._send = send
+        # The prompt of a clone in context holds a token of text for each frame of the recording: a sentence
+        # alone is heard sooner.
+        in_context = request.generation.reference_text is not None
+        wanted = not in_context if serving.options.text_in is None else serving.options.text_in
+        grows = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
+        self._grows = grows
+        self._text = TextPassages() if grows else TextUnits()
+        self._passage: Passage | None = None
+        #: What is said next, and the numbers of flushes: places in the speech that the client wants to hear of.
+        self._todo: deque[Passage | int] = deque()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._characters = 0
+        self._flushes = 0
+        self._units = 0
+        #: When a listener who began with the first chunk has heard all that was sent.
+        self._heard_until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved_at = time.monotonic()
+
+    def add(self, message: cartesia.ContextMessage) -> None:
+        """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must
+        stay the same."""
+        for name in cartesia.SETTINGS & message.model_fields_set:
+            if getattr(self._first, name) != getattr(message, name):
+                text = f"`{name}` cannot change in a context. Begin another context."
+                raise bad_request(text, "invalid_value", name)
+        if self._ended:
+            if message.transcript.strip():
+                text = "The context has ended: nothing can follow `continue: false`."
+                raise bad_request(text, "context_ended", "context_id")
+            return
+        # A message without text counts too: each may be a flush.
+        self._characters += len(message.transcript) or 1
+        if self._characters > (limit := self._serving.options.context_characters):
+            text = f"The context has more than {limit:,} characters."
+            raise bad_request(text, ErrorCode.INPUT_TOO_LONG, "transcript")
+        self._moved_at = time.monotonic()
+        ends = not message.more or message.flush or not message.max_buffer_delay_ms
+        pieces = self._text.add(message.transcript, final=ends)
+        if pieces or (self._grows and message.transcript):
+            self._wait(None)
+        self._extend(pieces)
+        if message.flush:
+            self._flushes += 1
+            self._todo.append(self._flushes)
+        self._ended = not message.more
+        self._wait(message.max_buffer_delay_ms / 1000)
+        self._changed.set()
+
+    def _extend(self, pieces: list[Piece]) -> None:
+        """Adds pieces to the passage that grows, and begins others behind it."""
+        for piece, complete in pieces:
+            passage = self._passage = self._passage or Passage()
+            was_said = has_words(passage.text)
+            passage.add(piece, complete)
+            if not was_said and has_words(passage.text):
+                self._todo.append(passage)
+            if complete:
+                self._passage = None
+
+    async def run(self) -> None:
+        """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and
+        `NightjarError`."""
+        try:
+            while await self._more():
+                todo = self._todo.popleft()
+                if isinstance(todo, int):
+                    await self._send(cartesia.flush_done(self.id, todo))
+                    continue
+                # A wait may not leave the listener without sound for longer.
+                ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
+                patience_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
+                permit = await self._serving.gate.admit(None, patience_seconds, under_way=True)
+                seconds = self._serving.options.request_seconds
+                try:
+                    async with asyncio.timeout(seconds):
+                        await self._say(todo, permit)
+                except TimeoutError:
+                    message = f"The speech took longer than {seconds:g} s and was ended."
+                    raise ApiError(504, message, ErrorCode.SYNTH_TIMEOUT) from None
+                finally:
+                    permit.let_go()
+                self._moved_at = time.monotonic()
+        finally:
+            self._wait(None)
+
+    async def _more(self) -> bool:
+        """Whether there is more to say; waits for it, and ends a context to which nothing comes for too
+        long."""
+        while not self._todo and not self._ended:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(
+                    self._moved_at + self._serving.options.context_idle_seconds - time.monotonic()
+                ):
+                    await self._changed.wait()
+            except TimeoutError:
+                # Nothing follows: what waits for its end is whole.
+                self._extend(self._text.add("", final=True))
+                self._ended = True
+        return bool(self._todo)
+
+    async def _say(self, said: Passage, permit: Permit) -> None:
+        step = time.monotonic()
+        number, self._units = self._units, self._units + 1
+        request = replace(unit_request(self._request, said.text, number), text_open=self._grows)
+        opened = partial(said.follow, begun=len(said.text)) if self._grows else None
+        encoder = cartesia.encoder_of(self._serving, self._first.output_format)
+        told = number > 0
+        async with aclosing(spoken(self._serving, [request], permit, encoder, opened)) as pieces:
+            async for data in pieces:
+                now = time.monotonic()
+                self._heard_until = max(self._heard_until, now) + len(data) / encoder.bytes_per_second
+                for begin_byte in range(0, len(data), MAX_PIECE_BYTES):
+                    piece = data[begin_byte : begin_byte + MAX_PIECE_BYTES]
+                    await self._send(cartesia.chunk(self.id, piece, 1000 * (now - step)))
+                    step = now
+                if not told:
+                    told = True
+                    self._serving.metrics.began(WEBSOCKET, time.monotonic() - permit.since)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Speaks the words that have waited for the end of their sentence, or for more text, for so long;
+        None: no longer."""
+        pending = self._text.pending
+        if self._timer is not None and (seconds is None or not pending):
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and seconds is not None and pending:
+            limit_seconds = min(seconds, MAX_STARVED_SECONDS) if self._grows else seconds
+            self._timer = asyncio.get_running_loop().call_later(limit_seconds, self._waited)
+
+    def _waited(self) -> None:
+        self._timer = None
+        self._extend(self._text.cut())
+        self._changed.set()
 
 
 class WebSocketSpeech:
     """An ASGI app, which stands behind the check of the key."""
 
-    def __init__(self, serving: Serving, voices: Voices) -> None:
-        self._serving = serving
-        self._voices = voices
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
         #: Of all connections.
         self.contexts = 0
 
@@ -43,118 +232,96 @@ class WebSocketSpeech:
         """Serves one connection until it ends."""
         await receive()
         await send({"type": "websocket.accept"})
-        connection = _Connection(
-            self, self._serving, self._voices, send, scope.get(RESTING, lambda _resting: None)
-        )
-        try:
-            await connection.run(receive)
-        except _ClientLeftError:
-            # What was under way is given up below, as after a farewell.
-            pass
-        finally:
-            await connection.end()
+        await _Connection(self, send, scope[RESTING]).run(receive)
 
 
 class _Connection:
-    def __init__(
-        self,
-        route: WebSocketSpeech,
-        serving: Serving,
-        voices: Voices,
-        send: Send,
-        resting: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, route: WebSocketSpeech, send: Send, resting: Callable[[bool], None]) -> None:
         self._route = route
-        self._serving = serving
-        self._voices = voices
-        self._options = serving.options
+        self._serving = route.serving
+        self._options = route.serving.options
         self._asgi_send = send
-        self._contexts: dict[str, tuple[Context, asyncio.Task[None]]] = {}
+        self._contexts: dict[str, tuple[Context, asyncio.Task[int]]] = {}
         self._draining = False
-        self._changed = asyncio.Event()
         self._resting = resting
-        resting(True)
+        self._loop = asyncio.get_running_loop()
+        #: Code and reason of the close that comes from here.
+        self._close: asyncio.Future[tuple[int, str]] = self._loop.create_future()
+        self._idle: asyncio.TimerHandle | None = None
 
     async def run(self, receive: Receive) -> None:
-        """Reads messages until the client leaves, says nothing for too long, or the server stops."""
-        reading: asyncio.Task[Any] | None = None
+        """Serves until the client leaves, says nothing for too long, or the server stops; gives up what is
+        under way then."""
+        self._rest()
+        reading = asyncio.create_task(self._read(receive))
         try:
-            while True:
-                reading = reading or asyncio.create_task(receive())  # pyright: ignore[reportArgumentType]
-                self._changed.clear()
-                changed = asyncio.create_task(self._changed.wait())
-                idle = None if self._contexts else self._options.connection_idle_seconds
-                await asyncio.wait((reading, changed), timeout=idle, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                if reading.done():
-                    message, reading = reading.result(), None
-                    if message["type"] == "websocket.disconnect":
-                        return
-                    if message["type"] == DRAIN:
-                        self._draining = True
-                    else:
-                        await self._heard(message)
-                elif idle is not None and not self._contexts and not self._changed.is_set():
-                    await self._asgi_send(
-                        {"type": "websocket.close", "code": 1000, "reason": "Nothing was said for too long."}
-                    )
-                    return
-                if self._draining and not self._contexts:
-                    await self._asgi_send(
-                        {
-                            "type": "websocket.close",
-                            "code": _GOING_AWAY,
-                            "reason": "The server is shutting down.",
-                        }
-                    )
-                    return
+            await asyncio.wait((reading, self._close), return_when=asyncio.FIRST_COMPLETED)
+            if self._close.done():
+                code, reason = self._close.result()
+                await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
+            else:
+                reading.result()
+        except ClientDisconnected:
+            log.debug("a client left")
         finally:
-            if reading is not None:
-                reading.cancel()
+            tasks = [reading, *(task for _, task in self._contexts.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._idle is not None:
+                self._idle.cancel()
 
-    async def end(self) -> None:
-        """Gives all contexts up."""
-        tasks = [task for _, task in self._contexts.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _read(self, receive: Receive) -> None:
+        while (message := await receive())["type"] != "websocket.disconnect":
+            if message["type"] == DRAIN:
+                self._draining = True
+            else:
+                await self._heard(message)
+            self._rest()
+
+    def _rest(self) -> None:
+        """A connection without contexts is closed after a while, and at once when the server stops."""
+        self._resting(not self._contexts)
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._contexts or self._close.done():
+            return
+        if self._draining:
+            self._close.set_result((_GOING_AWAY, "The server is shutting down."))
+        else:
+            close = (1000, "Nothing was said for too long.")
+            self._idle = self._loop.call_later(
+                self._options.connection_idle_seconds, self._close.set_result, close
+            )
 
     async def _heard(self, message: Any) -> None:
         """Does what a message says, or says what is wrong with it; an error that names a context ends it."""
         context_id: str | None = None
         try:
-            text = message.get("text")
-            if text is None:
+            if (text := message.get("text")) is None:
                 raise bad_request("The message is binary. Send JSON as text.", "invalid_value")
-            given = cartesia.as_object(await request_body.read(text))
+            given = await request_body.read(text)
+            if not isinstance(given, dict):
+                raise bad_request("The message is not a JSON object.", ErrorCode.INPUT_BAD_JSON)
             named = given.get("context_id")
-            context_id = (
-                named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
-            )
-            await self._act(cartesia.typed(given, cartesia.ContextMessage, strict=self._options.strict))
-        except _ClientLeftError:
+            if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS:
+                context_id = named
+            said = cartesia.ContextMessage.model_validate(given)
+            cartesia.check_fields(said, strict=self._options.strict)
+            if said.cancel:
+                if not await self._end(said.context_id):
+                    text = "The context is not open: it has ended, or never began."
+                    raise ApiError(404, text, "context_not_found", "context_id")
+                await self._send(cartesia.done(said.context_id))
+            elif said.context_id in self._contexts:
+                self._contexts[said.context_id][0].add(said)
+            else:
+                await self._begin(said)
+        except ClientDisconnected:
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the client waits for an answer
-            if context_id is not None and context_id in self._contexts:
-                await self._end(context_id)
-            await self._send(_failure(error, context_id))
-
-    async def _act(self, message: cartesia.ContextMessage) -> None:
-        known = self._contexts.get(message.context_id)
-        if message.cancel:
-            if known is None:
-                raise ApiError(
-                    404,
-                    "The context is not open: it has ended, or never began.",
-                    "context_not_found",
-                    "context_id",
-                )
-            await self._end(message.context_id)
-            await self._send(cartesia.done(message.context_id))
-        elif known is not None:
-            known[0].add(message)
-        else:
-            await self._begin(message)
+            await self._end(context_id)
+            await self._send(cartesia.failure(error, context_id))
 
     async def _begin(self, message: cartesia.ContextMessage) -> None:
         """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what
@@ -167,64 +334,48 @@ class _Connection:
             if count >= limit:
                 text = f"The {whose} has {limit} open contexts. Cancel one, or wait until one is done."
                 raise ApiError(429, text, "too_many_contexts", "context_id", {"retry-after": "1"})
-        if message.output_format is not None and message.output_format.container != "raw":
-            raise bad_request(
-                "Over a WebSocket the container is `raw`; /tts/bytes sends WAV.",
-                "invalid_value",
-                "output_format.container",
-            )
-        self._voices.check_model(message.model_id)
+        cartesia.check_speech(self._serving, message)
         # While a recording is read, others may begin.
         self._route.contexts += 1
         try:
-            request = await self._voices.request_beside(message, f"ctx-{secrets.token_hex(8)}")
-            context = Context(self._serving, message.context_id, message, request, self._send)
+            request = await cartesia.request_of(self._serving, message, f"ctx-{secrets.token_hex(8)}")
+            context = Context(self._serving, message, request, self._send)
             context.add(message)
-            task = asyncio.create_task(self._run(context))
         except BaseException:
             self._route.contexts -= 1
             raise
-        self._contexts[message.context_id] = context, task
-        self._resting(False)
+        task = asyncio.create_task(self._run(context))
+        self._contexts[context.id] = context, task
+        task.add_done_callback(partial(self._over, context.id, time.monotonic()))
 
-    async def _run(self, context: Context) -> None:
-        begin, status = time.monotonic(), 200
+    async def _run(self, context: Context) -> int:
+        """Speaks a context and says how it ended; its status."""
         try:
-            last = cartesia.done(context.id)
-            try:
-                await context.run()
-            except _ClientLeftError:
-                raise
-            except Exception as error:  # noqa: BLE001  # as above
-                last = _failure(error, context.id)
-                status = last["status_code"]
+            await context.run()
+        except ClientDisconnected:
+            raise
+        except Exception as error:  # noqa: BLE001  # as above
+            last = cartesia.failure(error, context.id)
             await self._send(last)
-        except (asyncio.CancelledError, _ClientLeftError):
-            status = CLIENT_LEFT
-        finally:
-            del self._contexts[context.id]
-            self._route.contexts -= 1
-            self._resting(not self._contexts)
-            self._serving.metrics.answered(ROUTE, status, time.monotonic() - begin)
-            self._changed.set()
+            return last["status_code"]
+        await self._send(cartesia.done(context.id))
+        return 200
 
-    async def _end(self, context_id: str) -> None:
-        _, task = self._contexts[context_id]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    def _over(self, context_id: str, begin: float, task: asyncio.Task[int]) -> None:
+        del self._contexts[context_id]
+        self._route.contexts -= 1
+        status = CLIENT_LEFT if task.cancelled() or task.exception() else task.result()
+        self._serving.metrics.answered(WEBSOCKET, status, time.monotonic() - begin)
+        self._rest()
+
+    async def _end(self, context_id: str | None) -> bool:
+        """Gives a context up; False: there is none."""
+        _, task = self._contexts.get(context_id or "", (None, None))
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return task is not None
 
     async def _send(self, view: dict[str, Any]) -> None:
-        text = msgspec.json.encode(view).decode()
-        try:
-            await self._asgi_send({"type": "websocket.send", "text": text})
-        except OSError as error:
-            raise _ClientLeftError from error
-
-
-def _failure(error: Exception, context_id: str | None) -> dict[str, Any]:
-    if not isinstance(error, (ApiError, NightjarError)):
-        log.error("a context failed", exc_info=error)
-        error = ApiError(
-            500, "Something broke that should not; the server's log says what.", "internal_error"
-        )
-    return cartesia.failure(error, context_id)
+        """Raises `ClientDisconnected` where nobody hears what is sent."""
+        await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})

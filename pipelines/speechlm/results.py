@@ -27,7 +27,7 @@ _pairs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechLmRequestInfo(RequestInfo):
+class SpeechLmRequestInfo(RequestInfo[None]):
     """What delivery must know of a request, and how it asks the engine for more."""
 
     config: SpeechLmConfig
@@ -38,17 +38,12 @@ class SpeechLmRequestInfo(RequestInfo):
 class SpeechLmUtterance(Utterance[None]):
     """Receives a request's text, and asks for the audio behind it."""
 
-    streamed = False
-
     def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
         #: Stream-0 ids before the audio, once it is asked for.
         self._before: list[int] = []
         self._redone = 0
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Whole answers wait for their end."""
 
     def finished(self, tokens: Tokens) -> None:
         try:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, PickledTensors, Shapes, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_pickle
 from pipelines.nn.stack import take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
@@ -37,13 +38,12 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
 
     Tower and codec take their own tensors strictly.
     """
-    wanted, backbone = Shapes(), config.backbone
-    take_stack(wanted, "model.", backbone, torch.float32, "meta")
+    backbone, take = config.backbone, partial(checkpoint.take, device="meta")
+    take_stack(checkpoint, "model.", backbone, torch.float32, "meta")
     for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
-        wanted.take(name, (rows, backbone.hidden))
-    wanted.take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
-    wanted.take(f"{ADAPTOR}bias", (backbone.hidden,))
-    checkpoint.require(wanted.taken)
+        take(name, (rows, backbone.hidden))
+    take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
+    take(f"{ADAPTOR}bias", (backbone.hidden,))
     checkpoint.ignore(f"{TOWER}*", *(f"{CODEC}{part}.*" for part in _CODEC_PARTS))
     checkpoint.finish()
 
@@ -91,7 +91,7 @@ def convert(source: Path, like: Path, out: Path, dtype: torch.dtype | None = tor
             f"{like} has no config.json.",
             "Give a folder with config and tokenizer.",
         )
-    held = PickledTensors.read(source, ("module",), mmap=True).tensors
+    held = read_pickle(source, ("module",), mmap=True)
     if not held:
         raise bad_checkpoint(f"{source} holds no tensors.", "Give the official checkpoint file.")
     # Tensors of one file may share memory, which safetensors refuses: each is copied.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.library import ModelSpec, load_vllm, on_cpu
@@ -73,10 +73,6 @@ class VllmHost:
         return self._arguments["max_model_len"]
 
     @property
-    def dtype(self) -> str:
-        return self._arguments["dtype"]
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a step."""
         slots, cache = self._arguments["max_num_seqs"], self._llm.vllm_config.cache_config
@@ -84,7 +80,7 @@ class VllmHost:
             slots=slots,
             waiting_room=self._room - slots,
             device=self._adapter.device_name(),
-            dtype=self.dtype,
+            dtype=self._arguments["dtype"],
             executor=f"vllm {'eager' if self._arguments['enforce_eager'] else 'graph'}",
             kv_pages=cache.num_gpu_blocks or 0,
             page_size=cache.block_size or 0,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output

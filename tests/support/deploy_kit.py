@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.cli.admin import described
-from jobs.settings import NOT_SETTINGS, Settings
+from jobs.settings import NOT_SETTINGS
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.registry import describe
 from pipelines.serving.admission import AdmissionQueue
@@ -40,7 +40,7 @@ VALUES = {
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
     """The variables with our prefix that are no setting."""
-    known = {variable for variable, _, _ in described(Settings)} | NOT_SETTINGS
+    known = {variable for variable, _, _ in described()} | NOT_SETTINGS
     return [name for name in names if name.startswith("SPEECH_") and name not in known]
 
 

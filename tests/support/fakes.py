@@ -377,10 +377,8 @@ class MemoryStore(ObjectStore):
         return self.objects[key]
 
     def _info(self, key: str) -> ObjectInfo:
-        data, metadata = self._object(key)
-        return ObjectInfo(
-            key, len(data), hashlib.sha256(data).hexdigest(), metadata, self.modified_at.get(key)
-        )
+        data, _ = self._object(key)
+        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), self.modified_at.get(key))
 
     def _maybe_fail(self) -> None:
         with self._lock:

@@ -85,15 +85,12 @@ def test_the_report_of_a_run_shows_as_many_items_as_the_command(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jobs import local_run
-    from jobs.cli.run import Signals, _Events  # pyright: ignore[reportPrivateUsage]
 
     job = desk.job(TEXTS)
     monkeypatch.setattr("jobs.report.default_place", lambda *_: desk.rig.folder / "run.html")
     status = desk.rig.ledger.status(job.id)
     with Progress(quiet=True) as progress:
-        assert local_run._report(
-            desk.rig.ledger, desk.rig.store, status, desk.rig.settings, _Events(Signals(), progress)
-        )  # pyright: ignore[reportPrivateUsage]
+        assert local_run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, progress)  # pyright: ignore[reportPrivateUsage]
     assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
     option = next(option for option in report.params if option.name == "items")
     assert option.default == SHOWN_ITEMS == ReportOptions().items

@@ -240,12 +240,14 @@ def test_streams_are_compressed_beside_the_event_loop_and_in_order(
     threads: set[str] = set()
 
     class Watched:
+        compresses = True
+
         def __init__(self, sample_rate: int, kind: encoding.SpeechFormat) -> None:
             self._encoder = encoding.stream_encoder(sample_rate, kind)
 
-        def add(self, samples: NDArray[np.float32]) -> bytes:
+        def add(self, samples: NDArray[np.float32], last: bool) -> bytes:
             threads.add(threading.current_thread().name)
-            return self._encoder.add(samples)
+            return self._encoder.add(samples, last)
 
         def end(self) -> bytes:
             threads.add(threading.current_thread().name)

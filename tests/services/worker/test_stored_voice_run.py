@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.embedded import EmbeddedHome, embedded_settings
-from jobs.ingest import IngestProgress, SubmitOptions
+from jobs.console import Stop
+from jobs.embedded import embedded_settings
+from jobs.ingest import SubmitOptions
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, JobState
-from jobs.ledger.status import JobStatus
 from jobs.local_run import LocalRun, run_locally
+from jobs.progress import Progress
 from jobs.repair import mend
 from jobs.settings import load_settings
 from jobs.spec import resolve
@@ -24,7 +25,6 @@ from jobs.voices import voice_folder
 from pipelines.errors import InputError
 from pipelines.registry import open_pipeline
 from pipelines.request import Generation
-from pipelines.stored_voices import VoiceFolder
 from tests.support.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
@@ -46,30 +46,6 @@ LINES = [
 ]
 
 
-class DeletesVoices:
-    """Deletes the stored voices when the job is in the ledger, before a worker is told of it."""
-
-    def __init__(self, voices: VoiceFolder) -> None:
-        self._voices = voices
-        self.job: Job | None = None
-
-    def began(self, embedded: EmbeddedHome) -> None: ...
-
-    def say(self, text: str, /) -> None: ...
-
-    def reading(self, ingest: IngestProgress, /) -> None: ...
-
-    def submitted(self, job: Job, *, created: bool) -> None:
-        self.job = job
-        assert [self._voices.delete(name) for name in self._voices.names()] == [True, True]
-
-    def update(self, status: JobStatus, /) -> None: ...
-
-    def check(self) -> None: ...
-
-    def ending(self) -> None: ...
-
-
 def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,23 +59,28 @@ def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
     voices.add("ben", (GOLDEN / "refs" / "ref_b_24k_mono.wav").read_bytes(), "")
     model = str(whole(GOLDEN / "checkpoint-base"))
     spec = JobSpec(model, generation=Generation(voice="anna"))
-    events = DeletesVoices(voices)
-    result = run_locally(
-        LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions()), events
-    )
+    jobs: list[Job] = []
+
+    def submitted(job: Job) -> None:
+        """The job is in the ledger, and no worker was told of it yet."""
+        jobs.append(job)
+        assert [voices.delete(name) for name in voices.names()] == [True, True]
+
+    local = LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions())
+    result = run_locally(local, Progress(quiet=True), Stop(), submitted)
     assert (result.status.job.state, result.status.items.done) == (JobState.COMPLETED, 3)
-    assert events.job is not None
+    (job,) = jobs
     store = open_store(settings.effective_store_url)
     with closing(Ledger.of(settings)) as ledger:
-        rows = list(ledger.items(events.job.id))
+        rows = list(ledger.items(job.id))
         made = [store.get(row.artifact.key) for row in rows if row.artifact]
         assert made[0] == made[1] != made[2]
         # What is lost comes back with the same bytes, without the voice.
         for row in rows[:2]:
             assert row.artifact is not None
             store.delete(row.artifact.key)
-        lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, events.job.id))]
+        lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job.id))]
         with closing(open_pipeline(model)) as pipeline:
-            assert mend(ledger, store, ledger.job(events.job.id), pipeline, lost) == {"same": 2}
+            assert mend(ledger, store, ledger.job(job.id), pipeline, lost) == {"same": 2}
     with pytest.raises(InputError, match="No voice is stored"):
         resolve(spec, stored=voices)

@@ -15,7 +15,7 @@ import soundfile
 
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, Done, NewShard, Outcome, RejectedLine, Ticket
-from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.references import ReferenceReader, put_reference
 from jobs.spec import item_seed
 from jobs.store import FolderStore
 from jobs.store import folder as folder_module
@@ -142,10 +142,11 @@ def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     soundfile.write(tmp_path / "voice.wav", np.full(800, 0.1), 16_000)
-    key = ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav")
+    audio = ReferenceReader(tmp_path, [], store).read("voice.wav")
+    key = put_reference(store, "job", audio)
     whole = store.get(key)
     os.truncate(store.uri(key), 0)
-    assert ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav") == key
+    assert put_reference(store, "job", audio) == key
     assert store.get(key) == whole
 
 
@@ -178,21 +179,3 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Exception, match="No space left") as caught:
         store.sync()
     assert caught.value.code is ErrorCode.STORE_FULL  # type: ignore[attr-defined]
-
-
-def test_without_a_call_for_all_each_file_and_folder_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, bool]] = []
-
-    def note(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        name = os.path.relpath(path, tmp_path) if os.path.isdir(path) else "file"
-        synced.append((name, (tmp_path / "store/jobs/x").exists()))
-
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(folder_module, "SYNCS_AT_ONCE", False)
-    (tmp_path / "store").mkdir()
-    FolderStore(tmp_path / "store").put("jobs/x", b"1")
-    # A new folder's name, the content before the name, then the name.
-    assert synced == [("store", False), ("file", False), ("store/jobs", True)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jobs.export import parse_splits
 from jobs.export.files import BucketDestination, SortedLines
 from jobs.export.folder_formats import kaldi_ids, tar_file
-from jobs.export.items import WHOLE, make_plan
+from jobs.export.items import WHOLE, exported, make_plan
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -80,7 +80,7 @@ def test_a_plan_cuts_before_the_limit() -> None:
         row(5),
         row(6, state=ItemState.PENDING),
     ]
-    plan = make_plan(rows, WHOLE, 20)
+    plan = make_plan(exported(rows), WHOLE, 20)
     assert [
         (part.first, part.last, part.items, part.audio_bytes, part.number, part.of) for part in plan.parts
     ] == [
@@ -90,13 +90,13 @@ def test_a_plan_cuts_before_the_limit() -> None:
         (5, 5, 1, 10, 3, 4),
     ]
     assert plan.items == 5
-    assert len(make_plan(rows, WHOLE, None).parts) == 1
+    assert len(make_plan(exported(rows), WHOLE, None).parts) == 1
 
 
 def test_plans_differ_exactly_when_the_made_items_do() -> None:
     rows = [row(0), row(1, None, ItemState.FAILED)]
-    assert make_plan(rows, WHOLE, 20).digest == make_plan(rows, WHOLE, None).digest
-    assert make_plan(rows, WHOLE, 20).digest != make_plan([row(0), row(1)], WHOLE, 20).digest
+    assert make_plan(exported(rows), WHOLE, 20).digest == make_plan(exported(rows), WHOLE, None).digest
+    assert make_plan(exported(rows), WHOLE, 20).digest != make_plan([row(0), row(1)], WHOLE, 20).digest
     assert make_plan([], WHOLE, 20).parts == ()
 
 

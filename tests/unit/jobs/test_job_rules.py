@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.export.items import WHOLE, make_plan
+from jobs.export.items import WHOLE, exported, make_plan
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemRow
 from jobs.settings import Settings
@@ -54,7 +54,7 @@ def test_the_digest_of_an_export_is_that_of_its_items_and_their_audio(tmp_path: 
     ledger.close()
 
     def digest(*changed: ItemRow) -> str:
-        return make_plan([*changed, *plain[len(changed) :]], WHOLE, None).digest
+        return make_plan(exported([*changed, *plain[len(changed) :]]), WHOLE, None).digest
 
     artifact = plain[0].artifact
     assert artifact is not None

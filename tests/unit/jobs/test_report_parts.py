@@ -89,11 +89,12 @@ def test_every_value_is_in_one_bar(values: list[float]) -> None:
     assert chart is not None
     assert sum(bar.count for bar in chart.bars) == len(values)
     assert chart.summary.endswith(f", {len(values):,} items.")
-    assert chart.median_at is not None
+    assert chart.median is not None
     assert 1 <= len(chart.bars) <= 2 * charts.MAX_BARS
-    assert all(charts.TOP - 0.1 <= bar.y <= charts.HEIGHT - charts.BOTTOM + 0.1 for bar in chart.bars)
-    assert all(charts.LEFT <= bar.x <= charts.WIDTH - charts.RIGHT for bar in chart.bars)
-    assert charts.LEFT - 0.1 <= chart.median_at <= charts.WIDTH - charts.RIGHT + 0.1
+    left, right = chart.ends
+    assert left <= chart.bars[0].begin <= chart.bars[-1].end <= right
+    assert left <= chart.median <= right
+    assert all(0 < bar.count <= chart.y_ticks[-1] for bar in chart.bars)
 
 
 def test_the_bars_hold_what_their_labels_say() -> None:

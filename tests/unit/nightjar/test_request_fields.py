@@ -237,7 +237,8 @@ def built(line: Generation, job: Generation, role: str | None) -> dict[str, Any]
     """The request of a worker for an item of a line and a job with these settings."""
     lease = SimpleNamespace(job=SimpleNamespace(id="job", spec=JobSpec("m", generation=job, seed=3)), epoch=1)
     builder = RequestBuilder(cast("Any", SimpleNamespace(lease=lease)), MemoryStore(), ReferenceCache())
-    found = fields_of(builder.build(ShardLine(0, 1, "a", (SAID,), line, 0, cast("Any", role))))
+    own = line if role is None else line.of(cast("Any", role))
+    found = fields_of(builder.build(ShardLine(0, 1, "a", (SAID,), own, 0, cast("Any", role))))
     del found["request_id"]
     return found
 
@@ -264,8 +265,8 @@ def test_no_field_is_missing_in_the_tables() -> None:
     inside = {"vllm_xargs": Xargs, "audio": AudioOut}
     chat = {name for name in ChatBody.model_fields if name not in inside}
     chat |= {f"{name}.{inner}" for name, body in inside.items() for inner in body.model_fields}
-    agents = {name for name in SpeechFields.__struct_fields__ if name != "generation_config"}
-    agents |= {f"generation_config.{name}" for name in GenerationConfig.__struct_fields__}
+    agents = {name for name in SpeechFields.model_fields if name != "generation_config"}
+    agents |= {f"generation_config.{name}" for name in GenerationConfig.model_fields}
     for table, elsewhere, known in (
         (SPEECH, SPEECH_ELSEWHERE, set(SpeechBody.model_fields)),
         (CHAT, CHAT_ELSEWHERE, chat),

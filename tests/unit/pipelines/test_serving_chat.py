@@ -257,7 +257,7 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, str]] = [
     (
         [user([{"type": "image_url", "image_url": {"url": "x"}}])],
         {},
-        "messages[0].content[0]",
+        "messages[0].content[0].type",
         "invalid_value",
     ),
     ([{"role": "assistant", "content": sound(b64(wav(0.1)))["content"]}], {}, "messages", "invalid_value"),

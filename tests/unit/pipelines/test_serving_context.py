@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +12,14 @@ import numpy as np
 import pytest
 
 from pipelines.registry import ModelCard
-from pipelines.request import Capabilities, Generation, Message, Speech, SynthesisRequest
+from pipelines.request import Capabilities, Done, Generation, Message, Speech, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.cartesia import ContextMessage
-from pipelines.serving.context import Context, Serving
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.long_text import unit_request, unit_seed
-from pipelines.serving.options import ServeOptions
+from pipelines.serving.streaming import Serving, unit_request, unit_seed
 from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, units_of
+from pipelines.serving.websocket import Context
 
 RATE = 24_000
 REQUEST = SynthesisRequest("one", (Message("user", "text", ""),), Generation(), 7)
@@ -35,12 +36,12 @@ class Model:
         self.while_speaking = while_speaking
         self.texts: list[str] = []
 
-    async def speech(self, request: SynthesisRequest, _permit: Permit) -> Speech:
+    async def chunks(self, request: SynthesisRequest, _permit: Permit, _opened: Any) -> AsyncGenerator[Done]:
         self.texts.append(cast("str", request.messages[-1].content))
         if "cannot" in self.texts[-1]:
             raise unavailable("The engine is starting.", "engine_starting")
         self.while_speaking()
-        return Speech(np.zeros(int(self.seconds * RATE), np.float32), RATE)
+        yield Done(Speech(np.zeros(int(self.seconds * RATE), np.float32), RATE))
 
 
 def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **options: Any) -> Context:
@@ -48,9 +49,8 @@ def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **opti
         await asyncio.sleep(0)
 
     metrics: Any = SimpleNamespace(spoke=lambda _: None, began=lambda *_: None)
-    return Context(
-        Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics), "a", first, REQUEST, send
-    )
+    serving = Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics, cast("Any", None))
+    return Context(serving, first, REQUEST, send)
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.001, False)])
@@ -61,8 +61,8 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
 
     async def play() -> list[str]:
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        others: list[asyncio.Future[Permit]] = []
-        model = Model(seconds, lambda: others.append(gate.ask()))
+        others: list[asyncio.Task[Permit]] = []
+        model = Model(seconds, lambda: others.append(asyncio.create_task(gate.admit())))
         message = ContextMessage(context_id="a", transcript="First one. Second one.")
         context = context_of(model, gate, message, stream_queue_seconds=0.0)
         context.add(message)
@@ -101,7 +101,8 @@ def test_a_sentence_gives_its_slot_back_said_or_not(text: str) -> None:
 def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
     async def play() -> list[str]:
         model = Model(0.1)
-        message = ContextMessage(context_id="a", transcript="Please hol", more=True, max_buffer_delay_ms=0)
+        said = {"context_id": "a", "transcript": "Please hol", "continue": True, "max_buffer_delay_ms": 0}
+        message = ContextMessage.model_validate(said)
         context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
         context.add(message)
         task = asyncio.create_task(context.run())

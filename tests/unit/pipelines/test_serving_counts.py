@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.daemon_threads import DaemonThreads
 from pipelines.request import (
     AudioChunk,
     Done,
@@ -22,13 +21,12 @@ from pipelines.request import (
     Speech,
     SynthesisRequest,
 )
+from pipelines.serving import ServeOptions
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.async_bridge import PipelineCall, Unread
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
 from pipelines.serving.model import Progress, ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
@@ -57,17 +55,24 @@ class _AtOnce:
         return EngineStats()
 
 
+async def served(pipeline: Any) -> ServedModel:
+    model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
+    await model.open()
+    return model
+
+
 def test_audio_of_a_client_that_left_counts_as_unread_no_longer() -> None:
     async def leave_early() -> list[int]:
-        pipeline, unread = _AtOnce(), Unread()
-        call: Any = PipelineCall(pipeline, REQUEST, lambda: None, unread, lambda _seconds: None, stream=True)  # pyright: ignore[reportArgumentType]
-        async with aclosing(call.events(DaemonThreads(1, "starter"))) as chunks:
+        pipeline = _AtOnce()
+        model = await served(pipeline)
+        gate = AdmissionQueue(slots=1, waiting_room=1)
+        async with aclosing(model.chunks(REQUEST, await gate.admit())) as chunks:
             await anext(chunks)
-            counts = [unread.bytes]
-        counts.append(unread.bytes)
+            counts = [model.unread_bytes]
+        counts.append(model.unread_bytes)
         pipeline.heard(CHUNK)
         await asyncio.sleep(0)
-        return [*counts, unread.bytes]
+        return [*counts, model.unread_bytes]
 
     assert asyncio.run(leave_early()) == [2 * CHUNK.samples.nbytes, 0, 0]
 
@@ -88,21 +93,15 @@ def test_contexts_that_were_refused_take_no_place(refused: dict[str, Any]) -> No
 
 def test_a_stream_is_over_once_it_is_made() -> None:
     async def listen() -> int:
-        times_over: list[bool] = []
-        call: Any = PipelineCall(
-            _AtOnce(whole=True),
-            REQUEST,
-            lambda: times_over.append(True),
-            Unread(),
-            lambda _: None,
-            stream=True,
-        )  # type: ignore[arg-type]
-        async with aclosing(call.events(DaemonThreads(1, "starter"))) as chunks:
+        model, gate = await served(_AtOnce(whole=True)), AdmissionQueue(slots=1, waiting_room=1)
+        permit = await gate.admit()
+        async with aclosing(model.chunks(REQUEST, permit)) as chunks:
             async for _ in chunks:
                 pass
-        return len(times_over)
+        permit.let_go()
+        return gate.running
 
-    assert asyncio.run(listen()) == 1
+    assert asyncio.run(listen()) == 0
 
 
 @pytest.mark.parametrize(("unread_bytes", "running"), [(1 << 30, 0), (1, 1)])
@@ -112,11 +111,9 @@ def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(
     monkeypatch.setattr(serving_model, "_UNREAD_BYTES", unread_bytes)
 
     async def listen() -> int:
-        pipeline: Any = _AtOnce(whole=True)
-        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
-        await model._open_beside()
+        model = await served(_AtOnce(whole=True))
         gate = AdmissionQueue(slots=1, waiting_room=1)
-        async with aclosing(model.chunks(REQUEST, gate.ask().result())) as chunks:
+        async with aclosing(model.chunks(REQUEST, await gate.admit())) as chunks:
             await anext(chunks)
             return gate.running
 
@@ -132,11 +129,11 @@ def test_a_stream_that_would_wait_too_long_is_refused() -> None:
             return {}
 
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        gate.ask()
+        await gate.admit()
         metrics: Any = SimpleNamespace()
         server = RequestMiddleware(metrics, ServeOptions(("m",), stream_queue_seconds=0.5), gate, metrics)
         async with asyncio.timeout(10):
-            await server._admit(True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
+            await server._admit([], True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
 
     with pytest.raises(ApiError) as caught:
         asyncio.run(ask())

@@ -60,11 +60,16 @@ PIECES += [
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 
 
+def texts(pieces: list[tuple[str, bool]]) -> list[str]:
+    assert all(complete for _, complete in pieces)
+    return [text for text, _ in pieces]
+
+
 def in_pieces(text: str, cuts: list[int]) -> list[str]:
     units, found = TextUnits(), []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += units.add(text[begin:end])
-    return found + units.flush()
+    return texts(found + units.add("", final=True))
 
 
 @given(TEXTS, st.data())
@@ -108,15 +113,15 @@ def test_a_unit_is_complete_as_soon_as_the_next_character_says_so() -> None:
     units = TextUnits()
     assert units.add("It costs 3.") == []
     assert units.add("5 dollars.") == []
-    assert units.add(" ") == ["It costs 3.5 dollars."]
+    assert texts(units.add(" ")) == ["It costs 3.5 dollars."]
     assert not units.pending
     assert units.add("Then wor") == []
-    assert units.words() == ["Then"]
-    assert units.words() == []
+    assert texts(units.cut()) == ["Then"]
+    assert texts(units.cut()) == []
     assert units.pending
     assert units.add("ds.") == []
-    assert units.words() == ["words."]
-    assert units.flush() == []
+    assert texts(units.cut()) == ["words."]
+    assert texts(units.add("", final=True)) == []
 
 
 #: A grapheme each, or several: words with marks, syllables, pictures of several characters, and what has a
@@ -184,12 +189,12 @@ def test_no_unit_ends_inside_a_word_whatever_the_pieces_and_the_delays(
     text: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
-    units, found = TextUnits(), list[str]()
+    units, found = TextUnits(), list[tuple[str, bool]]()
     for begin, end in pairwise([0, *cuts, len(text)]):
         found += units.add(text[begin:end])
         for _ in range(data.draw(st.integers(0, 2))):
-            found += units.words()
-    check_cuts(text, found + units.flush())
+            found += units.cut()
+    check_cuts(text, texts(found + units.add("", final=True)))
 
 
 @given(WRITTEN, st.data())
@@ -221,9 +226,9 @@ def test_a_delay_speaks_what_is_whole() -> None:
     ]:
         units = TextUnits()
         assert units.add(text) == []
-        assert units.words() == said
-        assert units.words() == []
-        assert units.flush() == ([kept] if kept else [])
+        assert texts(units.cut()) == said
+        assert texts(units.cut()) == []
+        assert texts(units.add("", final=True)) == ([kept] if kept else [])
 
 
 def joined_passages(pieces: list[tuple[str, bool]]) -> list[str]:

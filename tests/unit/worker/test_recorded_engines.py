@@ -4,25 +4,15 @@ again is told."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from jobs.cli.export import _opened  # pyright: ignore[reportPrivateUsage]
-from jobs.console import Output
-from jobs.provenance import options_again, put_provenance, recorded_engines
+from jobs.provenance import opened_again, options_again, put_provenance, recorded_engines
 from pipelines import registry
 from pipelines.request import EngineInfo
 from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Build
-
-
-class Notes:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +41,8 @@ def test_what_is_made_again_says_where_nobody_knows_its_engine(
         return FakePipeline()
 
     monkeypatch.setattr(registry, "open_pipeline", open_pipeline)
-    output = Notes()
-    with _opened(job, rig.store, cast("Output", output)):
+    said: list[str] = []
+    with opened_again(rig.store, job, said.append):
         assert opened == [options]
-    about = [text for text in output.said if "native and vllm" in text]
+    about = [text for text in said if "native and vllm" in text]
     assert len(about) == notes

@@ -1,0 +1,106 @@
+"""Slow tests that nothing else can break are skipped while their sources are those with which they passed.
+
+`python -m tests.proven` runs the groups of `tests/proven.toml` whose sources have changed, and notes there that
+they passed; `--all` runs every group, as `make soak` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIST = ROOT / "tests" / "proven.toml"
+#: Set to run all tests, whatever changed.
+ALL_TESTS = "NIGHTJAR_ALL_TESTS"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A group of tests that passed with these sources."""
+
+    name: str
+    #: Paths of test files, and of everything that can break them, as patterns from the repository's root.
+    tests: Sequence[str]
+    sources: Sequence[str]
+    #: Of the sources with which all the tests passed.
+    sha256: str
+
+    def digest(self, root: Path = ROOT) -> str:
+        """SHA-256 of the names and the contents of the tests and their sources."""
+        whole = hashlib.sha256()
+        for path in sorted(set(self._files(root, (*self.tests, *self.sources)))):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            whole.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+        return whole.hexdigest()
+
+    def holds(self, root: Path = ROOT) -> bool:
+        """Whether the sources are those with which the tests passed."""
+        return self.digest(root) == self.sha256
+
+    def test_files(self, root: Path = ROOT) -> set[Path]:
+        return set(self._files(root, self.tests))
+
+    @staticmethod
+    def _files(root: Path, patterns: Iterable[str]) -> Iterable[Path]:
+        for pattern in patterns:
+            yield from (
+                path for path in root.glob(pattern) if path.is_file() and "__pycache__" not in path.parts
+            )
+
+
+def proofs(path: Path = LIST) -> list[Proof]:
+    """The groups of `tests/proven.toml`."""
+    return [Proof(name, **fields) for name, fields in tomllib.loads(path.read_text()).items()]
+
+
+def skip_proven(items: Iterable[pytest.Item]) -> None:
+    """Marks the tests of every group whose proof holds as skipped, unless all tests are asked for."""
+    if os.environ.get(ALL_TESTS):
+        return
+    for proof in proofs():
+        if proof.holds():
+            files = proof.test_files()
+            mark = pytest.mark.skip(reason=f"passed with these sources: {proof.name} of tests/proven.toml")
+            for item in items:
+                if item.path in files:
+                    item.add_marker(mark)
+
+
+def passes(proof: Proof) -> bool:
+    """Runs the tests of a group."""
+    command = [sys.executable, "-m", "pytest", "-q", *sorted(map(str, proof.test_files()))]
+    return subprocess.run(command, env={**os.environ, ALL_TESTS: "1"}, check=False).returncode == 0
+
+
+def note(proof: Proof, digest: str) -> None:
+    """Writes the digest of the sources with which a group passed."""
+    text = LIST.read_text()
+    pattern = rf'(^\[{proof.name}\]\n(?:(?!^\[).*\n)*?sha256 = )"[^"]*"'
+    LIST.write_text(re.sub(pattern, rf'\1"{digest}"', text, flags=re.M))
+
+
+def main(arguments: list[str]) -> int:
+    failed = False
+    for proof in proofs():
+        digest = proof.digest()
+        if digest == proof.sha256 and "--all" not in arguments:
+            print(f"{proof.name}: unchanged")
+        elif passes(proof):
+            note(proof, digest)
+        else:
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
