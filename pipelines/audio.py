@@ -45,7 +45,7 @@ _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5),
 #: What a filter runs over at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-_MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
+_MAX_WAV_BYTES = 2**32 - 1 - _WAV_HEADER.size
 
 #: Container and coding of the formats that libsndfile writes, in its words.
 CONTAINERS: dict[str, tuple[str, str]] = {
@@ -167,7 +167,13 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     np.rint(scaled, out=scaled)
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
-        return _wav(pcm, sample_rate)
+        size = pcm.nbytes
+        if size > _MAX_WAV_BYTES:
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
+            )
+        header = (b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+        return _WAV_HEADER.pack(*header, b"data", size) + pcm.tobytes()
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", advice)
@@ -285,18 +291,6 @@ def _filtered(
             piece[at] -= denominator[:at:-1] @ found[begin + at - order : begin]
         piece[:] = solved(order, band[:, : len(piece)], piece, lower=1, diag=1)
     return found
-
-
-def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
-    if len(pcm) > _MAX_WAV_SAMPLES:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
-        )
-    size = 2 * len(pcm)
-    header = _WAV_HEADER.pack(
-        b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size
-    )
-    return header + pcm.tobytes()
 
 
 def ogg_pages(data: bytes) -> list[tuple[int, int]]:

@@ -18,15 +18,16 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
 import structlog
 
+from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import ObjectInfo, ObjectStore, PutResult
-from jobs.store.s3 import S3Settings, split_s3_url
+from jobs.store.base import BYTES, ObjectInfo, ObjectStore, PutResult
+from jobs.store.s3 import split_s3_url
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 from pipelines.ipc import (
@@ -54,19 +55,9 @@ TRIES = 3
 _KILL_SECONDS = 5.0
 
 
-class _Settings(msgspec.Struct, frozen=True):
-    """How to reach S3. It travels in a message: settings may come from a file that the child does not
-    read."""
-
-    endpoint_url: str | None
-    region: str | None
-    access_key_id: str | None
-    secret_access_key: str | None
-    addressing_style: str
-
-
 class _Start(msgspec.Struct, frozen=True, tag="start"):
-    settings: _Settings | None
+    #: How to reach S3: settings may come from a file that the child does not read.
+    settings: dict[str, str | None] | None
     #: The first store; the process is up when it has a client for it.
     url: str
 
@@ -258,16 +249,18 @@ class ProcessStore(S3Store):
     def put(
         self,
         key: str,
-        data: bytes,
+        data: bytes | BinaryIO,
         *,
-        content_type: str = "application/octet-stream",
+        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once, as any store. A put whose process died is given to another, which may find the
         object there."""
         for attempt in range(TRIES + 1):
-            with self._processes.chosen(self.url, itself=attempt == TRIES) as process:
-                if process is None:
+            # A file is put by the worker itself: no other process can read it.
+            itself = attempt == TRIES or not isinstance(data, bytes)
+            with self._processes.chosen(self.url, itself=itself) as process:
+                if process is None or not isinstance(data, bytes):
                     return super().put(key, data, content_type=content_type, metadata=metadata)
                 with suppress(ProcessEndedError):
                     return process.put(self.url, key, data, content_type, metadata or {})
@@ -279,14 +272,11 @@ def default_processes() -> int:
     return min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2)
 
 
-def _plain(settings: S3Settings | None) -> _Settings | None:
+def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
     if settings is None:
         return None
-    secret: Any = settings.secret_access_key
-    plain = secret if isinstance(secret, str) or secret is None else secret.get_secret_value()
-    return _Settings(
-        settings.endpoint_url, settings.region, settings.access_key_id, plain, settings.addressing_style
-    )
+    secret = settings.secret_access_key
+    return {**settings.model_dump(), "secret_access_key": secret.get_secret_value() if secret else None}
 
 
 class _Server:
@@ -294,7 +284,7 @@ class _Server:
 
     def __init__(self, channel: Channel[_Start | _Put]) -> None:
         self._channel = channel
-        self._settings: _Settings | None = None
+        self._settings: S3Settings | None = None
         self._stores: dict[str, ObjectStore] = {}
         self._threads = DaemonThreads(PUTS_AT_ONCE, "put")
         self._lock = threading.Lock()
@@ -304,8 +294,9 @@ class _Server:
         while True:
             message, descriptors = self._channel.receive()
             if isinstance(message, _Start):
-                self._settings = message.settings
-                self._stores[message.url] = open_store(message.url, message.settings)
+                if message.settings is not None:
+                    self._settings = S3Settings.model_validate(message.settings)
+                self._stores[message.url] = open_store(message.url, self._settings)
                 self._channel.send(_Answer(0))
                 continue
             try:
