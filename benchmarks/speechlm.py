@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.gpu import Bench, Row, parser
 from pipelines.errors import NightjarError
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenRequest, Tokens

@@ -3,6 +3,7 @@ and chat messages and requests of an OpenAI batch, which become one."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -24,8 +25,6 @@ MAX_EXAMPLE_ID_BYTES = 2000
 #: not read again.
 MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
-#: Texts are found so that they are passed over; of numbers, the digits, and what makes one no integer.
-_NUMBER_OR_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|(\d+)((?:\.\d+)?(?:[eE][+-]?\d+)?)')
 #: msgspec's "Invalid enum value 'x' - at `$.messages[0][1]`", or "... - at `key` in `$.generation.roles`".
 _REASON = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
 #: A message, or what stands in it: `.messages[0]`, `.messages[0][2]`.
@@ -98,7 +97,11 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
     """
     line = decode_line(_decode, raw, _shape_error)
     if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
-        _check_integers(raw)
+        try:
+            json.loads(raw)
+        except (ValueError, RecursionError):
+            message = f"The line has an integer of more than {MAX_INTEGER_DIGITS:,} digits."
+            raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.") from None
     example_id, named = line.example_id, raw
     if line.id is not msgspec.UNSET:
         example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _shape_error))
@@ -127,15 +130,6 @@ def chosen_id(example_id: object, other: object) -> str | None:
             "Leave one of them out; of a table `--column id=NAME` takes one.",
         )
     return ids[0] if ids else None
-
-
-def _check_integers(raw: bytes) -> None:
-    """Raises `input.bad_json` for an integer outside of texts that is too long; takes a line that is known
-    to be JSON."""
-    longest = max((len(digits) for digits, rest in _NUMBER_OR_TEXT.findall(raw) if not rest), default=0)
-    if longest > MAX_INTEGER_DIGITS:
-        message = f"The line has an integer of {longest:,} digits; {MAX_INTEGER_DIGITS:,} are the maximum."
-        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.")
 
 
 def spoken_text(messages: Sequence[Message]) -> str:
@@ -282,7 +276,8 @@ def _text(content: str | list[_Part], place: int) -> str:
     return "\n".join(part.text for part in content)
 
 
-#: The requests that a batch may hold.
+#: What lines of an OpenAI batch call the id of an example, and the requests that they may hold.
+CUSTOM_ID = "custom_id"
 URL = "/v1/audio/speech"
 _BATCH_SHAPE = (
     "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
@@ -315,89 +310,63 @@ _decode_request = msgspec.json.Decoder(_Request).decode
 _decode_id = msgspec.json.Decoder(_CustomId).decode
 
 
-class OpenAiBatchForm:
-    """Lines of an OpenAI batch for `/v1/audio/speech`, for one job: its model, and the encoding of its audio.
+def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
+    """The dialogue of a line of an OpenAI batch for `/v1/audio/speech`, for a job with this model and
+    encoding of its audio: `custom_id` is its `example_id`, `input` the user's text, `voice` and
+    `instructions` its generation.
 
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
     Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech.
     A line that asks for something that the job cannot do is an error, so that nobody gets speech other
-    than the requested one.
+    than the requested one. Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and
+    `input.unsupported`. Messages use the keys of a batch.
     """
+    request = decode_line(_decode_request, line, _batch_error)
+    body = request.body
+    if request.method != "POST" or request.url != URL:
+        asked = f"The line asks for {clean(f'{request.method} {request.url}', 100)!r}."
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, asked, f"Only POST {URL} is supported.")
+    check_example_id(request.custom_id, CUSTOM_ID, _BATCH_SHAPE)
+    # A checkpoint folder may be named by its last part.
+    if body.model not in (card.name, card.name.rpartition("/")[2]):
+        advice = f"This job's model is {card.name}; submit with another --model, or change the line."
+        raise _unsupported("model", body.model, advice)
+    if not is_visible(body.input):
+        message = "The `input` has no text to speak."
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Put the text there.")
+    if body.instructions and not card.capabilities.instruct:
+        advice = "Leave `instructions` out, or submit with a --model that follows them."
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
+    if (asked := body.response_format) not in (None, encoding):
+        other = (
+            f"`--format {asked}` makes the other"
+            if asked in AUDIO_FORMATS
+            else f"other formats are {', '.join(AUDIO_FORMATS)}"
+        )
+        advice = f"This job's audio is {encoding}, and a job has one format; {other}."
+        raise _unsupported("response_format", asked, advice)
+    if body.speed not in (None, 1):
+        advice = "Only the natural speed, 1, is supported; leave `speed` out."
+        raise _unsupported("speed", f"{body.speed:g}", advice)
+    if body.stream_format not in (None, "audio"):
+        advice = "A batch writes whole files; leave `stream_format` out."
+        raise _unsupported("stream_format", body.stream_format, advice)
+    # An empty voice or instruction counts as none.
+    generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
+    wanted = generation if generation != Generation() else msgspec.UNSET
+    return _encode(_Row(request.custom_id, (("user", "text", body.input),), wanted))
 
-    #: What lines call the id of an example.
-    id_key = "custom_id"
 
-    def __init__(self, card: ModelCard, encoding: str) -> None:
-        #: A checkpoint folder may be named by its last part.
-        self._models = (card.name, card.name.rpartition("/")[2])
-        self._instruct = card.capabilities.instruct
-        self._encoding = encoding
-
-    def dialogue(self, line: bytes) -> bytes:
-        """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and
-        `instructions` its generation.
-
-        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and
-        `input.unsupported` for what the job cannot do. Messages use the keys of a batch.
-        """
-        request = decode_line(_decode_request, line, _batch_error)
-        body = request.body
-        if request.method != "POST" or request.url != URL:
-            asked = clean(f"{request.method} {request.url}", 100)
-            raise InputError(
-                ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is supported."
-            )
-        check_example_id(request.custom_id, self.id_key, _BATCH_SHAPE)
-        self._check(body)
-        # An empty voice or instruction counts as none.
-        generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
-        wanted = generation if generation != Generation() else msgspec.UNSET
-        return _encode(_Row(request.custom_id, (("user", "text", body.input),), wanted))
-
-    def example_id(self, line: bytes) -> str | None:
-        """The `custom_id` of a line, even if the rest of the line is invalid."""
-        try:
-            custom_id = _decode_id(line).custom_id
-            check_example_id(custom_id, self.id_key, _BATCH_SHAPE)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
-            return None
-        return custom_id
-
-    def _check(self, body: _Body) -> None:
-        if body.model not in self._models:
-            raise _unsupported(
-                "model",
-                body.model,
-                f"This job's model is {self._models[0]}; submit with another --model, or change the line.",
-            )
-        if not is_visible(body.input):
-            raise InputError(
-                ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Put the text there."
-            )
-        if body.instructions and not self._instruct:
-            advice = "Leave `instructions` out, or submit with a --model that follows them."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
-        if body.response_format is not None and body.response_format != self._encoding:
-            known = body.response_format in AUDIO_FORMATS
-            other = (
-                f"`--format {body.response_format}` makes the other"
-                if known
-                else f"other formats are {', '.join(AUDIO_FORMATS)}"
-            )
-            advice = f"This job's audio is {self._encoding}, and a job has one format; {other}."
-            raise _unsupported("response_format", body.response_format, advice)
-        if body.speed is not None and body.speed != 1:
-            raise _unsupported(
-                "speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out."
-            )
-        if body.stream_format not in (None, "audio"):
-            raise _unsupported(
-                "stream_format",
-                body.stream_format or "",
-                "A batch writes whole files; leave `stream_format` out.",
-            )
+def custom_id(line: bytes) -> str | None:
+    """The `custom_id` of a line of a batch, even if the rest of the line is invalid."""
+    try:
+        found = _decode_id(line).custom_id
+        check_example_id(found, CUSTOM_ID, _BATCH_SHAPE)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
+        return None
+    return found
 
 
 def _batch_error(reason: str) -> InputError:

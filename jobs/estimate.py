@@ -15,10 +15,10 @@ import msgspec
 
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import MAX_REFUSED_LINES, GoodLine, aborted_by, duplicate, refusals_left
+from jobs.line_check import GoodLine, aborted_by, repeated_lines
 from jobs.references import ReferenceReader
-from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
-from jobs.spec import ResolvedSpec, records_of, resolve
+from jobs.source import open_source
+from jobs.spec import ResolvedSpec, resolve
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
 from pipelines.audio_format import LOSSY
@@ -91,19 +91,17 @@ def dry_run(
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
-    refusals = MAX_REFUSED_LINES
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
+        reference_key = reader.keys(lambda audio: audio.sha256)
         resolved = resolved.of_input(opened)
         checker = resolved.checker
-        records = records_of(opened, resolved)
-        for batch in records.batches(BATCH_LINES, BATCH_BYTES):
-            good, bad = checker.check(batch, lambda content: reader.read(content).sha256)
+        records = resolved.records(opened)
+        for _, good, bad in checker.checked(records, reference_key):
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:
                 raise aborted_by(bad[0], "Nothing would be submitted")
-            refusals = refusals_left(refusals, good, bad)
             items += sum(line.items for line in good)
             milliseconds += sum(line.estimated_ms for line in good)
             rejected.update(line.code for line in bad)
@@ -140,17 +138,14 @@ class _SeenIds:
     def add(self, good: Sequence[GoodLine], key: str) -> tuple[list[GoodLine], list[RejectedLine]]:
         """The lines with new ids, and the others as rejected lines; `key` is what lines call an id."""
         new: list[GoodLine] = []
-        repeated: list[RejectedLine] = []
+        repeated: list[GoodLine] = []
         self._database.execute("BEGIN")
         insert = self._database.execute
         for line in good:
             hashed = int.from_bytes(
                 hashlib.blake2b(line.example_id.encode(), digest_size=8).digest(), "big", signed=True
             )
-            if insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount:
-                new.append(line)
-            else:
-                error = duplicate(line.example_id, key)
-                repeated.append(RejectedLine(line.line, error.code, str(error), line.example_id))
+            is_new = insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount
+            (new if is_new else repeated).append(line)
         self._database.execute("COMMIT")
-        return new, repeated
+        return new, repeated_lines(repeated, key)

@@ -10,82 +10,70 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from pipelines.engine_choice import NO_GPU, VISIBLE
 from pipelines.errors import ConfigError, ErrorCode
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 ALL = "all"
 #: A worker with fewer cores would wait for them: its engine's thread takes one, everything else the others.
 LEAST_CORES = 2
 LIST_SECONDS = 60
-_GPU_LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[^)\s]+)\)")
-_MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)\s]+)\)")
-_INDEX = re.compile(r"[0-9]{1,4}")
-_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
+_LISTED = re.compile(r"(?:GPU (\d+)|\s+MIG).*\(UUID: ((?:GPU|MIG)-[^)\s]+)\)")
+_NAME = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")
 _ADVICE = "Give the indexes that `nvidia-smi` shows, for example --gpu 0,1, or --gpu all for every GPU."
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as `nvidia-smi` lists it. `bus_id` is its PCI address as in /sys, empty if unknown; `mig_ids`
-    are its MIG instances.
-
-    Where another GPU is lost, CUDA may count the others in another way than `nvidia-smi`: `sure` says
-    whether the index is that of CUDA.
-    """
-
-    index: int
-    uuid: str
-    bus_id: str = ""
-    mig_ids: tuple[str, ...] = ()
-    sure: bool = True
-
-    @property
-    def name(self) -> str:
-        """What CUDA finds it by."""
-        return str(self.index) if self.sure else self.uuid
-
-
-@dataclass(frozen=True, slots=True)
 class Device:
-    """What one worker gets: `name` is its CUDA_VISIBLE_DEVICES, `uuid` the GPU or MIG instance, whatever
-    it was called."""
+    """What one worker gets, a GPU or a MIG instance: `name` is its CUDA_VISIBLE_DEVICES, `uuid` what it is,
+    whatever it was called. `bus_id` is its PCI address as in /sys, empty if unknown."""
 
     name: str
     uuid: str
     bus_id: str = ""
+    #: That `nvidia-smi` shows; None for an instance.
+    index: int | None = None
+    #: A GPU that is divided into instances.
+    divided: bool = False
 
 
 class NotListedError(Exception):
     """The GPUs of this host cannot be listed; the message says why."""
 
 
-def list_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus. Raises
-    `NotListedError`.
+def list_gpus() -> list[Device]:
+    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus, each
+    before its MIG instances. Raises `NotListedError`.
 
     The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process
-    that only starts others. Where it fails because of one GPU, those that it lists all the same are there.
+    that only starts others. Where it fails because of one GPU, those that it lists all the same are there:
+    by their UUIDs, since CUDA may count them in another way.
     """
-    gpus: list[Gpu] = []
+    found: list[Device] = []
     bus_ids: dict[str, str] = {}
     with suppress(NotListedError):
         lines, _ = _nvidia_smi("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
-        bus_ids = dict(line.split(", ", 1) for line in lines if ", " in line)
+        # `00000000:41:00.0` is `0000:41:00.0` in /sys.
+        bus_ids = {
+            uuid: address.lower()[-12:] for uuid, _, address in (line.partition(", ") for line in lines)
+        }
     lines, fault = _nvidia_smi("-L")
     if fault is not None:
         log.warning("A GPU may be lost: %s", fault)
+    whole = 0
     for line in lines:
-        if (gpu := _GPU_LINE.match(line)) is not None:
-            gpus.append(Gpu(int(gpu[1]), gpu[2], _sys_address(bus_ids.get(gpu[2], "")), sure=fault is None))
-        elif (mig := _MIG_LINE.match(line)) is not None and gpus:
-            gpus[-1] = replace(gpus[-1], mig_ids=(*gpus[-1].mig_ids, mig[1]))
-    return tuple(gpus)
+        if (listed := _LISTED.match(line)) is None:
+            continue
+        index, uuid = listed.groups()
+        if index is not None:
+            whole = len(found)
+            found.append(Device(uuid if fault else index, uuid, bus_ids.get(uuid, ""), int(index)))
+        elif found:
+            found[whole] = replace(found[whole], divided=True)
+            found.append(Device(uuid, uuid, found[whole].bus_id))
+    return found
 
 
 def _nvidia_smi(*arguments: str) -> tuple[list[str], str | None]:
@@ -107,14 +95,8 @@ def _nvidia_smi(*arguments: str) -> tuple[list[str], str | None]:
     return done.stdout.splitlines(), said
 
 
-def _sys_address(bus_id: str) -> str:
-    """`00000000:41:00.0` of `nvidia-smi` is `0000:41:00.0` in /sys."""
-    domain, _, rest = bus_id.strip().lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest else ""
-
-
 def choose_gpus(
-    wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Gpu]] = list_gpus
+    wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Device]] = list_gpus
 ) -> tuple[Device, ...]:
     """The devices of `--gpu`: indexes, UUIDs and MIG ids with commas between them, or `all`.
 
@@ -126,20 +108,38 @@ def choose_gpus(
     if not any(names):
         raise _refused("--gpu names no GPU.")
     for name in names:
-        if name != ALL and _INDEX.fullmatch(name) is None and _UUID.fullmatch(name) is None:
+        if name != ALL and _NAME.fullmatch(name) is None:
             raise _refused(f"--gpu: {name!r} is no GPU.")
+    if ALL in names and len(names) > 1:
+        raise _refused("--gpu all stands alone.")
     try:
-        gpus = tuple(listing())
+        there = listing()
     except NotListedError as error:
-        return _unchecked(names, str(error))
-    allowed = _allowed(gpus, visible)
-    if names == [ALL]:
-        if not gpus:
-            raise _no_gpus("`nvidia-smi` lists none")
-        if not allowed:
-            raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {_there_is(gpus)}.")
-        return tuple({device.uuid: device for _, device in allowed}.values())
-    return _distinct([_find(name, gpus, allowed, visible) for name in names])
+        if names == [ALL]:
+            raise _no_gpus(str(error)) from None
+        log.warning("GPUs %s are not checked: %s.", ", ".join(names), error)
+        names = [str(int(name)) if name.isdigit() else name for name in names]
+        chosen = [Device(name, name) for name in names]
+    else:
+        allowed = _allowed(there, visible)
+        if names == [ALL]:
+            if not there:
+                raise _no_gpus("`nvidia-smi` lists none")
+            if not allowed:
+                raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {_there_is(there)}.")
+            return tuple(allowed.values())
+        chosen = []
+        for name in names:
+            if (device := _named(name, there)) is None:
+                shown = int(name) if name.isdigit() else name
+                raise _refused(f"GPU {shown} does not exist; {_there_is(there)}.")
+            if visible is not None and device.uuid not in allowed:
+                raise _refused(f"GPU {name} may not be used: {VISIBLE} is {visible!r}.")
+            chosen.append(device)
+    for number, device in enumerate(chosen):
+        if any(device.uuid == other.uuid for other in chosen[:number]):
+            raise _refused(f"--gpu names GPU {device.name} twice. A GPU runs one worker.")
+    return tuple(chosen)
 
 
 def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
@@ -150,79 +150,35 @@ def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
-def _unchecked(names: Sequence[str], reason: str) -> tuple[Device, ...]:
-    if ALL in names:
-        raise _no_gpus(reason)
-    log.warning("GPUs %s are not checked: %s.", ", ".join(names), reason)
-    plain = [str(int(name)) if _INDEX.fullmatch(name) else name for name in names]
-    return _distinct([Device(name, name) for name in plain])
-
-
-def _distinct(devices: Sequence[Device]) -> tuple[Device, ...]:
-    for number, device in enumerate(devices):
-        if any(device.uuid == other.uuid for other in devices[:number]):
-            raise _refused(f"--gpu names GPU {device.name} twice. A GPU runs one worker.")
-    return tuple(devices)
-
-
-def _find(
-    name: str, gpus: Sequence[Gpu], allowed: Sequence[tuple[Gpu, Device]], visible: str | None
-) -> Device:
-    if name == ALL:
-        raise _refused("--gpu all stands alone.")
-    found = _named(name, gpus)
-    if found is None:
-        raise _refused(f"GPU {int(name) if name.isdigit() else name} does not exist; {_there_is(gpus)}.")
-    if visible is not None and all(found[0] != gpu for gpu, _ in allowed):
-        raise _refused(f"GPU {name} may not be used: {VISIBLE} is {visible!r}.")
-    return found[1]
-
-
-def _named(name: str, gpus: Sequence[Gpu]) -> tuple[Gpu, Device] | None:
+def _named(name: str, there: Sequence[Device]) -> Device | None:
     """What CUDA finds under a name: an index, a UUID or MIG id, or the beginning of only one of them."""
     if name.isdigit():
-        return next(
-            ((gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if gpu.index == int(name)), None
-        )
-    found: list[tuple[Gpu, Device]] = []
-    for gpu in gpus:
-        if name.startswith(f"MIG-{gpu.uuid}/"):
-            # Older drivers name an instance by its GPU and two numbers.
-            found.append((gpu, Device(name, name, gpu.bus_id)))
-        found += [
-            (gpu, Device(name, uuid, gpu.bus_id))
-            for uuid in (gpu.uuid, *gpu.mig_ids)
-            if uuid.startswith(name)
-        ]
-    return found[0] if len(found) == 1 else None
+        return next((device for device in there if device.index == int(name)), None)
+    found = [device for device in there if device.uuid.startswith(name)]
+    return replace(found[0], name=name) if len(found) == 1 else None
 
 
-def _allowed(gpus: Sequence[Gpu], visible: str | None) -> list[tuple[Gpu, Device]]:
-    """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not
-    know, and so does this."""
+def _allowed(there: Sequence[Device], visible: str | None) -> dict[str, Device]:
+    """The devices that CUDA_VISIBLE_DEVICES allows, by their UUIDs. CUDA ignores what follows a name that
+    it does not know, and so does this."""
     if visible is None:
-        whole = [(gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if not gpu.mig_ids]
-        return whole + [(gpu, Device(mig, mig, gpu.bus_id)) for gpu in gpus for mig in gpu.mig_ids]
-    allowed: list[tuple[Gpu, Device]] = []
-    for name in visible.split(","):
-        found = _named(name.strip(), gpus) if name.strip() else None
-        if found is None:
+        return {device.uuid: device for device in there if not device.divided}
+    allowed: dict[str, Device] = {}
+    for name in map(str.strip, visible.split(",")):
+        if not name or (device := _named(name, there)) is None:
             break
-        allowed.append(found)
+        allowed[device.uuid] = device
     return allowed
 
 
-def _there_is(gpus: Sequence[Gpu]) -> str:
+def _there_is(there: Sequence[Device]) -> str:
     """`this host has 0, 1 and 2`."""
-    indexes = [str(gpu.index) for gpu in gpus]
-    if not indexes:
-        return "this host has none"
-    return "this host has " + " and ".join(part for part in (", ".join(indexes[:-1]), indexes[-1]) if part)
+    *others, last = [str(device.index) for device in there if device.index is not None] or ["none"]
+    return f"this host has {', '.join(others)} and {last}" if others else f"this host has {last}"
 
 
 def _no_gpus(reason: str) -> ConfigError:
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    looked = f"{reason}; /dev has {there} NVIDIA devices"
+    looked = f"{reason}; /dev has {count_gpus(None)} NVIDIA devices"
     advice = "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1."
     return ConfigError(
         ErrorCode.CONFIG_INVALID, f"--gpu all: no GPU was found on this host ({looked}).", advice
@@ -241,68 +197,36 @@ def share_cores(
 
     `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of
     the GPUs there; cores near no GPU are divided among all workers. The hardware threads of one core stay
-    together.
+    together, where each worker gets as many.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
-    count = len(bus_ids)
-    if count < 2 or len(cores) < LEAST_CORES * count:
-        return [None] * count
-    near = [_near(bus_id, system) & cores for bus_id in bus_ids]
-    groups = {
-        local: [number for number, other in enumerate(near) if other == local]
-        for local in map(frozenset, near)
-    }
-    apart = sum(map(len, groups)) == len(set().union(*groups))
+    everyone = range(len(bus_ids))
+    if len(bus_ids) < 2 or len(cores) < LEAST_CORES * len(bus_ids):
+        return [None for _ in everyone]
+    devices = system / "bus/pci/devices"
+    near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
+    groups = {local: [number for number in everyone if near[number] == local] for local in near}
+    apart = sum(map(len, groups)) == len(frozenset().union(*groups))
     if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
-        groups = {frozenset(cores): list(range(count))}
-    shares: list[set[int]] = [set() for _ in bus_ids]
-    rest = frozenset(cores.difference(*groups))
-    for local, members in [*groups.items(), (rest, list(range(count)))]:
-        for member, part in zip(members, _divided(local, len(members), system)):
-            shares[member] |= part
+        groups = {frozenset(cores): list(everyone)}
+
+    def place(core: int) -> tuple[int, int]:
+        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        return min(_core_list(siblings), default=core), core
+
+    shares: list[list[int]] = [[] for _ in everyone]
+    for local, members in [*groups.items(), (cores.difference(*groups), list(everyone))]:
+        ordered, parts = sorted(local, key=place), len(members)
+        for part, member in enumerate(members):
+            shares[member] += ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
     return [frozenset(share) for share in shares]
 
 
-def _near(bus_id: str, system: Path) -> set[int]:
-    try:
-        return (
-            _core_list((system / "bus/pci/devices" / bus_id / "local_cpulist").read_text())
-            if bus_id
-            else set()
-        )
-    except (OSError, ValueError):
-        return set()
-
-
-def _divided(cores: Iterable[int], parts: int, system: Path) -> list[set[int]]:
-    """Consecutive parts of nearly one size, by whole physical cores if each part then has enough."""
-    physical: dict[int, list[int]] = {}
-    for core in sorted(cores):
-        physical.setdefault(_first_sibling(core, system), []).append(core)
-    whole = _slices([physical[first] for first in sorted(physical)], parts)
-    divided = [{core for threads in part for core in threads} for part in whole]
-    if all(len(part) >= LEAST_CORES for part in divided):
-        return divided
-    return [set(part) for part in _slices([core for threads in physical.values() for core in threads], parts)]
-
-
-def _slices(values: Sequence[T], parts: int) -> list[Sequence[T]]:
-    return [values[len(values) * part // parts : len(values) * (part + 1) // parts] for part in range(parts)]
-
-
-def _first_sibling(core: int, system: Path) -> int:
-    try:
-        return min(
-            _core_list((system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text())
-        )
-    except (OSError, ValueError):
-        return core
-
-
-def _core_list(text: str) -> set[int]:
-    """`0-3,8` is {0, 1, 2, 3, 8}."""
+def _core_list(path: Path) -> set[int]:
+    """`0-3,8` of a file is {0, 1, 2, 3, 8}; empty where it cannot be read."""
     cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
+    with suppress(OSError, ValueError):
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
     return cores

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,11 +20,11 @@ from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples, Ledger
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
-from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by, duplicate, refusals_left
-from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, repeated_lines
+from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
-from jobs.source import BATCH_BYTES, BATCH_LINES, Source, no_records, open_source
-from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
+from jobs.source import no_records, open_source
+from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
@@ -41,6 +43,8 @@ __all__ = [
     "submit_for_workers",
 ]
 
+#: What a submit says of its job as it is.
+_SAID = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
 
@@ -98,7 +102,12 @@ def submit(
         )
         identity = _identity_of(ledger, store)
         store.check()
-        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, identity, options))
+        labels = dict(options.labels)
+        if resolved.input_format != "dialogues":
+            labels[INPUT_FORMAT] = resolved.input_format
+        said: dict[str, Any] = {name: getattr(options, name) for name in _SAID}
+        about = opened.uri, opened.sha256, key, store.url, identity
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *about, labels=labels, **said))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
@@ -107,25 +116,13 @@ def submit(
                 job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines
             )
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
-        uploader = ReferenceUploader(reader, store, job.id)
-        measured_rtf = ledger.measured_rtf(resolved.spec.model)
-        size = ShardSize.of(
-            resolved.card, settings.times.shard_seconds, settings.times.shard_items, measured_rtf
-        )
+        times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
+        size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
+        reference_key = reader.keys(partial(put_reference, store, job.id))
+        records, abort = resolved.records(opened), options.on_error == "abort"
         try:
             resolved.voices.put(store, job.id)
-            records = records_of(opened, resolved)
-            _Ingest(
-                ledger,
-                store,
-                job,
-                records,
-                resolved.checker,
-                uploader,
-                size,
-                options.on_error == "abort",
-                progress,
-            ).run()
+            _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress).run()
         except InputError:
             _undo(ledger, store, job)
             raise
@@ -158,32 +155,23 @@ def check_wanted(job: Job) -> None:
         raise no_records()
 
 
+@dataclass
 class _Ingest:
     """One pass over the lines that are not committed yet."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: ObjectStore,
-        job: Job,
-        records: Records,
-        checker: LineChecker,
-        uploader: ReferenceUploader,
-        size: ShardSize,
-        abort: bool,
-        progress: Callable[[IngestProgress], None] | None,
-    ) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._job = job
-        self._records, self._source = records, records.source
-        self._checker = checker
-        self._uploader = uploader
-        self._size = size
-        self._abort = abort
-        self._progress = progress
-        self._shards, self._items, self._lines = ledger.staged_shards(job.id)
-        self._rejected = job.rejected_lines
+    ledger: Ledger
+    store: ObjectStore
+    job: Job
+    records: Records
+    checker: LineChecker
+    reference_key: ReferenceKey
+    size: ShardSize
+    abort: bool
+    progress: Callable[[IngestProgress], None] | None
+
+    def __post_init__(self) -> None:
+        self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
+        self.rejected = self.job.rejected_lines
 
     def run(self) -> None:
         """Checks a batch while the one before is written and staged, in order, in a thread of its own."""
@@ -191,29 +179,23 @@ class _Ingest:
             ThreadPoolExecutor(_S3_WRITERS, thread_name_prefix="ingest") as writers,
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
         ):
-            write_all = writers.map if self._store.remote else map
+            write_all = writers.map if self.store.remote else map
             staging: Future[None] | None = None
-            refusals = MAX_REFUSED_LINES
-            for batch in self._records.batches(BATCH_LINES, BATCH_BYTES, self._lines):
-                good, rejected = self._checker.check(batch, self._uploader.key)
-                refusals = refusals_left(refusals, good, rejected)
+            for last, good, rejected in self.checker.checked(self.records, self.reference_key, self.lines):
                 self._staged(staging)
-                staging = stager.submit(
-                    self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1
-                )
+                staging = stager.submit(self._stage, write_all, good, rejected, last)
             self._staged(staging)
-        self._source.check_unchanged()
+        self.records.source.check_unchanged()
 
     def _staged(self, staging: Future[None] | None) -> None:
         """Waits for a batch; raises what kept it from being staged."""
+        source = self.records.source
         if staging is None:
             return
         staging.result()
-        if self._progress is not None:
-            self._progress(
-                IngestProgress(
-                    self._lines, self._items, self._rejected, self._source.bytes_read, self._source.bytes
-                )
+        if self.progress is not None:
+            self.progress(
+                IngestProgress(self.lines, self.items, self.rejected, source.bytes_read, source.bytes)
             )
 
     def _stage(
@@ -229,40 +211,34 @@ class _Ingest:
         Where another process ingests the same job, each batch is staged by one of them, and the other one
         goes on after it.
         """
-        if lines_read <= self._lines:
+        if lines_read <= self.lines:
             return
         while True:
-            self._refuse(rejected)
-            shards = list(write_all(self._write, *self._numbered(good)))
+            if self.abort and rejected:
+                raise aborted_by(rejected[0], "Nothing was submitted")
+            runs = list(cut(good, self.size, self.items))
+            firsts = accumulate((sum([line.items for line in run]) for run in runs), initial=self.items)
+            shards = list(write_all(self._write, count(self.shards), firsts, runs))
             # What the ledger names must be there after a power cut.
-            self._store.sync()
+            self.store.sync()
             try:
-                staged = self._ledger.stage(self._job.id, shards, rejected, lines_read)
+                staged = self.ledger.stage(self.job.id, shards, rejected, lines_read)
                 break
             except DuplicateExamples as error:
-                good, repeated = _without(good, set(error.example_ids), self._checker.id_key)
-                rejected = sorted([*rejected, *repeated], key=lambda line: line.line)
-        self._rejected += len(rejected)
+                there = set(error.example_ids)
+                repeated = [line for line in good if line.example_id in there]
+                if not repeated:
+                    raise RuntimeError("The ledger reports duplicates that are not in the batch.") from error
+                good = [line for line in good if line.example_id not in there]
+                rejected = repeated_lines(repeated, self.checker.id_key) + rejected
+                rejected.sort(key=lambda line: line.line)
+        self.rejected += len(rejected)
         if not staged:
-            self._shards, self._items, self._lines = self._ledger.staged_shards(self._job.id)
+            self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
             return
-        self._shards += len(shards)
-        self._items += sum([line.items for line in good])
-        self._lines = lines_read
-
-    def _refuse(self, rejected: Sequence[RejectedLine]) -> None:
-        if self._abort and rejected:
-            raise aborted_by(rejected[0], "Nothing was submitted")
-
-    def _numbered(self, good: list[GoodLine]) -> tuple[range, list[int], list[Sequence[GoodLine]]]:
-        """Number, index of the first item and lines of each shard."""
-        runs = list(cut(good, self._size, self._items))
-        firsts: list[int] = []
-        index = self._items
-        for run in runs:
-            firsts.append(index)
-            index += sum([line.items for line in run])
-        return range(self._shards, self._shards + len(runs)), firsts, runs
+        self.shards += len(shards)
+        self.items += sum([line.items for line in good])
+        self.lines = lines_read
 
     def _write(self, shard_no: int, first: int, lines: Sequence[GoodLine]) -> NewShard:
         encoded: list[bytes] = []
@@ -277,7 +253,7 @@ class _Ingest:
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
         info = put_numbered(
-            self._store, input_key(self._job.id, shard_no), compress(encoded), CONTENT_TYPE
+            self.store, input_key(self.job.id, shard_no), compress(encoded), CONTENT_TYPE
         ).info
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
@@ -310,17 +286,6 @@ def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_forma
         )
 
 
-def _without(
-    good: list[GoodLine], example_ids: set[str], key: str
-) -> tuple[list[GoodLine], list[RejectedLine]]:
-    kept = [line for line in good if line.example_id not in example_ids]
-    repeated = [line for line in good if line.example_id in example_ids]
-    if len(kept) == len(good):
-        raise RuntimeError("The ledger reports duplicates that are not in the batch.")
-    errors = [(line, duplicate(line.example_id, key)) for line in repeated]
-    return kept, [RejectedLine(line.line, error.code, str(error), line.example_id) for line, error in errors]
-
-
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Leaves nothing of a job whose input turned out to be unusable."""
     ledger.abandon_job(job.id)
@@ -348,36 +313,6 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     if input_format != "dialogues":
         parts.append(input_format)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-def _new_job(
-    source: Source,
-    resolved: ResolvedSpec,
-    sha: str,
-    key: str,
-    store_url: str,
-    identity: str,
-    options: SubmitOptions,
-) -> NewJob:
-    return NewJob(
-        spec=resolved.spec,
-        spec_sha=sha,
-        input_uri=source.uri,
-        input_sha256=source.sha256,
-        idempotency_key=key,
-        store_url=store_url,
-        store_identity=identity,
-        name=options.name,
-        owner=options.owner,
-        priority=options.priority,
-        weight=options.weight,
-        max_attempts=options.max_attempts,
-        max_in_flight=options.max_in_flight,
-        error_budget=options.error_budget,
-        labels=options.labels
-        if resolved.input_format == "dialogues"
-        else {**options.labels, INPUT_FORMAT: resolved.input_format},
-    )
 
 
 def submit_for_workers(

@@ -11,19 +11,31 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import msgspec
 
-from jobs.dialogue import chat_dialogue, chosen_id, clean
+from jobs.dialogue import batch_dialogue, chat_dialogue, chosen_id, clean, custom_id
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
-from jobs.ledger.records import Reading
-from jobs.source import BATCH_BYTES, BATCH_LINES, MAX_LINE_BYTES, LineBatch, Record, Source, reading
+from jobs.ledger.records import JobSpec, Reading
+from jobs.source import (
+    BATCH_BYTES,
+    BATCH_LINES,
+    MAX_LINE_BYTES,
+    LineBatch,
+    Record,
+    Source,
+    batches_of,
+    overlong,
+    reading,
+    refused,
+)
 from jobs.store.base import sha256_of
 from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.registry import ModelCard
 
 #: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names
 #: another.
@@ -51,54 +63,50 @@ csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
+def reading_of(spec: JobSpec) -> Reading:
+    """What of an input a job reads."""
+    return ALL if spec.reading is msgspec.UNSET else spec.reading
+
+
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one input that its job is made of. They can be read more than once, and are the same
-    each time."""
+    """The records of one input that a job of this spec and model is made of. They can be read more than
+    once, and are the same each time."""
 
     source: Source
     format: InputFormat
-    chosen: Reading
-    #: Of the choice of a sample.
-    seed: int
+    spec: JobSpec
+    card: ModelCard
+
+    @property
+    def chosen(self) -> Reading:
+        return reading_of(self.spec)
 
     def batches(
         self, max_lines: int = BATCH_LINES, max_bytes: int = BATCH_BYTES, after_line: int = 0
     ) -> Iterator[LineBatch]:
         """The records after the first `after_line` lines, as `Source.batches`. Raises `InputError` for an
         input that cannot be read."""
-        if (
-            self.format in ("dialogues", "openai-batch")
-            and self.chosen.limit is None
-            and self.chosen.sample is None
-        ):
-            yield from self.source.batches(max_lines, max_bytes, after_line)
-            return
-        waiting: list[Record] = []
-        size = 0
-        for record in islice(self._chosen(), after_line, None):
-            waiting.append(record)
-            size += len(record) if isinstance(record, bytes) else 0
-            if len(waiting) == max_lines or size >= max_bytes:
-                yield LineBatch(after_line + 1, waiting)
-                after_line += len(waiting)
-                waiting, size = [], 0
-        if waiting:
-            yield LineBatch(after_line + 1, waiting)
+        if self.format == "dialogues" and self.chosen.limit is None and self.chosen.sample is None:
+            return self.source.batches(max_lines, max_bytes, after_line)
+        pieces = (
+            ([record], len(record) if isinstance(record, bytes) else 0) for record in self._chosen_records()
+        )
+        return batches_of(pieces, max_lines, max_bytes, after_line)
 
-    def _chosen(self) -> Iterator[Record]:
+    def _chosen_records(self) -> Iterator[Record]:
         """All records, blank where they were not chosen; none after the last chosen one of a limit."""
-        limit, sample = self.chosen.limit, self.chosen.sample
+        limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
         left = total = 0
         if sample is not None:
-            total = sum(not _blank(record) for record in self._all())
+            total = sum(not _blank(record) for record in read(self))
             left = min(sample, total)
         elif limit is not None:
             total = left = limit
         # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: any subset is as likely, in
         # one pass.
-        draw = random.Random(f"nightjar.sample:{self.seed}").random
-        for record in self._all():
+        draw = random.Random(f"nightjar.sample:{self.spec.seed}").random
+        for record in read(self):
             if (limit is None and sample is None) or _blank(record):
                 yield record
                 continue
@@ -109,50 +117,54 @@ class Records:
             left -= wanted
             yield record if wanted else b""
 
-    def _all(self) -> Iterator[Record]:
-        if self.format in _READERS:
-            yield from _READERS[self.format](self.source, self.chosen)
-        else:
-            yield from _lines(self.source)
+
+def _lines(records: Records) -> Iterator[bytes | None]:
+    return chain.from_iterable(lines for lines, _ in records.source.pieces())
 
 
-def _lines(source: Source) -> Iterator[bytes | None]:
-    for batch in source.line_batches(BATCH_LINES, BATCH_BYTES):
-        yield from batch
-
-
-def _of_lines(source: Source, dialogue: Callable[[bytes, int], bytes]) -> Iterator[Record]:
-    """The records of a format with one a line."""
-    for number, line in enumerate(_lines(source), 1):
+def _of_lines(
+    records: Records,
+    dialogue: Callable[[bytes, int], bytes],
+    id_of: Callable[[bytes], str | None] = lambda _: None,
+) -> Iterator[Record]:
+    """The records of a format with one a line; `id_of` a line that is refused."""
+    for number, line in enumerate(_lines(records), 1):
         if line is None or not line or line.isspace():
             yield line
             continue
         try:
             yield dialogue(line, number)
         except InputError as error:
-            yield error
+            yield refused(number, error, id_of(line))
 
 
-def _sentences(source: Source, chosen: Reading) -> Iterator[Record]:
+def _batch(records: Records) -> Iterator[Record]:
+    card, encoding = records.card, records.spec.format
+    return _of_lines(records, lambda line, _: batch_dialogue(line, card, encoding), custom_id)
+
+
+def _sentences(records: Records) -> Iterator[Record]:
+    voices = records.chosen.voices
     return _of_lines(
-        source, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, chosen.voices)
+        records, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, voices)
     )
 
 
-def _kaldi(source: Source, chosen: Reading) -> Iterator[Record]:
+def _kaldi(records: Records) -> Iterator[Record]:
     """Lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, which has the
     same order.
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
-    speakers = _speaker_lines(source) if chosen.voices is not None else iter(())
+    voices = records.chosen.voices
+    speakers = _speaker_lines(records.source)
     at = (b"", "")
 
     def dialogue(line: bytes, number: int) -> bytes:
         nonlocal at
         utterance, *words = line.split(None, 1)
         values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
-        if chosen.voices is not None:
+        if voices is not None:
             while at[0] < utterance:
                 at = next(speakers, (b"\xff" * 8, ""))
             if at[0] != utterance:
@@ -160,9 +172,9 @@ def _kaldi(source: Source, chosen: Reading) -> Iterator[Record]:
                 advice = "Add it, and sort both files by the id as bytes, as `LC_ALL=C sort` does."
                 raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
             values["speaker"] = at[1]
-        return row_dialogue(values, number, chosen.voices)
+        return row_dialogue(values, number, voices)
 
-    return _of_lines(source, dialogue)
+    return _of_lines(records, dialogue)
 
 
 def speakers_sha256(source: Source) -> str:
@@ -217,26 +229,27 @@ class Columns:
         """The names of the columns that are read."""
         return [*self.of.values(), *self._ids[1:], *(["messages"] if self.chat else [])]
 
-    def _id(self, row: Mapping[str, Any]) -> str | None:
-        """The id of a row. Raises `input.bad_line` where its columns differ."""
-        ids = [_text(row[name], name) or None for name in self._ids]
-        return chosen_id(ids[-1], ids[0]) if ids else None
-
-    def dialogue(self, row: Mapping[str, Any], number: int) -> Record:
-        """The dialogue of a row."""
+    def record(self, cell: Callable[[str], Any], number: int) -> Record:
+        """The dialogue of a row, or why there is none."""
         try:
-            if self.chat:
-                return chat_dialogue(_encode({"messages": row["messages"], "id": self._id(row)}), number)
-            values = {field: _text(row[name], name) for field, name in self.of.items()}
-            if self._ids[1:]:
-                values["id"] = self._id(row) or ""
-            return row_dialogue(values, number, self._voices)
+            return self.dialogue(cell, number)
         except InputError as error:
-            return error
+            return refused(number, error)
+
+    def dialogue(self, cell: Callable[[str], Any], number: int) -> bytes:
+        """The dialogue of a row, whose cells are read by their columns' names: a bad value is this row's
+        fault alone. Raises `InputError`."""
+        try:
+            ids = [_text(cell(name), name) or None for name in self._ids]
+            # Raises where the columns differ.
+            named = chosen_id(ids[-1], ids[0]) if ids else None
+            if self.chat:
+                return chat_dialogue(_encode({"messages": cell("messages"), "id": named}), number)
+            values = {field: _text(cell(name), name) for field, name in self.of.items()}
+            return row_dialogue({**values, "id": named or ""}, number, self._voices)
         except (UnicodeError, TypeError, ValueError) as error:
-            return InputError(
-                ErrorCode.INPUT_BAD_LINE, f"The row cannot be read: {clean(str(error), 200)}.", "Correct it."
-            )
+            message = f"The row cannot be read: {clean(str(error), 200)}."
+            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Correct it.") from None
 
 
 def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, str] | None) -> bytes:
@@ -259,7 +272,7 @@ def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, st
 _Row = tuple[int, list[str] | InputError, int]
 
 
-def _table(rows: Iterator[_Row], source: Source, chosen: Reading) -> Iterator[Record]:
+def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
     """The records of a table with a header, one for each of its lines: the lines of a row after its first,
     the header and blank lines are blank. Raises `input.wrong_format`."""
     columns: Columns | None = None
@@ -267,97 +280,78 @@ def _table(rows: Iterator[_Row], source: Source, chosen: Reading) -> Iterator[Re
     for number, fields, more in rows:
         if isinstance(fields, InputError):
             if columns is None:
-                raise wrong_format(source.uri, "has no header that can be read", str(fields))
-            yield fields
+                raise wrong_format(records.source.uri, "has no header that can be read", str(fields))
+            yield refused(number, fields)
         elif not fields:
             yield b""
         elif columns is None:
             names = [name.strip() for name in fields]
-            columns = Columns(names, chosen, source.uri)
+            columns = Columns(names, records.chosen, records.source.uri)
             yield b""
         elif len(fields) == len(names):
-            yield columns.dialogue(dict(zip(names, fields)), number)
+            yield columns.record(dict(zip(names, fields)).__getitem__, number)
         else:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
-            yield InputError(
-                ErrorCode.INPUT_BAD_LINE,
-                message,
-                "Write as many, and put a text with the separator in quotes.",
-            )
-        for _ in range(more):
-            yield b""
+            advice = "Write as many, and put a text with the separator in quotes."
+            yield refused(number, InputError(ErrorCode.INPUT_BAD_LINE, message, advice))
+        yield from [b""] * more
 
 
-def _csv(source: Source, chosen: Reading) -> Iterator[Record]:
+def _csv(records: Records) -> Iterator[Record]:
     """CSV with a header (RFC 4180): fields are between commas, or between semicolons, where the header has
     these and no comma."""
-    return _table(_CsvLines(_lines(source), chosen).rows(), source, chosen)
+    return _table(_csv_rows(_lines(records)), records)
 
 
-def _tsv(source: Source, chosen: Reading) -> Iterator[Record]:
+def _tsv(records: Records) -> Iterator[Record]:
     """TSV with a header: fields are between tabs, and quotes are characters like others."""
 
     def rows() -> Iterator[_Row]:
-        for number, line in enumerate(_lines(source), 1):
+        for number, line in enumerate(_lines(records), 1):
             try:
                 text = one_line(line)
                 yield number, text.split("\t") if text.strip() else [], 0
             except InputError as error:
                 yield number, error, 0
 
-    return _table(rows(), source, chosen)
+    return _table(rows(), records)
 
 
-def _parquet(source: Source, chosen: Reading) -> Iterator[Record]:
+def _parquet(records: Records) -> Iterator[Record]:
     """The rows of a Parquet file; only the columns that are needed are read, some rows at a time.
 
     Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
-    uri = source.uri
-    with reading(uri):
-        source.file.seek(0)
+    uri, file = records.source.uri, records.source.file
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         message = "Reading Parquet needs the library pyarrow."
-        raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY,
-            message,
-            "Install Nightjar with its extra `export` (docs/install.md).",
-        ) from None
+        advice = "Install Nightjar with its extra `export` (docs/install.md)."
+        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
     try:
+        file.seek(0)
         # A stream of pages: a row group may be larger than the memory.
-        table = parquet.ParquetFile(source.file, pre_buffer=False, buffer_size=1 << 20)
-        columns = Columns(table.schema_arrow.names, chosen, uri)
-        number = 0
-        for batch in table.iter_batches(_ROWS, columns=columns.read, use_threads=False):
-            for place in range(batch.num_rows):
-                number += 1
-                yield columns.dialogue(_BatchRow(batch, place), number)
+        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+        columns = Columns(table.schema_arrow.names, records.chosen, uri)
+        rows = (
+            batch.slice(place, 1)
+            for batch in table.iter_batches(_ROWS, columns=columns.read, use_threads=False)
+            for place in range(batch.num_rows)
+        )
+        for number, row in enumerate(rows, 1):
+            yield columns.record(lambda name, row=row: row.column(name)[0].as_py(), number)
     except (pyarrow.ArrowException, OSError) as error:
         with reading(uri):
             raise ValueError(clean(str(error), 200)) from error
 
 
-class _BatchRow(Mapping[str, Any]):
-    """One row of a batch, read where it is asked for: a bad value is that row's fault alone."""
-
-    def __init__(self, batch: Any, place: int) -> None:
-        self._batch, self._place = batch, place
-
-    def __getitem__(self, name: str) -> Any:
-        return self._batch.column(name)[self._place].as_py()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._batch.schema.names)
-
-    def __len__(self) -> int:
-        return self._batch.num_columns
-
-
-_READERS: dict[InputFormat, Callable[[Source, Reading], Iterator[Record]]] = {
-    "messages": lambda source, _: _of_lines(source, chat_dialogue),
+#: How the records of each format are read, with those of `limit` and `sample` among them.
+_READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
+    "dialogues": _lines,
+    "messages": lambda records: _of_lines(records, chat_dialogue),
+    "openai-batch": _batch,
     "text": _sentences,
     "csv": _csv,
     "tsv": _tsv,
@@ -366,77 +360,68 @@ _READERS: dict[InputFormat, Callable[[Source, Reading], Iterator[Record]]] = {
 }
 
 
-class _CsvLines:
-    """Lines as the `csv` module pulls them, a record at a time; those of a record that turns out to be
-    none are read again."""
+def _csv_rows(lines: Iterator[bytes | None]) -> Iterator[_Row]:
+    """The rows of CSV; lines of a row that turns out to be none are read again."""
+    #: To read before `lines`, the next one at the end.
+    again: list[bytes | None] = []
+    for line in lines:
+        again.append(line)
+        if line is None or line.strip():
+            break
+    again.reverse()
+    header = (again and again[0]) or b""
+    delimiter = ";" if b";" in header and b"," not in header else ","
+    number, reader = 1, None
+    taken: list[bytes | None] = []
+    while True:
+        taken.clear()
+        reader = reader or csv.reader(_taken(again, lines, taken), delimiter=delimiter, strict=True)
+        try:
+            found: list[str] | InputError = next(reader)
+        except StopIteration:
+            return
+        except InputError as error:
+            if error.code is ErrorCode.INPUT_UNREADABLE:
+                raise
+            found = error
+        except csv.Error as error:
+            bare = any(b"\r" in (line or b"").rstrip(b"\r") for line in taken)
+            found = _bare_return() if bare else _not_csv(error)
+        if isinstance(found, InputError):
+            again += reversed(taken[1:])
+            del taken[1:]
+            reader = None
+        yield number, found, len(taken) - 1
+        number += len(taken)
 
-    def __init__(self, lines: Iterator[bytes | None], chosen: Reading) -> None:
-        self._lines = lines
-        self._again: list[bytes | None] = []
-        self._taken: list[bytes | None] = []
-        self._bytes = 0
-        self._delimiter = self._found_delimiter(chosen)
-        self._reader = csv.reader(self, delimiter=self._delimiter, strict=True)
 
-    def _found_delimiter(self, chosen: Reading) -> str:
-        """What the fields are between, by the header; the lines that are read for it are read again."""
-        header = b""
-        for line in self._lines:
-            self._again.append(line)
-            header = line or b""
-            if line is None or line.strip():
-                break
-        self._again.reverse()
-        return _delimiter(header, (chosen.columns or {}).values())
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if self._taken and (len(self._taken) >= MAX_RECORD_LINES or self._bytes > MAX_LINE_BYTES):
+def _taken(
+    again: list[bytes | None], lines: Iterator[bytes | None], taken: list[bytes | None]
+) -> Iterator[str]:
+    """Lines as the `csv` module pulls them for one row, which are kept in `taken`."""
+    size = 0
+    while True:
+        if not taken:
+            size = 0
+        elif len(taken) >= MAX_RECORD_LINES or size > MAX_LINE_BYTES:
             raise InputError(
                 ErrorCode.INPUT_BAD_LINE,
                 f"A quote opens a field, and does not close within {MAX_RECORD_LINES:,} lines or {MAX_LINE_BYTES >> 20} MiB.",
                 'Close it, or double it: "".',
             )
-        line = self._again.pop() if self._again else next(self._lines)
-        self._taken.append(line)
-        self._bytes += len(line or b"")
-        return decoded(line) + "\n"
-
-    def rows(self) -> Iterator[_Row]:
-        """The rows."""
-        number = 1
-        while True:
-            self._taken, self._bytes = [], 0
-            try:
-                found: list[str] | InputError = next(self._reader)
-            except StopIteration:
-                return
-            except InputError as error:
-                found = error
-            except csv.Error as error:
-                found = (
-                    _bare_return()
-                    if any(b"\r" in (line or b"").rstrip(b"\r") for line in self._taken)
-                    else _not_csv(error)
-                )
-            if isinstance(found, InputError):
-                self._again += reversed(self._taken[1:])
-                self._taken = self._taken[:1]
-                self._reader = csv.reader(self, delimiter=self._delimiter, strict=True)
-            yield number, found, len(self._taken) - 1
-            number += len(self._taken)
+        try:
+            line = again.pop() if again else next(lines)
+        except StopIteration:
+            return
+        taken.append(line)
+        size += len(line or b"")
+        yield decoded(line) + "\n"
 
 
 def decoded(line: bytes | None) -> str:
     """The text of a line. Raises `InputError` for one that is too long, is not UTF-8, or holds a NUL."""
     if line is None:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
-            f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
-            "Split its text into several lines.",
-        )
+        raise overlong()
     if b"\0" in line:
         raise InputError(
             ErrorCode.INPUT_BAD_LINE,
@@ -475,20 +460,6 @@ def _bare_return() -> InputError:
 def _not_csv(error: csv.Error) -> InputError:
     message = f"The line is not CSV: {clean(str(error), 200)}."
     return InputError(ErrorCode.INPUT_BAD_LINE, message, 'Double the quotes in a field in quotes: "".')
-
-
-def _delimiter(header: bytes, asked: Iterable[str]) -> str:
-    """`;` for a header that has several fields between semicolons, and none between commas; `asked`: names
-    of columns that are given."""
-    text = header.decode(errors="replace").strip()
-    return ";" if len(_split(text, ";")) > 1 and len(_split(text, ",")) <= 1 and text not in asked else ","
-
-
-def _split(header: str, delimiter: str) -> list[str]:
-    try:
-        return next(csv.reader([header], delimiter=delimiter, strict=True), [])
-    except csv.Error:
-        return []
 
 
 def _advice_for(names: Sequence[str]) -> str:

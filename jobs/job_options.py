@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from jobs.checks import DEFAULT, quality_of
+from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
 from pipelines.audio_format import AudioFormat
@@ -26,152 +27,136 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 DEFAULT_MODEL = "hibari"
-#: Headings of `nightjar run --help`, in their order.
-HEADINGS = INPUT, MODEL, CHECKS, JOB, KEYS, MESSAGES = (
-    "Input and output",
-    "Model and voice",
-    "Checks",
-    "Job",
-    "Keys of --set",
-    "Messages",
-)
+JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages"
+
+
+class InputOptions(TypedDict, total=False):
+    """What is read, and how the audio is written."""
+
+    format: AudioFormat
+    """Audio format: wav, flac, mp3 or opus."""
+    input_format: AskedFormat
+    """How INPUT is written. `auto`: as its first lines or its name say."""
+    columns: Mapping[str, str]
+    """Column of a table that holds a field, for example text=sentence. Can be given more than once."""
+    limit: Annotated[int, Field(ge=1)]
+    """Use the first N lines of INPUT only."""
+    sample: Annotated[int, Field(ge=1)]
+    """Use N lines of INPUT only, chosen by --seed."""
+    on_error: Literal["skip", "abort"]
+    """`skip`: leave bad lines out and list them. `abort`: refuse the whole file."""
+
+
+class ModelOptions(TypedDict, total=False):
+    """Who speaks, and how."""
+
+    model: str | Path
+    """Name of a model, or path of a checkpoint folder. See `nightjar models`."""
+    voice: str
+    """Voice for lines without a voice."""
+    language: str
+    """Language for lines without a language."""
+    instruct: str
+    """Style instruction for lines without one."""
+    voice_of: Mapping[SpokenRole, str]
+    """Voice for one role, for example assistant=heart. Can be given more than once."""
+    voice_for: Mapping[str, str]
+    """Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given
+    more than once."""
+    speak: Literal["auto", "user", "assistant", "all"]
+    """Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has
+    none, the user's texts."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    """Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible
+    mode."""
+
+
+class CheckOptions(TypedDict, total=False):
+    """What the speech has to pass."""
+
+    qa: Literal["off", "basic", "strict"]
+    """Quality checks: off, basic or strict."""
+    qa_config: str | Path
+    """TOML file with changes to the checks."""
+    qa_set: Sequence[str]
+    """Change one value of the checks, for example bounds.pause.high=2. Can be given more than once."""
+
+
+class OwnOptions(TypedDict, total=False):
+    """What is said of the job itself."""
+
+    sample_rate: Annotated[int, Field(ge=8_000, le=48_000)]
+    """Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the
+    model's]"""
+    pack: bool
+    """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by
+    object."""
+    name: str
+    """Display name of the job."""
+    labels: Mapping[str, str]
+    """Label of the job; `nightjar list --label` finds it. Can be given more than once."""
+    priority: Annotated[int, Field(ge=-100, le=100)]
+    """Jobs with a higher priority run first."""
+    idempotency_key: Annotated[str, Field(pattern=r"\S")]
+    """Key that identifies the job. Submitting the same key again creates no second job. [default: hash
+    of the file and the spec]"""
+
+
+class SetOptions(TypedDict, total=False):
+    """What the command line takes with `--set`."""
+
+    weight: Annotated[int, Field(ge=1, le=1000)]
+    """Share of the workers among jobs of the same priority."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)]
+    """Maximum attempts per item."""
+    max_in_flight: Annotated[int, Field(ge=1)]
+    """Maximum shards of this job that run at the same time."""
+    error_budget: Annotated[float, Field(ge=0, le=1)]
+    """Pause the job when more than this share of its items fails."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+class JobOptions(InputOptions, ModelOptions, CheckOptions, OwnOptions, SetOptions, total=False):
+    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
+    defaults. A docstring is the option's help."""
+
+    generation: Mapping[str, Any]
+    """Other keys of `generation`, such as `temperature` or `max_seconds`."""
+
+
+#: The options by the headings under which `nightjar run --help` has them, and other headings there, in order.
+GROUPS: dict[str, Any] = {
+    "Input and output": InputOptions,
+    "Model and voice": ModelOptions,
+    "Checks": CheckOptions,
+    JOB: OwnOptions,
+    KEYS: SetOptions,
+    MESSAGES: None,
+}
+#: What stands for a value, where it is no NAME, number N or choice.
+_METAVARS = {
+    "model": "MODEL",
+    "instruct": "TEXT",
+    "qa_config": "FILE",
+    "sample_rate": "HZ",
+    "idempotency_key": "KEY",
+    "voice_of": "ROLE=NAME",
+    "voice_for": "SPEAKER=NAME",
+    "columns": "FIELD=NAME",
+    "labels": "KEY=VALUE",
+    "qa_set": "KEY=VALUE",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Flag:
     """How the command line shows an option."""
 
-    #: Under which heading it stands; empty: it is said with `--set`.
+    #: Its type, without its bounds.
+    kind: Any
     heading: str
-    help: str
-    #: What stands for its value, where that is not a choice.
-    metavar: str = ""
-    #: Its name there, where it has another one than in Python.
-    flag: str = ""
-
-
-class JobOptions(TypedDict, total=False):
-    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
-    defaults."""
-
-    model: Annotated[
-        str | Path,
-        Shown(MODEL, "Name of a model, or path of a checkpoint folder. See `nightjar models`.", "MODEL"),
-    ]
-    voice: Annotated[str, Shown(MODEL, "Voice for lines without a voice.", "NAME")]
-    language: Annotated[str, Shown(MODEL, "Language for lines without a language.", "NAME")]
-    instruct: Annotated[str, Shown(MODEL, "Style instruction for lines without one.", "TEXT")]
-    voice_of: Annotated[
-        Mapping[SpokenRole, str],
-        Shown(
-            MODEL,
-            "Voice for one role, for example assistant=heart. Can be given more than once.",
-            "ROLE=NAME",
-        ),
-    ]
-    voice_for: Annotated[
-        Mapping[str, str],
-        Shown(
-            MODEL,
-            "Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given more than once.",
-            "SPEAKER=NAME",
-        ),
-    ]
-    #: Other keys of `generation`, such as `temperature` or `max_seconds`.
-    generation: Mapping[str, Any]
-    speak: Annotated[
-        Literal["auto", "user", "assistant", "all"],
-        Shown(
-            MODEL,
-            "Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has none, the user's texts.",
-        ),
-    ]
-    seed: Annotated[
-        int,
-        Field(ge=0, le=2**63 - 1),
-        Shown(
-            MODEL,
-            "Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.",
-            "N",
-        ),
-    ]
-    format: Annotated[AudioFormat, Shown(INPUT, "Audio format: wav, flac, mp3 or opus.")]
-    sample_rate: Annotated[
-        int,
-        Field(ge=8_000, le=48_000),
-        Shown(
-            JOB,
-            "Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]",
-            "HZ",
-        ),
-    ]
-    input_format: Annotated[
-        AskedFormat, Shown(INPUT, "How INPUT is written. `auto`: as its first lines or its name say.")
-    ]
-    columns: Annotated[
-        Mapping[str, str],
-        Shown(
-            INPUT,
-            "Column of a table that holds a field, for example text=sentence. Can be given more than once.",
-            "FIELD=NAME",
-            "--column",
-        ),
-    ]
-    limit: Annotated[int, Field(ge=1), Shown(INPUT, "Use the first N lines of INPUT only.", "N")]
-    sample: Annotated[int, Field(ge=1), Shown(INPUT, "Use N lines of INPUT only, chosen by --seed.", "N")]
-    pack: Annotated[
-        bool,
-        Shown(
-            JOB,
-            "Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object.",
-        ),
-    ]
-    qa: Annotated[Literal["off", "basic", "strict"], Shown(CHECKS, "Quality checks: off, basic or strict.")]
-    qa_config: Annotated[str | Path, Shown(CHECKS, "TOML file with changes to the checks.", "FILE")]
-    qa_set: Annotated[
-        Sequence[str],
-        Shown(
-            CHECKS,
-            "Change one value of the checks, for example bounds.pause.high=2. Can be given more than once.",
-            "KEY=VALUE",
-        ),
-    ]
-    on_error: Annotated[
-        Literal["skip", "abort"],
-        Shown(INPUT, "`skip`: leave bad lines out and list them. `abort`: refuse the whole file."),
-    ]
-    name: Annotated[str, Shown(JOB, "Display name of the job.", "NAME")]
-    labels: Annotated[
-        Mapping[str, str],
-        Shown(
-            JOB,
-            "Label of the job; `nightjar list --label` finds it. Can be given more than once.",
-            "KEY=VALUE",
-            "--label",
-        ),
-    ]
-    priority: Annotated[
-        int, Field(ge=-100, le=100), Shown(JOB, "Jobs with a higher priority run first.", "N")
-    ]
-    weight: Annotated[
-        int, Field(ge=1, le=1000), Shown("", "Share of the workers among jobs of the same priority.")
-    ]
-    max_attempts: Annotated[int, Field(ge=1, le=100), Shown("", "Maximum attempts per item.")]
-    max_in_flight: Annotated[
-        int, Field(ge=1), Shown("", "Maximum shards of this job that run at the same time.")
-    ]
-    error_budget: Annotated[
-        float, Field(ge=0, le=1), Shown("", "Pause the job when more than this share of its items fails.")
-    ]
-    idempotency_key: Annotated[
-        str,
-        Field(pattern=r"\S"),
-        Shown(
-            JOB,
-            "Key that identifies the job. Submitting the same key again creates no second job. [default: hash of the file and the spec]",
-            "KEY",
-        ),
-    ]
+    flag: str
+    metavar: str | None
 
 
 #: Of `Generation`: what has an option of its own, and what `--set` takes.
@@ -227,18 +212,15 @@ def hints() -> dict[str, Any]:
 
 
 @cache
-def _model() -> type[BaseModel]:
-    fields: dict[str, Any] = {name: (hint, None) for name, hint in hints().items()}
-    return create_model(
-        "JobOptions", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields
-    )
+def _adapter() -> TypeAdapter[JobOptions]:
+    return TypeAdapter(JobOptions)
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as their types, texts for numbers too; None counts as not given. Raises `OptionError`."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})
     try:
-        found = _model().model_validate(given)
+        return {**_adapter().validate_python(given)}
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # What follows the option is a key, or a type that was tried.
@@ -246,8 +228,6 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
         said = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
         raise OptionError(name, said, first["input"], unknown=first["type"] == "extra_forbidden") from None
-    values = {name: getattr(found, name) for name in given}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,45 +271,31 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, f"There is no {what} {name!r:.100}.", advice)
 
 
-def kind_of(name: str) -> Any:
-    """The type of an option, without what else its row says."""
-    return hints()[name].__origin__ if _marks(name) else hints()[name]
+@cache
+def flags() -> dict[str, Flag]:
+    """The options that have a flag of their own."""
+    found: dict[str, Flag] = {}
+    for heading, group in GROUPS.items():
+        for name, kind in get_type_hints(group).items() if group not in (None, SetOptions) else ():
+            is_many = get_origin(kind) is Mapping
+            flag = f"--{(name.removesuffix('s') if is_many else name).replace('_', '-')}"
+            usual = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
+            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, usual))
+    return found
 
 
-def bounds_of(name: str) -> tuple[int | None, int | None]:
-    """The least and the largest value of an option that is a number."""
-    bounds = [bound for mark in _marks(name) if isinstance(mark, FieldInfo) for bound in mark.metadata]
-    least, most = (
-        next((getattr(bound, side) for bound in bounds if hasattr(bound, side)), None)
-        for side in ("ge", "le")
-    )
-    return least, most
-
-
-def shown_of(name: str) -> Shown:
-    """How the command line shows an option."""
-    return next(mark for mark in _marks(name) if isinstance(mark, Shown))
-
-
-def flags() -> dict[str, Shown]:
-    """The options that have a flag of their own on the command line."""
-    rows = {name: shown_of(name) for name in hints() if _marks(name)}
-    return {
-        name: replace(row, flag=row.flag or f"--{name.replace('_', '-')}")
-        for name, row in rows.items()
-        if row.heading
-    }
+@cache
+def help_of(name: str) -> str:
+    """The help of an option, with its default."""
+    helps = {key: text for group in GROUPS.values() if group for key, text in field_docs(group).items()}
+    usual = usual_options().get(name)
+    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+    return f"{helps[name]} [default: {usual}]" if is_text else helps[name]
 
 
 def settable() -> dict[str, str]:
     """What `--set` takes, with its help: options without a flag, and settings of a generation."""
-    return {
-        name: shown_of(name).help for name in hints() if _marks(name) and not shown_of(name).heading
-    } | GENERATION
-
-
-def _marks(name: str) -> tuple[object, ...]:
-    return getattr(hints()[name], "__metadata__", ())
+    return field_docs(SetOptions) | GENERATION
 
 
 def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:
@@ -347,20 +313,15 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
-    reading = Reading(
-        **{name: given.pop(name) for name in ("limit", "sample", "columns") if name in given},
-        voices=given.pop("voice_for", None),
-    )
-    own = {name: given.pop(name) for name in ("seed", "format", "speak", "sample_rate") if name in given}
-    spec = JobSpec(
-        str(given.pop("model", DEFAULT_MODEL)),
-        generation=generation,
-        quality=quality,
-        reading=reading,
-        pack=given.pop("pack", False) or msgspec.UNSET,
-        **own,
-    )
+    reading = Reading(voices=given.pop("voice_for", None), **_taken(given, Reading))
+    own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
+    spec = JobSpec(generation=generation, quality=quality, reading=reading, **own, **_taken(given, JobSpec))
     return spec, SubmitOptions(owner=owner, **given)
+
+
+def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Takes out the options that are fields of this type."""
+    return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:

@@ -3,15 +3,16 @@ reference audio can be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, OpenAiBatchForm, clean, parse_line
+from jobs.dialogue import Dialogue, clean, parse_line
+from jobs.input_records import Records
 from jobs.ledger.records import RejectedLine
-from jobs.source import MAX_LINE_BYTES, LineBatch
-from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
+from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, overlong, refused
+from jobs.turns import Speak, spoken_and_heard, turn_messages
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -56,11 +57,8 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     references: Mapping[int, str]
     #: Places of the messages that are spoken; None: the item is the whole dialogue.
     turns: tuple[int, ...] | None = None
-
-    @property
-    def items(self) -> int:
-        """How many items it becomes."""
-        return 1 if self.turns is None else len(self.turns)
+    #: How many items it becomes.
+    items: int = 1
 
 
 class LineChecker:
@@ -70,25 +68,23 @@ class LineChecker:
         self,
         card: ModelCard,
         defaults: Generation,
-        form: OpenAiBatchForm | None = None,
         speak: Speak = "auto",
         voices: JobVoices | None = None,
+        id_key: str = "example_id",
     ) -> None:
-        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken;
-        `answer`: a line is one item, which the model makes of the whole dialogue. `voices`: with the
-        stored ones that lines may name.
+        """`speak`: whose turns are spoken; `answer`: a line is one item, which the model makes of the whole
+        dialogue. `voices`: with the stored ones that lines may name. `id_key`: what lines call the id of an
+        example.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
         self._capabilities = card.capabilities
         self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
-        self._check_text = card.check_text or _any_text
+        self._check_text = card.check_text
         self._defaults = defaults
-        self._form = form
         self._speak: Speak = speak
-        #: What lines call the id of an example.
-        self.id_key = "example_id" if form is None else form.id_key
+        self.id_key = id_key
         self._ms_per_character = card.seconds_per_character * 1000
         wholes = (
             [defaults]
@@ -110,6 +106,21 @@ class LineChecker:
             return False
         return True
 
+    def checked(
+        self, records: Records, reference_key: ReferenceKey, after_line: int = 0
+    ) -> Iterator[tuple[int, list[GoodLine], list[RejectedLine]]]:
+        """The records after the first `after_line` lines, as `check` does of some at a time; number of the
+        last line. Raises `input.wrong_format` where hardly any line is good."""
+        left = MAX_REFUSED_LINES
+        for batch in records.batches(BATCH_LINES, BATCH_BYTES, after_line):
+            good, rejected = self.check(batch, reference_key)
+            left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
+            if left < 0:
+                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
+                advice = f"See what the file is. Line {rejected[-1].line}: {rejected[-1].message}"
+                raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
+            yield batch.first + len(batch.lines) - 1, good, rejected
+
     def check(
         self, batch: LineBatch, reference_key: ReferenceKey
     ) -> tuple[list[GoodLine], list[RejectedLine]]:
@@ -123,84 +134,71 @@ class LineChecker:
         seen: set[str] = set()
         ms_per_character = self._ms_per_character
         for line_no, line in enumerate(batch.lines, batch.first):
-            if isinstance(line, bytes) and not (line := line.strip()):
+            if isinstance(line, RejectedLine):
+                rejected.append(line)
                 continue
-            example_id, references, turns = None, _NO_REFERENCES, None
+            if line is not None and not (line := line.strip()):
+                continue
+            example_id, references = None, _NO_REFERENCES
             try:
                 if line is None:
                     raise overlong()
-                if isinstance(line, InputError):
-                    raise line
-                if self._form is not None:
-                    line = self._form.dialogue(line)
                 dialogue, line = parse_line(line)
                 example_id = dialogue.example_id
                 if example_id in seen:
                     raise duplicate(example_id, self.id_key)
-                if self._speak == "answer":
-                    characters, references = self._accept(dialogue, reference_key)
-                elif (turns := self._plain_turn(dialogue)) is not None:
+                if (turns := self._plain_turn(dialogue)) is not None:
                     characters = len(dialogue.messages[turns[0]][2])
                 else:
-                    characters, references, turns = self._accept_turns(dialogue, self._speak, reference_key)
+                    characters, references, turns = self._accept(dialogue, reference_key)
             except InputError as error:
-                if example_id is None and isinstance(line, bytes) and self._form is not None:
-                    example_id = self._form.example_id(line)
-                rejected.append(RejectedLine(line_no, error.code, clean(str(error)), example_id))
+                rejected.append(refused(line_no, error, example_id))
                 continue
             seen.add(example_id)
-            good.append(
-                GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns)
-            )
+            estimated_ms, items = int(characters * ms_per_character), 1 if turns is None else len(turns)
+            good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items))
         return good, rejected
 
-    def _accept(self, dialogue: Dialogue, reference_key: ReferenceKey) -> tuple[int, Mapping[int, str]]:
-        """Characters to speak, and keys of the references. Raises `InputError`."""
-        messages = dialogue.typed_messages()
-        generation = (
-            self._defaults if dialogue.generation is None else dialogue.generation.over(self._defaults)
-        )
-        task = speech_task(messages, generation, self._capabilities)
-        self._check_text(task.text)
-        references = {
-            place: reference_key(content)
-            for place, (role, modality, content) in enumerate(dialogue.messages)
-            if modality == "audio" and role != "assistant"
-        }
-        return len(task.text), references
-
-    def _accept_turns(
-        self, dialogue: Dialogue, speak: Speak, reference_key: ReferenceKey
-    ) -> tuple[int, Mapping[int, str], tuple[int, ...]]:
+    def _accept(
+        self, dialogue: Dialogue, reference_key: ReferenceKey
+    ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None]:
         """Characters to speak, keys of the references, and the turns. Raises `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
-        turns = spoken_turns(messages, speak)
-        if not turns:
+        turns, heard = spoken_and_heard(messages, self._speak)
+        if turns is None:
+            whole = generation.over(self._defaults)
+            characters = self._spoken(speech_task(dialogue.typed_messages(), whole, self._capabilities))
+        elif turns:
+            characters = sum(self._characters(dialogue, generation, turn, len(turns) > 1) for turn in turns)
+        else:
             what, advice = _NOTHING.get(
-                speak, ("no text to speak", "Give the line a user or an assistant text message.")
+                self._speak, ("no text to speak", "Give the line a user or an assistant text message.")
             )
-            other = next(
-                (
-                    f", but a message of modality {message[1]!r}"
-                    for message in messages
-                    if message[1] not in ("text", "audio")
-                ),
-                "",
-            )
+            others = [message[1] for message in messages if message[1] not in ("text", "audio")]
+            other = f", but a message of modality {others[0]!r}" if others else ""
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}{other}.", advice)
-        characters = 0
-        heard: set[int] = set()
-        for turn in turns:
-            role = cast("SpokenRole", messages[turn][0])
-            try:
-                own = generation.of(role)
-                task = self._task(turn_messages(messages, turn), own.over(self._defaults.of(role)), own.voice)
-                self._check_text(task.text)
-            except InputError as error:
-                raise self._of_turn(error, dialogue, turn, turns) from None
-            characters += len(task.text)
-            heard.update(reference_places(messages, turn))
-        return characters, {place: reference_key(messages[place][2]) for place in sorted(heard)}, turns
+        return characters, {place: reference_key(messages[place][2]) for place in heard}, turns
+
+    def _characters(self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool) -> int:
+        """Characters of a turn. Raises `InputError` with what a person needs to find the turn, if
+        `numbered`, and with advice for it."""
+        role = cast("SpokenRole", dialogue.messages[turn][0])
+        try:
+            own = generation.of(role)
+            messages = turn_messages(dialogue.messages, turn)
+            return self._spoken(self._task(messages, own.over(self._defaults.of(role)), own.voice))
+        except InputError as error:
+            advice = error.advice
+            if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
+                advice = "Add a system audio message with the assistant's voice, or speak the user's text with --speak user."
+            where = f"Message {turn}: " if numbered else ""
+            raise InputError(error.code, f"{where}{error.message}", advice) from None
+
+    def _spoken(self, task: SpeechTask) -> int:
+        """Characters of a text that the model speaks. Raises `InputError`."""
+        if self._check_text is not None:
+            self._check_text(task.text)
+        return len(task.text)
 
     def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:
         """The task of a turn; `own` is the voice that its line asks for. Raises `InputError`."""
@@ -216,21 +214,11 @@ class LineChecker:
                 raise self._voices.refusal(said.voice) from None
             raise
 
-    def _of_turn(
-        self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]
-    ) -> InputError:
-        """The error with what a person needs to find the turn, and with advice for it."""
-        role = dialogue.messages[turn][0]
-        advice = error.advice
-        if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
-            advice = "Add a system audio message with the assistant's voice, or speak the user's text with --speak user."
-        where = f"Message {turn}: " if len(turns) > 1 else ""
-        return InputError(error.code, f"{where}{error.message}", advice)
-
     def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
         """The verdict of `_accept_turns` at a third of its time for what most lines are, text alone of
         which one message is spoken and passes; None: ask there."""
-        if dialogue.generation is not None or not self._plain_lines_pass:
+        speak = self._speak
+        if speak == "answer" or dialogue.generation is not None or not self._plain_lines_pass:
             return None
         user = assistant = -1
         users = assistants = 0
@@ -243,7 +231,6 @@ class LineChecker:
             elif role == "assistant":
                 assistant = place
                 assistants += 1
-        speak = self._speak
         if speak == "user" or (not assistants and speak != "assistant"):
             turn, spoken = user, users
         elif speak != "all" or not users:
@@ -255,49 +242,24 @@ class LineChecker:
         text = dialogue.messages[turn][2]
         if not text or len(text) > self._max_characters or not ("!" <= text[0] <= "~" or is_visible(text)):
             return None
-        self._check_text(text)
+        if self._check_text is not None:
+            self._check_text(text)
         return (turn,)
 
 
-def duplicate(example_id: str, key: str = "example_id") -> InputError:
+def duplicate(example_id: str, key: str) -> InputError:
     """The error of a line whose example_id an earlier line has; `key` is what the line calls it."""
-    return InputError(
-        ErrorCode.INPUT_DUPLICATE_ID,
-        f"An earlier line has the {key} {clean(example_id, 100)!r}.",
-        "Give every line its own.",
-    )
+    message = f"An earlier line has the {key} {clean(example_id, 100)!r}."
+    return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line its own.")
+
+
+def repeated_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
+    """Lines whose ids earlier lines have, as `duplicate`."""
+    return [refused(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
     """The error of an input that one bad line refuses; `outcome` says what became of the others."""
     return InputError(
         line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out."
-    )
-
-
-def refusals_left(left: int, good: Sequence[GoodLine], rejected: Sequence[RejectedLine]) -> int:
-    """How many more lines may be refused after these. Raises `input.wrong_format` where hardly any line is
-    good."""
-    left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
-    if left < 0:
-        last = rejected[-1]
-        message = (
-            f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
-        )
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT, message, f"See what the file is. Line {last.line}: {last.message}"
-        )
-    return left
-
-
-def _any_text(_: str) -> None:
-    """Of a model that says nothing of texts."""
-
-
-def overlong() -> InputError:
-    """The error of a line of more than `MAX_LINE_BYTES`."""
-    return InputError(
-        ErrorCode.INPUT_TOO_LONG,
-        f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
-        "Split its text into several lines.",
     )

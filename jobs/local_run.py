@@ -18,8 +18,7 @@ from jobs.ingest import IngestProgress, SubmitOptions, check_wanted, submit
 from jobs.input_format import WORDS
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
-from jobs.ledger.records import INPUT_FORMAT, Job, JobState, ShardState
-from jobs.ledger.states import LASTING_OUTAGES
+from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
 from jobs.ledger.status import JobStatus
 from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
@@ -245,9 +244,11 @@ def _restore(
 ) -> None:
     """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no
     longer has their lines."""
-    from jobs.repair import lost_inputs, restore_inputs
+    from jobs.repair import restore_inputs
+    from jobs.verify import ObjectCheck
 
-    if lost := lost_inputs(ledger, store, job):
+    # They are few and small, so their content is compared.
+    if lost := [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]:
         progress.say(
             f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. They are written again."
         )

@@ -6,18 +6,21 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import shutil
 import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import zstandard
 
+from jobs.dialogue import clean
+from jobs.ledger.records import RejectedLine
 from jobs.store import is_remote
 from jobs.store.base import sha256_of
 from jobs.store.s3 import open_s3_object
@@ -41,7 +44,7 @@ _BOM = b"\xef\xbb\xbf"
 
 #: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line
 #: may be. Blank: no record.
-Record = bytes | InputError | None
+Record = bytes | RejectedLine | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,43 +74,26 @@ class Source:
         self._identity = self._stat()
 
     def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
-        """The lines after the first `after_line` ones, as `line_batches`."""
-        for lines in self.line_batches(max_lines, max_bytes, after_line):
-            yield LineBatch(after_line + 1, lines)
-            after_line += len(lines)
+        """The lines after the first `after_line` ones, as `batches_of`. Raises as `pieces`."""
+        return batches_of(self.pieces(), max_lines, max_bytes, after_line)
 
-    def line_batches(
-        self, max_lines: int, max_bytes: int, after_line: int = 0
-    ) -> Iterator[list[bytes | None]]:
-        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of
-        about `max_bytes`; a line longer than `MAX_LINE_BYTES` is None.
+    def pieces(self) -> Iterator[tuple[list[bytes | None], int]]:
+        """The lines, decompressed, some at a time, with their bytes; a line longer than `MAX_LINE_BYTES` is
+        None.
 
         Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines
         for the most part.
         """
-        waiting: list[bytes | None] = []
-        size, to_skip = 0, after_line
         blank_left = MAX_BLANK_LINES
-        for some, some_bytes in self._line_lists():
-            blank = len([line for line in some if line is not None and (not line or line.isspace())])
-            blank_left += (len(some) - blank) * MAX_BLANK_LINES_EACH - blank
-            if blank_left < 0:
-                raise _unreadable(
-                    self.uri,
-                    f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other",
-                    "Remove them.",
-                )
-            skipped = min(to_skip, len(some))
-            to_skip -= skipped
-            waiting += some[skipped:]
-            size += some_bytes
-            full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
-            for start in range(0, full, max_lines):
-                yield waiting[start : min(start + max_lines, full)]
-            if full:
-                waiting, size = waiting[full:], 0
-        if waiting:
-            yield waiting
+        with reading(self.uri):
+            self.file.seek(0)
+            for lines, size in split_lines(decompressed(self.file)):
+                blank = len([line for line in lines if line is not None and (not line or line.isspace())])
+                blank_left += (len(lines) - blank) * MAX_BLANK_LINES_EACH - blank
+                if blank_left < 0:
+                    reason = f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other"
+                    raise _unreadable(self.uri, reason, "Remove them.")
+                yield lines, size
 
     def head(self, size: int = 1 << 16) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
@@ -131,10 +117,28 @@ class Source:
         found = os.fstat(self.file.fileno())
         return found.st_size, found.st_mtime_ns
 
-    def _line_lists(self) -> Iterator[tuple[list[bytes | None], int]]:
-        with reading(self.uri):
-            self.file.seek(0)
-            yield from split_lines(decompressed(self.file))
+
+def batches_of(
+    pieces: Iterable[tuple[Sequence[Record], int]], max_lines: int, max_bytes: int, after_line: int = 0
+) -> Iterator[LineBatch]:
+    """Records, which come some at a time with their bytes, after the first `after_line` ones: in batches of
+    at most `max_lines`, of about `max_bytes`."""
+    waiting: list[Record] = []
+    size, to_skip = 0, after_line
+    for some, some_bytes in pieces:
+        skipped = min(to_skip, len(some))
+        to_skip -= skipped
+        waiting += some[skipped:]
+        size += some_bytes
+        full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
+        for start in range(0, full, max_lines):
+            batch = LineBatch(after_line + 1, waiting[start : min(start + max_lines, full)])
+            yield batch
+            after_line += len(batch.lines)
+        if full:
+            waiting, size = waiting[full:], 0
+    if waiting:
+        yield LineBatch(after_line + 1, waiting)
 
 
 def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
@@ -205,23 +209,23 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
     Raises `input.unreadable`, or `StoreError` when S3 cannot be reached.
     """
-    if is_remote(address):
-        with _s3_object(address, s3) as stream, _spooled(stream, address) as file:
-            yield Source(file, address, Path.cwd())
-        return
-    if address == "-":
-        with _spooled(sys.stdin.buffer, "-") as file:
-            yield Source(file, "-", Path.cwd())
-        return
-    path = Path(address)
-    with reading(address):
-        file = path.open("rb")
-    with file:
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            yield Source(file, str(path.absolute()), path.absolute().parent)
-            return
-        with _spooled(file, address) as copy:
-            yield Source(copy, str(path.absolute()), path.absolute().parent)
+    path = Path(address).absolute()
+    uri, folder, is_file = str(path), path.parent, False
+    with ExitStack() as opened:
+        if is_remote(address) or address == "-":
+            uri, folder = address, Path.cwd()
+            stream = sys.stdin.buffer if address == "-" else opened.enter_context(_s3_object(address, s3))
+        else:
+            with reading(address):
+                stream = opened.enter_context(path.open("rb"))
+            is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        if not is_file:
+            copy = opened.enter_context(tempfile.TemporaryFile(prefix="nightjar-input-"))
+            with reading(address):
+                shutil.copyfileobj(stream, copy, _CHUNK_BYTES)
+                copy.flush()
+            stream = cast(BinaryIO, copy)
+        yield Source(stream, uri, folder)
 
 
 def check_source(source: str) -> str:
@@ -239,11 +243,24 @@ def check_source(source: str) -> str:
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise InputError(
-            ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input."
-        )
+        elif not stat.S_ISFIFO(mode):
+            advice = "Give a file, or `-` for standard input."
+            raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", advice)
     return source
+
+
+def refused(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
+    """A line that becomes no item, with its example_id if it has a good one."""
+    return RejectedLine(line, error.code, clean(str(error)), example_id)
+
+
+def overlong() -> InputError:
+    """The error of a line of more than `MAX_LINE_BYTES`."""
+    return InputError(
+        ErrorCode.INPUT_TOO_LONG,
+        f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
+        "Split its text into several lines.",
+    )
 
 
 def no_records() -> InputError:
@@ -262,16 +279,6 @@ def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
         if error.code is ErrorCode.STORE_UNREACHABLE:
             raise
         raise _unreadable(address, f"cannot be read: {error.message.rstrip('.')}", error.advice) from error
-
-
-@contextmanager
-def _spooled(stream: BinaryIO, uri: str) -> Generator[BinaryIO, None, None]:
-    with tempfile.TemporaryFile(prefix="nightjar-input-") as file:
-        with reading(uri):
-            while chunk := stream.read(_CHUNK_BYTES):
-                file.write(chunk)
-            file.flush()
-        yield cast(BinaryIO, file)
 
 
 @contextmanager

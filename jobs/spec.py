@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
 
 import msgspec
 
 from jobs.checks import Quality, checked
-from jobs.dialogue import OpenAiBatchForm, clean
-from jobs.input_format import AskedFormat, check_format, recognized
-from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
+from jobs.dialogue import CUSTOM_ID, clean
+from jobs.input_format import AskedFormat, InputFormat, check_format, recognized
+from jobs.input_records import ALL, SPEAKERS, Records, check_columns, reading_of, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
 from jobs.line_check import LineChecker
 from jobs.source import Source
@@ -28,17 +30,24 @@ from pipelines.validation import OPENAI_VOICES, own_voice
 SAMPLE_RATES = range(8_000, 48_001)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResolvedSpec:
     """A frozen spec with its model and the check of its lines. Made by `resolve`, once for a submit or a
     dry run."""
 
     spec: JobSpec
-    card: ModelCard
     #: `auto` until `of_input` has seen the input.
     input_format: AskedFormat
-    checker: LineChecker
     voices: JobVoices
+
+    @property
+    def card(self) -> ModelCard:
+        return self.voices.card
+
+    @cached_property
+    def checker(self) -> LineChecker:
+        id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
+        return LineChecker(self.card, self.spec.generation, self.spec.speak, self.voices, id_key)
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input: with the format that is recognized, with what is read beside
@@ -47,22 +56,23 @@ class ResolvedSpec:
         Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that
         cannot be read.
         """
-        spec, found = self.spec, self.input_format
+        found = self.input_format
         if found == "auto":
             found = recognized(source)
         elif found not in ("dialogues", "openai-batch"):
             check_format(source, found)
-        _check_format(found, spec)
-        chosen = reading_of(spec)
+        seen = replace(self, input_format=found)
+        _check_format(found, self.spec)
+        chosen = reading_of(self.spec)
         if found == "kaldi" and chosen.voices is not None:
-            spec = msgspec.structs.replace(
-                spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
-            )
-        voices = self.voices.with_lines(job_records(source, spec, found))
-        spec = voices.in_spec(spec)
-        return replace(
-            self, spec=spec, input_format=found, checker=_checker(spec, voices, found), voices=voices
-        )
+            chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
+            seen = replace(seen, spec=msgspec.structs.replace(self.spec, reading=chosen))
+        voices = self.voices.with_lines(seen.records(source))
+        return replace(seen, spec=voices.in_spec(seen.spec), voices=voices)
+
+    def records(self, source: Source) -> Records:
+        """The records of an input of a format that was recognized."""
+        return Records(source, cast("InputFormat", self.input_format), self.spec, self.card)
 
 
 def resolve(
@@ -87,23 +97,10 @@ def resolve(
         voices.check(name)
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
-    checker = _checker(frozen, voices, input_format)
-    return ResolvedSpec(frozen, card, input_format, checker, voices)
-
-
-def records_of(source: Source, resolved: ResolvedSpec) -> Records:
-    """The records that a job of this spec, made `of_input`, is made of."""
-    return job_records(source, resolved.spec, resolved.input_format)
-
-
-def job_records(source: Source, spec: JobSpec, format: AskedFormat) -> Records:
-    """The records of a job's input. The format is one that was recognized."""
-    return Records(source, "dialogues" if format == "auto" else format, reading_of(spec), spec.seed)
-
-
-def reading_of(spec: JobSpec) -> Reading:
-    """What of the input is read."""
-    return ALL if spec.reading is msgspec.UNSET else spec.reading
+    resolved = ResolvedSpec(frozen, input_format, voices)
+    # Making the check refuses settings that no line can mend.
+    _ = resolved.checker
+    return resolved
 
 
 def _check_format(format: AskedFormat, spec: JobSpec) -> None:
@@ -170,11 +167,6 @@ def _only_voice(card: ModelCard) -> str | None:
     """The voice of everything that a model speaks; None: it has another choice, or none."""
     able = card.capabilities
     return able.voices[0] if len(able.voices) == 1 and not able.cloning and not able.multi_turn else None
-
-
-def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:
-    form = OpenAiBatchForm(voices.card, spec.format) if format == "openai-batch" else None
-    return LineChecker(voices.card, spec.generation, form, spec.speak, voices)
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:

@@ -39,6 +39,16 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     return tuple(chosen[speak])
 
 
+def spoken_and_heard(messages: Sequence[Triple], speak: Speak) -> tuple[tuple[int, ...] | None, list[int]]:
+    """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they
+    need."""
+    if speak == "answer":
+        audio = [place for place, message in enumerate(messages) if message[1] == "audio"]
+        return None, [place for place in audio if messages[place][0] != "assistant"]
+    turns = spoken_turns(messages, speak)
+    return turns, sorted({place for turn in turns for place in reference_places(messages, turn)})
+
+
 def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     """The places of the recordings whose voice speaks a turn.
 

@@ -3,7 +3,7 @@ job at submit."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -13,12 +13,12 @@ import msgspec
 
 from jobs.dialogue import clean
 from jobs.layout import references_prefix
-from jobs.ledger.records import FrozenVoice, JobSpec
+from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, encoded_audio, put_reference
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
-from pipelines.request import Generation, Message
+from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
 from pipelines.validation import OPENAI_VOICES, own_voice
 
@@ -172,34 +172,46 @@ def in_stored_voice(
     return messages, msgspec.structs.replace(generation, voice=None)
 
 
-def line_in_stored_voice(
-    line: ShardLine, generation: Generation, spec: JobSpec, job_id: str
-) -> tuple[Sequence[Message], Generation]:
-    """The messages and the settings of an item as its model is given them; recordings are keys of the
-    store."""
-    if spec.stored_voices is msgspec.UNSET or line.role is None:
-        return line.messages, generation
-    own = line.generation.of(line.role).voice
-    return in_stored_voice(line.messages, generation, own, spec.stored_voices, references_prefix(job_id))
+def item_request(
+    line: ShardLine,
+    generation: Generation,
+    job: Job,
+    request_id: str,
+    seed: int,
+    load: Callable[[str], bytes],
+) -> SynthesisRequest:
+    """The request of an item, in its stored voice where it has one; `load` reads recordings of users, and
+    of that voice, by their keys in the store. Audio of other roles is not used."""
+    messages, voices = line.messages, job.spec.stored_voices
+    if voices is not msgspec.UNSET and line.role is not None:
+        own, prefix = line.generation.voice, references_prefix(job.id)
+        messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
+    loaded = [
+        msgspec.structs.replace(message, content=load(message.content))
+        if message.role == "user" and message.modality == "audio" and isinstance(message.content, str)
+        else message
+        for message in messages
+    ]
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed)
+
+
+def stored_voices(spec: JobSpec) -> Mapping[str, FrozenVoice]:
+    """The stored voices of a job, by their names."""
+    return {} if spec.stored_voices is msgspec.UNSET else spec.stored_voices
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
     """The name of the stored voice that speaks an item; None: it is in another voice."""
-    if spec.stored_voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
+    voices = spec.stored_voices
+    if voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
         return None
     name = line.generation_over(spec.generation).voice
-    return name if is_stored(spec, name) else None
-
-
-def is_stored(spec: JobSpec, name: str | None) -> bool:
-    """Whether a name stands for a stored voice in a job."""
-    return spec.stored_voices is not msgspec.UNSET and name in spec.stored_voices
+    return name if name in voices else None
 
 
 def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
     """Keys of the recordings of a job's stored voices."""
-    voices = () if spec.stored_voices is msgspec.UNSET else spec.stored_voices.values()
-    return {references_prefix(job_id) + voice.recording for voice in voices}
+    return {references_prefix(job_id) + voice.recording for voice in stored_voices(spec).values()}
 
 
 def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:
@@ -224,18 +236,7 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
     generation: Generation | None = None
 
 
-class _Body(msgspec.Struct, frozen=True, gc=False):
-    voice: str | None = None
-
-
-class _BatchLine(msgspec.Struct, frozen=True, gc=False):
-    """What of a line of an OpenAI batch names a voice."""
-
-    body: _Body
-
-
 _decode = msgspec.json.Decoder(_Line).decode
-_decode_batch = msgspec.json.Decoder(_BatchLine).decode
 
 
 def _named_in(records: Records, known: Collection[str]) -> set[str]:
@@ -247,13 +248,8 @@ def _named_in(records: Records, known: Collection[str]) -> set[str]:
             if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
                 continue
             try:
-                named = (
-                    _decode_batch(line).body if records.format == "openai-batch" else _decode(line).generation
-                )
+                generation = _decode(line).generation or Generation()
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
-            if isinstance(named, Generation):
-                found.update(name for name in names_of(named) if name in known)
-            elif named is not None and named.voice in known:
-                found.add(named.voice or "")
+            found.update(name for name in names_of(generation) if name in known)
     return found

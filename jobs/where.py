@@ -3,7 +3,7 @@
 
 A comparison with what an item does not have is neither true nor false, as in SQL, and neither is its
 negation: `not wer < 0.1` is `wer >= 0.1`. An item matches only where the whole is true. The ledger answers
-a filter, see `jobs.ledger.scores`.
+a filter, see `jobs.ledger.queries`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_CHARACTERS, MAX_COMPARISONS = 2000, 50
 
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
-_SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+_SWAPPED = str.maketrans("<>", "><")
 #: What a name in quotes may have: a path into JSON has quotes of its own.
 _QUOTED_NAME = re.compile(r"[^\"\\\x00-\x1f]{1,100}")
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -91,7 +91,7 @@ class Where:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The scores and facts that it compares, in its order."""
-        return tuple(dict.fromkeys(comparison.name for comparison in comparisons(self.condition)))
+        return tuple(dict.fromkeys(comparison.name for comparison in _comparisons(self.condition)))
 
     @cached_property
     def needs_scores(self) -> bool:
@@ -99,36 +99,45 @@ class Where:
         return _needs(self.condition, frozenset(self.names) - OF_ALL_ITEMS)
 
 
-def comparisons(condition: Condition) -> Iterator[Comparison]:
+def _comparisons(condition: Condition) -> Iterator[Comparison]:
     """The comparisons of a condition, in its order."""
     if isinstance(condition, Comparison):
         yield condition
         return
     for part in condition.parts:
-        yield from comparisons(part)
+        yield from _comparisons(part)
 
 
 def parse_where(text: str) -> Where:
     """The filter of a text. Raises `config.invalid` with the place of what is wrong."""
     if len(text) > MAX_CHARACTERS:
         raise _wrong(f"The filter has {len(text)} characters.", f"Use {MAX_CHARACTERS} at most.")
-    reader = _Reader(text)
+    stripped = text.strip()
+    offset, what = 0, "cannot be read"
     try:
         with warnings.catch_warnings():
             # Of `0.1and`, which is what it says.
             warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(text.strip(), mode="eval")
+            tree = ast.parse(stripped, mode="eval")
+        found = Where(_condition(tree.body, negated=False))
     except SyntaxError as error:
-        raise reader.wrong(max((error.offset or 1) - 1, 0), "cannot be read") from None
+        offset = max((error.offset or 1) - 1, 0)
+    except _NotAFilterError as error:
+        what = error.what
+        if error.node.lineno == 1:
+            # Python counts bytes.
+            line = stripped.splitlines()[0].encode()
+            offset = len(line[: error.node.col_offset].decode(errors="ignore"))
     except (ValueError, MemoryError, RecursionError):
-        raise reader.wrong(0, "cannot be read") from None
-    try:
-        found = Where(reader.condition(tree.body, negated=False))
-    except RecursionError:
-        raise reader.wrong(0, "has too many brackets") from None
-    if sum(1 for _ in comparisons(found.condition)) > MAX_COMPARISONS:
-        raise _wrong(f"The filter has more than {MAX_COMPARISONS} comparisons.", "Leave some out.")
-    return found
+        pass
+    else:
+        if sum(1 for _ in _comparisons(found.condition)) > MAX_COMPARISONS:
+            raise _wrong(f"The filter has more than {MAX_COMPARISONS} comparisons.", "Leave some out.")
+        return found
+    place = min(len(text) - len(text.lstrip()) + offset, len(text))
+    rest = text[place : place + 40].strip()
+    shown = f"{rest!r}, character {place + 1}" if rest else "its end"
+    raise _wrong(f"The filter {text[:200]!r} {what}, at {shown}.")
 
 
 def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
@@ -159,75 +168,56 @@ class FilteredOut(msgspec.Struct, frozen=True):
     without_score: int
 
 
-class _Reader:
+class _NotAFilterError(Exception):
+    """A part of Python's syntax that no filter may use, and what is wrong with it."""
+
+    def __init__(self, node: ast.expr, what: str) -> None:
+        super().__init__(what)
+        self.node, self.what = node, what
+
+
+def _condition(node: ast.expr, *, negated: bool) -> Condition:
     """From the closed set of Python's syntax that a filter may use to conditions."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return _condition(node.operand, negated=not negated)
+    if isinstance(node, ast.BoolOp):
+        every = isinstance(node.op, ast.And) is not negated
+        return _joined(every, [_condition(value, negated=negated) for value in node.values])
+    if not isinstance(node, ast.Compare):
+        raise _NotAFilterError(node, "is no comparison")
+    # `0 < pause < 2` are two comparisons.
+    operands = [node.left, *node.comparators]
+    found: list[Condition] = []
+    for left, operation, right in zip(operands, node.ops, operands[1:], strict=False):
+        if (operator := _OPERATORS.get(type(operation))) is None:
+            raise _NotAFilterError(left, "is compared in a way that is not known")
+        name, number = _name(left), _number(right)
+        if name is None:
+            name, number, operator = _name(right), _number(left), operator.translate(_SWAPPED)
+        if name is None or number is None:
+            raise _NotAFilterError(left, "is no comparison of a score with a number")
+        if not math.isfinite(number):
+            raise _NotAFilterError(right, "is too large a number")
+        found.append(Comparison(name, _NEGATED[operator] if negated else operator, number))
+    return _joined(not negated, found)
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._skipped = len(text) - len(text.lstrip())
 
-    def condition(self, node: ast.expr, *, negated: bool) -> Condition:
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self.condition(node.operand, negated=not negated)
-        if isinstance(node, ast.BoolOp):
-            every = isinstance(node.op, ast.And) is not negated
-            return _joined(every, [self.condition(value, negated=negated) for value in node.values])
-        if isinstance(node, ast.Compare):
-            return self._comparison(node, negated=negated)
-        raise self._wrong_at(node, "is no comparison")
+def _name(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    quoted = node.value if isinstance(node, ast.Constant) else None
+    return quoted if isinstance(quoted, str) and _QUOTED_NAME.fullmatch(quoted) else None
 
-    def _comparison(self, node: ast.Compare, *, negated: bool) -> Condition:
-        """`0 < pause < 2` are two comparisons."""
-        operands = [node.left, *node.comparators]
-        found: list[Condition] = []
-        for left, operation, right in zip(operands, node.ops, operands[1:], strict=False):
-            operator = _OPERATORS.get(type(operation))
-            if operator is None:
-                raise self._wrong_at(left, "is compared in a way that is not known")
-            name, number = self._name(left), self._number(right)
-            if name is None:
-                name, number, operator = self._name(right), self._number(left), _SWAPPED[operator]
-            if name is None or number is None:
-                raise self._wrong_at(left, "is no comparison of a score with a number")
-            found.append(Comparison(name, _NEGATED[operator] if negated else operator, number))
-        return _joined(not negated, found)
 
-    def _name(self, node: ast.expr) -> str | None:
-        if isinstance(node, ast.Name):
-            return node.id
-        quoted = node.value if isinstance(node, ast.Constant) else None
-        return quoted if isinstance(quoted, str) and _QUOTED_NAME.fullmatch(quoted) else None
-
-    def _number(self, node: ast.expr) -> float | None:
-        sign = 1.0
-        while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-            sign, node = -sign if isinstance(node.op, ast.USub) else sign, node.operand
-        if (
-            not isinstance(node, ast.Constant)
-            or isinstance(node.value, bool)
-            or not isinstance(node.value, int | float)
-        ):
-            return None
-        try:
-            value = float(node.value)
-        except OverflowError:
-            value = math.inf
-        if not math.isfinite(value):
-            raise self._wrong_at(node, "is too large a number")
+def _number(node: ast.expr) -> float | None:
+    try:
+        value = ast.literal_eval(node)
         # Not -0.0, which other texts would write as 0.
-        return sign * value + 0.0
-
-    def _wrong_at(self, node: ast.expr, what: str) -> ConfigError:
-        line = self._text.strip().splitlines()[0] if node.lineno == 1 else ""
-        # Python counts bytes.
-        return self.wrong(len(line.encode()[: node.col_offset].decode(errors="ignore")) if line else 0, what)
-
-    def wrong(self, offset: int, what: str) -> ConfigError:
-        """The error of what stands at `offset` of the text without the spaces around it."""
-        place = min(self._skipped + offset, len(self._text))
-        rest = self._text[place : place + 40].strip()
-        shown = f"{rest!r}, character {place + 1}" if rest else "its end"
-        return _wrong(f"The filter {self._text[:200]!r} {what}, at {shown}.")
+        return None if isinstance(value, bool) or not isinstance(value, int | float) else value + 0.0
+    except OverflowError:
+        return math.inf
+    except (ValueError, TypeError):
+        return None
 
 
 def _joined(every: bool, parts: list[Condition]) -> Condition:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,11 @@ def _check_collection(records: Any) -> None:
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
-    converter = _Converter(chosen)
+    # Looked up once for rows of one shape.
+    columns_of = lru_cache(lambda names: Columns(names, chosen, _NAMED))
     for number, record in enumerate(_rows(records, chosen), 1):
         try:
-            yield converter.dialogue(record, number) + b"\n"
+            yield _absolute(_dialogue(record, number, chosen, columns_of)) + b"\n"
         except InputError as error:
             raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
         except (TypeError, ValueError) as error:
@@ -110,78 +112,43 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
             yield from supervisions
 
 
-class _Converter:
-    """Makes dialogues of records; the columns of rows are looked up once for rows of one shape."""
+def _dialogue(
+    record: Any, number: int, chosen: Reading, columns_of: Callable[[tuple[str, ...]], Columns]
+) -> bytes:
+    """The dialogue of a record as JSON. Raises `InputError`, and TypeError for what is no JSON."""
+    if isinstance(record, str):
+        return row_dialogue({"text": str(record)}, number, chosen.voices)
+    if not isinstance(record, Mapping):
+        said = {key: getattr(record, key, None) or "" for key in ("text", "id", "speaker")}
+        if not isinstance(getattr(record, "text", None), str):
+            kind = type(record).__name__
+            message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
+            advice = "Give texts, or mappings with `text` or `messages`."
+            raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
+        return row_dialogue({key: str(value) for key, value in said.items()}, number, chosen.voices)
+    messages = record.get("messages")
+    if messages is None:
+        return columns_of(tuple(record)).dialogue(record.__getitem__, number)
+    if not isinstance(messages, list | tuple) or any(
+        isinstance(message, str) or not isinstance(message, Collection) for message in messages
+    ):
+        advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
+        raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is not a list of messages.", advice)
+    if messages and isinstance(messages[0], Mapping):
+        return chat_dialogue(_encode(record), number)
+    named = chosen_id(record.get("example_id"), record.get("id"))
+    return _encode({**record, "example_id": f"line-{number}" if named is None else named})
 
-    def __init__(self, chosen: Reading) -> None:
-        self._chosen = chosen
-        self._names: list[str] = []
-        self._columns: Columns | None = None
 
-    def dialogue(self, record: Any, number: int) -> bytes:
-        """The dialogue of a record as JSON. Raises `InputError`."""
-        if isinstance(record, str):
-            return row_dialogue({"text": str(record)}, number, self._chosen.voices)
-        if isinstance(record, Mapping):
-            return self._of_mapping(record, number)
-        text = getattr(record, "text", None)
-        if not isinstance(text, str):
-            message = (
-                f"A value of type {type(record).__name__} is not a text, a dialogue, a row or a supervision."
+def _absolute(line: bytes) -> bytes:
+    """The dialogue, with paths of audio that lead on from the working directory."""
+    if b'"audio"' not in line:
+        return line
+    dialogue = msgspec.json.decode(line)
+    for message in dialogue["messages"]:
+        if len(message) == 3 and message[1] == "audio":
+            content = message[2]
+            message[2] = (
+                os.path.abspath(content) if isinstance(content, str) and not is_remote(content) else content
             )
-            raise InputError(
-                ErrorCode.INPUT_BAD_LINE, message, "Give texts, or mappings with `text` or `messages`."
-            )
-        values = {
-            "text": text,
-            "id": str(getattr(record, "id", "") or ""),
-            "speaker": str(getattr(record, "speaker", "") or ""),
-        }
-        return row_dialogue(values, number, self._chosen.voices)
-
-    def _of_mapping(self, record: Mapping[str, Any], number: int) -> bytes:
-        messages = record.get("messages")
-        if messages is None:
-            return self._of_row(record, number)
-        if not isinstance(messages, list | tuple) or any(
-            isinstance(message, str) or not isinstance(message, Collection) for message in messages
-        ):
-            advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is not a list of messages.", advice)
-        if messages and isinstance(messages[0], Mapping):
-            return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
-        named = chosen_id(record.get("example_id"), record.get("id"))
-        return _absolute(
-            {"example_id": f"line-{number}", **record, **({} if named is None else {"example_id": named})}
-        )
-
-    def _of_row(self, record: Mapping[str, Any], number: int) -> bytes:
-        names = list(record)
-        if self._columns is None or names != self._names:
-            self._names, self._columns = names, Columns(names, self._chosen, _NAMED)
-        found = self._columns.dialogue(record, number)
-        if isinstance(found, bytes):
-            return _absolute(msgspec.json.decode(found)) if "reference_audio" in self._columns.of else found
-        raise found or InputError(ErrorCode.INPUT_TOO_LONG, "The record is too long.", "Split it.")
-
-
-def _absolute(dialogue: Mapping[str, Any]) -> bytes:
-    """The dialogue as JSON, with paths of audio that lead on from the working directory. Raises
-    `InputError`."""
-    messages = [list(message) for message in dialogue["messages"]]
-    for message in messages:
-        if (
-            len(message) == 3
-            and message[1] == "audio"
-            and isinstance(message[2], str)
-            and not is_remote(message[2])
-        ):
-            message[2] = os.path.abspath(message[2])
-    try:
-        return _encode({**dialogue, "messages": messages})
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            f"It cannot be written as JSON: {error}.",
-            "Give texts, numbers and lists.",
-        ) from None
+    return _encode(dialogue)

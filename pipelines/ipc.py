@@ -1,4 +1,4 @@
-"""Messages between a process and its child: a channel over a socket pair, and memory that both can read.
+"""Messages between two processes: a channel over a socket pair, and memory that both can read.
 
 A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through
 the socket: the writer puts them into a file of the memory that has no name, and sends its descriptor with
@@ -9,19 +9,15 @@ died, so a killed process leaves nothing behind.
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import select
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -33,7 +29,6 @@ from pipelines import errors
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 
 T = TypeVar("T")
-Meta = dict[str, str | int | float | bool]
 
 #: Bytes of a message, and number of descriptors that come with it.
 _HEAD = struct.Struct(">IB")
@@ -43,11 +38,16 @@ MAXIMUM_BYTES = 256 << 20
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
-#: Exit status of a child whose parent is gone.
-ORPHANED = 3
-#: The child's variable with the process id of its parent.
-_PARENT_PID = "NIGHTJAR_PARENT_PID"
-_PR_SET_PDEATHSIG = 1
+
+
+def _plain_number(value: object) -> object:
+    """Python's own number for one of NumPy."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 
 
 class Received(NamedTuple, Generic[T]):
@@ -84,21 +84,13 @@ class Channel(Generic[T]):
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Sends a message and copies of descriptors, which the caller may close afterwards.
 
-        Raises `ValueError` for a message that is too long, and `OSError` when the other end is gone.
+        Raises `ValueError` for a message that is too long, what encoding one raises, and `OSError` when the
+        other end is gone.
         """
-        self.post(self.pack(message, len(descriptors)), descriptors)
-
-    def pack(self, message: object, descriptors: int = 0) -> bytes:
-        """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is
-        too long."""
-        data = msgspec.msgpack.encode(message)
-        if len(data) > self._maximum_bytes or descriptors > MAXIMUM_DESCRIPTORS:
-            raise ValueError(f"a message of {len(data)} bytes and {descriptors} descriptors is too long")
-        return _HEAD.pack(len(data), descriptors) + data
-
-    def post(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """As `send`, for what `pack` made."""
-        view = memoryview(data)
+        data = _encode(message)
+        if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
+            raise ValueError(f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long")
+        view = memoryview(_HEAD.pack(len(data), len(descriptors)) + data)
         with self._changed:
             if self._error is not None or self._closed:
                 raise self._error or BrokenPipeError("the channel is closed")
@@ -232,74 +224,6 @@ class Channel(Generic[T]):
         return view, descriptors
 
 
-class Child(Generic[T]):
-    """A child process that runs a program of ours, and the channel to it, which is the child's standard
-    input.
-
-    What libraries print goes to standard error. A session of its own keeps the terminal's signals away.
-    """
-
-    def __init__(
-        self, program: Sequence[str], incoming: type[T] | Any, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """`program`: what follows the interpreter; `environment`: variables over those of this process."""
-        flags = ["-P"] if sys.flags.safe_path else []
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, *program],
-                stdin=theirs.fileno(),
-                stdout=2,
-                env={**os.environ, **(environment or {}), _PARENT_PID: str(os.getpid())},
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        self.channel: Channel[T] = Channel(ours, incoming)
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """Kills the child and what it started. One that is gone is no error."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def wait(self, seconds: float | None = None) -> str:
-        """How it ended, once it did. Raises `subprocess.TimeoutExpired`."""
-        status = self._process.wait(seconds)
-        if status < 0:
-            return f"it was killed by {signal.Signals(-status).name}"
-        return f"its exit status was {status}"
-
-
-def beside_the_engine() -> dict[str, str]:
-    """Variables of a child that leaves GPU and cores to the engine."""
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
-    }
-
-
-def parent_channel(incoming: type[T] | Any, *, die_with_parent: bool) -> Channel[T]:
-    """The channel to the process that started this one by `Child`; standard input is empty from here on.
-
-    `die_with_parent` has the kernel kill this process when the thread that started it ends. A thread of
-    this process would not do: a library may hold the interpreter for minutes.
-    """
-    parent = int(os.environ.pop(_PARENT_PID))
-    if die_with_parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(ORPHANED)
-    connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    return Channel(connection, incoming)
-
-
 #: All but the one whose arguments differ.
 _CLASSES = {
     name: kind
@@ -318,19 +242,12 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     advice: str
     #: Of a `NoAudioError`.
     text_out: str | None = None
-    meta: Meta = {}
+    meta: dict[str, Any] = {}
 
     @classmethod
     def of(cls, error: NightjarError) -> ErrorRecord:
         if isinstance(error, NoAudioError):
-            return cls(
-                NoAudioError.__name__,
-                error.code,
-                error.message,
-                error.advice,
-                error.text_out,
-                plain(error.meta),
-            )
+            return cls("", error.code, error.message, error.advice, error.text_out, error.meta)
         kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
         return cls(kind, error.code, error.message, error.advice)
 
@@ -341,25 +258,19 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         return _CLASSES[self.kind](self.code, self.message, self.advice)
 
 
-def plain(meta: Meta) -> Meta:
-    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number
-    becomes text."""
-    values: dict[str, Any] = meta
-    own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
-    return {
-        name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()
-    }
-
-
 def share(data: bytes | memoryview | NDArray[Any]) -> int:
     """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes
     once it is sent.
 
     Raises `OSError` where there is no memory or no descriptor left.
     """
-    descriptor = _unnamed_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(prefix="nightjar-") as file:
+            descriptor = os.dup(file.fileno())
     try:
-        left = _bytes_of(data.data if isinstance(data, np.ndarray) else memoryview(data))
+        left = np.frombuffer(data, np.uint8).data
         while left:
             left = left[os.write(descriptor, left) :]
     except BaseException:
@@ -377,7 +288,7 @@ def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     try:
         kind = np.dtype(dtype)
         values = np.empty(os.fstat(descriptor).st_size // kind.itemsize, kind)
-        left = _bytes_of(values.data)
+        left = values.view(np.uint8).data
         while left:
             read = os.preadv(descriptor, [left], values.nbytes - len(left))
             if not read:
@@ -392,15 +303,3 @@ def close_all(descriptors: Sequence[int] | deque[int]) -> None:
     """Closes descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _bytes_of(view: memoryview) -> memoryview:
-    # A view of nothing cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nightjar", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="nightjar-") as file:
-        return os.dup(file.fileno())

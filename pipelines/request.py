@@ -157,14 +157,6 @@ class Done:
 
     speech: Speech
 
-    @property
-    def samples(self) -> NDArray[np.float32]:
-        return self.speech.samples
-
-    @property
-    def sample_rate(self) -> int:
-        return self.speech.sample_rate
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -382,7 +374,8 @@ class Listener:
             if not (self._open if isinstance(event, AudioChunk) else self._end()):
                 return
             if not isinstance(event, Failed):
-                self.seconds += len(event.samples) / event.sample_rate
+                heard = event.speech if isinstance(event, Done) else event
+                self.seconds += len(heard.samples) / heard.sample_rate
             try:
                 self._on_event(event)
             finally:

@@ -6,16 +6,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 import click
 import structlog
 
-from jobs.child_process import is_watched, say_last_words, wait_for_start
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.gpus import VISIBLE, count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
+from jobs.worker_group import (
+    WorkerGroup,
+    WorkerPlan,
+    WorkerReport,
+    is_watched,
+    plan_workers,
+    say_last_words,
+    wait_for_parent,
+)
+from pipelines.child_process import Child
 from pipelines.errors import NightjarError
 from pipelines.registry import describe
 
@@ -63,16 +73,12 @@ def _settings() -> Settings:
     is_flag=True,
     help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).",
 )
-@click.option(
-    "--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone."
-)
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
 def run(
     gpus: str | None,
     model: str | None,
     preload: str | None,
     supervise: bool,
-    parent_pid: int | None,
     private: bool,
 ) -> None:
     """Run a worker: it takes shards and synthesizes them until SIGTERM.
@@ -87,17 +93,16 @@ def run(
       nightjar worker --gpu 0,1,2,3
       nightjar worker --gpu all
     """
+    # At once: whoever started this process may end any time.
+    watched = is_watched()
     settings = _settings()
-    if gpus is None and (count := _gpus_beside(settings, model, private)) > 1:
+    if gpus is None and not (watched or private) and (count := _gpus_beside(settings, model)) > 1:
         log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
-        from jobs.worker_group import plan_workers
-        from worker.supervisor import supervise as run_all
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        plans, arguments = plan_workers(settings, devices), _given(("--model", model), ("--preload", preload))
-        sys.exit(run_all(arguments, plans, settings))
+        sys.exit(_group(settings, plan_workers(settings, devices), model, preload).run(settings))
     from worker.models import Preload
 
     # Begun before Celery is imported: both take seconds.
@@ -105,26 +110,35 @@ def run(
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 
-    wait_for_start()
-    sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private, opening)))
+    wait_for_parent()
+    sys.exit(run_worker(settings, WorkerOptions(model, private, opening)))
 
 
-def _gpus_beside(settings: Settings, model: str | None, private: bool) -> int:
-    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several, or another
-    process says it."""
+def _gpus_beside(settings: Settings, model: str | None) -> int:
+    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several."""
     count = count_gpus(os.environ.get(VISIBLE))
-    if count < 2 or private or is_watched():
-        return 0
     engine = "vllm"
     with suppress(NightjarError):
-        if model is not None:
+        if model is not None and count > 1:
             engine = settings.chosen_engine(describe(model))
     return 0 if engine == "cpu" or (engine == "vllm" and settings.vllm.tensor_parallel > 1) else count
 
 
-def _given(*options: tuple[str, str | None]) -> list[str]:
-    """Options with their values, without those that were not given."""
-    return [word for name, value in options if value is not None for word in (name, value)]
+def _group(
+    settings: Settings, plans: Sequence[WorkerPlan], model: str | None, preload: str | None
+) -> WorkerGroup:
+    """Workers that run this program without the options that brought about the group."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
+    for option, value in (("--model", model), ("--preload", preload)):
+        program += [] if value is None else [option, value]
+    return WorkerGroup(
+        plans,
+        lambda plan: Child(program, WorkerReport, plan.environment, bound=False, cores=plan.cores),
+        longest_pause_seconds=settings.times.restart_seconds,
+        quarantine_seconds=settings.times.quarantine_seconds,
+        on_event=lambda level, event, details: getattr(log, level)(event, **details),
+    )
 
 
 @cli.command()

@@ -26,10 +26,10 @@ from kombu.transport import virtual
 from redis.exceptions import DataError, RedisError
 from vine import promise
 
-from jobs.child_process import say_last_words
 from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.settings import Settings
+from jobs.worker_group import say_last_words
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.interpreter import collect_seldom
 from worker.admission import MAX_SHARDS

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from jobs.ledger.records import Lease, Ticket
-from jobs.ledger.states import LASTING_OUTAGES
+from jobs.ledger.records import LASTING_OUTAGES, Lease, Ticket
 from pipelines.errors import ErrorCode, NightjarError
 
 
@@ -20,17 +19,14 @@ class Clock(Protocol):
 
     def monotonic(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class SystemClock:
     """The clock of the machine."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
 
 
 T = TypeVar("T")

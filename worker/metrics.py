@@ -123,23 +123,13 @@ class EngineTimer:
         self._virtual_seconds = 0.0
         self._read_at = clock.monotonic()
 
-    def enter(self) -> float:
-        """A request enters the engine. Returns the virtual time, to leave with."""
+    def change(self, requests: int) -> float:
+        """So many requests enter the engine, or leave it where the number is negative; the virtual seconds
+        by now. A request's share is what passed of them while it was there."""
         with self._lock:
-            entered_at = self._advance()
-            self._requests += 1
-            return entered_at
-
-    def leave(self, entered_at: float) -> float:
-        """The request that entered at this virtual time has left; its share in milliseconds."""
-        with self._lock:
-            share = self._advance() - entered_at
-            self._requests -= 1
-            return share * 1000
-
-    def _advance(self) -> float:
-        now = self._clock.monotonic()
-        if self._requests:
-            self._virtual_seconds += (now - self._read_at) / self._requests
-        self._read_at = now
-        return self._virtual_seconds
+            now = self._clock.monotonic()
+            if self._requests:
+                self._virtual_seconds += (now - self._read_at) / self._requests
+            self._read_at = now
+            self._requests += requests
+            return self._virtual_seconds

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -21,13 +20,6 @@ from jobs.times import Times
 from worker.leases import Clock, HeldLease
 
 log = structlog.get_logger(__name__)
-
-
-class EncodedArtifact(NamedTuple):
-    """An artifact that is not stored yet, without its SHA-256, and its bytes."""
-
-    artifact: Artifact
-    data: bytes
 
 
 @dataclass(slots=True)
@@ -66,14 +58,14 @@ class PackWriter:
         self._putting = False
         self._packs = 0
 
-    def add(self, done: Done, artifacts: Sequence[EncodedArtifact], example_id: str) -> Future[Done]:
-        """Takes the artifacts of an item; the future has its outcome once they are stored, and raises what
+    def add(self, done: Done, artifacts: Sequence[tuple[Artifact, bytes]], example_id: str) -> Future[Done]:
+        """Takes the artifacts of an item, without their SHA-256, and their bytes; the future has its outcome once they are stored, and raises what
         the store raises.
 
         A pack that is full now is put by this call, so that a slow store slows down who adds.
         """
         stored: Future[Done] = Future()
-        hashes = [hashlib.sha256(one.data).hexdigest() for one in artifacts]
+        hashes = [hashlib.sha256(data).hexdigest() for _, data in artifacts]
         with self._changed:
             # The thread that puts the pack before this one takes the full one next.
             self._changed.wait_for(

@@ -6,14 +6,12 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import msgspec
-
 from jobs.references import load_reference
 from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
-from jobs.voices import line_in_stored_voice
-from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
+from jobs.voices import item_request
+from pipelines.request import Generation, SpokenRole, SynthesisRequest
 from worker.leases import DOUBTS, HeldLease
 
 
@@ -62,32 +60,17 @@ class RequestBuilder:
         solve.
         """
         lease = self.held.lease
-        spec = lease.job.spec
-        messages, generation = line_in_stored_voice(
-            line, self._generation(line, spec.generation), spec, lease.job.id
-        )
-        return SynthesisRequest(
-            request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
-            messages=tuple(
-                [self._loaded(message) if message.modality == "audio" else message for message in messages]
-            ),
-            generation=generation,
-            seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
-        )
-
-    def _generation(self, line: ShardLine, defaults: Generation) -> Generation:
+        job, spec = lease.job, lease.job.spec
         if line.generation is not NO_GENERATION:
-            return line.generation_over(defaults)
-        if line.role not in self.defaults:
-            self.defaults[line.role] = line.generation_over(defaults)
-        return self.defaults[line.role]
+            generation = line.generation_over(spec.generation)
+        else:
+            if line.role not in self.defaults:
+                self.defaults[line.role] = line.generation_over(spec.generation)
+            generation = self.defaults[line.role]
 
-    def _loaded(self, message: Message) -> Message:
-        """A user's audio message with the encoded file in place of its key; audio of other roles is not
-        used."""
-        key = message.content
-        if message.role != "user" or not isinstance(key, str):
-            return message
-        job_id = self.held.lease.job.id
-        audio = self.held.retrying(lambda: self.references.get(self.store, job_id, key), DOUBTS)
-        return msgspec.structs.replace(message, content=audio)
+        def load(key: str) -> bytes:
+            return self.held.retrying(lambda: self.references.get(self.store, job.id, key), DOUBTS)
+
+        request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
+        seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.generation.seed)
+        return item_request(line, generation, job, request_id, seed, load)

@@ -6,38 +6,31 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
 
+from jobs.checks import Quality
 from jobs.dialogue import spoken_text
-from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, put_numbered, quarantine_key, text_key
-from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Job, Outcome
+from jobs.layout import CONTENT_TYPES, item_key, object_metadata, put_numbered
+from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
+from pipelines.vad import trim_silence
 from worker.leases import GoneReason, HeldLease
-from worker.pack_writer import EncodedArtifact, PackWriter
+from worker.pack_writer import PackWriter
 from worker.quality.meters import Utterance
 from worker.quality.pool import Measured, MeterPool, MeterTask
-from worker.quality.verdict import (
-    CheckedDraw,
-    History,
-    check_draw,
-    check_speech,
-    failed_draw,
-    meters_of,
-    trimmed,
-    with_readings,
-)
+from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
 #: 50 threads.
@@ -94,10 +87,6 @@ class ShardOutput:
         return self.held.gone not in (None, GoneReason.DRAINED) or self.over()
 
 
-#: The work on a draw. It yields what it waits for without a thread, and returns what became of the draw.
-_Path = Generator[Future[Any], Future[Any] | None, Outcome | History | Future[Done]]
-
-
 class ResultWriter:
     """A few threads that check and store what engines made. They wait for a store that is away while the
     item's lease lives."""
@@ -126,14 +115,6 @@ class ResultWriter:
         meters do not count."""
         return self._queue.qsize() >= self.max_backlog
 
-    def submit(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> None:
-        """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
-
-        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
-        more, and any other error.
-        """
-        self._queue.put(partial(self._step, shard, draw, self._outcome(shard, draw, made)))
-
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
         self._queue.put(work)
@@ -150,27 +131,35 @@ class ResultWriter:
         while (work := self._queue.get()) is not None:
             work()
 
-    def _step(self, shard: ShardOutput, draw: ItemDraw, path: _Path, came: Future[Any] | None = None) -> None:
-        """Goes on with a draw until it waits for something, or has its answer."""
-        try:
-            waits_for = path.send(came)
-        except StopIteration as end:
-            answer: Outcome | History | Future[Done] = end.value
-            if isinstance(answer, Future):
-                answer.add_done_callback(
-                    lambda stored: shard.answer(draw, stored.exception() or stored.result())
-                )
-            else:
-                shard.answer(draw, answer)
-        except Exception as error:  # noqa: BLE001 - the shard's to judge
-            shard.answer(draw, error)
-        else:
-            waits_for.add_done_callback(
-                lambda done: self._queue.put(partial(self._step, shard, draw, path, done))
-            )
+    def work(
+        self,
+        shard: ShardOutput,
+        draw: ItemDraw,
+        made: Speech | NightjarError,
+        measured: tuple[Mapping[str, Score], Future[Measured]] | None = None,
+    ) -> None:
+        """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
 
-    def _outcome(self, shard: ShardOutput, draw: ItemDraw, made: Speech | NightjarError) -> _Path:
-        """The one path from what the engine made to an item's outcome.
+        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
+        more, and any other error. `measured`: what meters say of a draw that had these scores before.
+        """
+        try:
+            answer = self._outcome(shard, draw, made, measured)
+        except Exception as error:  # noqa: BLE001 - the shard's to judge
+            answer = error
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
+        elif answer is not None:
+            shard.answer(draw, answer)
+
+    def _outcome(
+        self,
+        shard: ShardOutput,
+        draw: ItemDraw,
+        made: Speech | NightjarError,
+        measured: tuple[Mapping[str, Score], Future[Measured]] | None,
+    ) -> Outcome | History | Future[Done] | None:
+        """The one path from what the engine made to an item's outcome; None while meters measure it.
 
         | the draw | the item |
         |---|---|
@@ -179,101 +168,106 @@ class ResultWriter:
         | was the last one, and the job keeps the best | `Done` with the best draw's artifacts |
         | was the last one | `Failed`, the best draw's audio in quarantine |
         """
-        job, index = shard.held.lease.job, draw.line.index
-        quality = job.spec.quality
-        if quality is None or text_only(made):
-            # An engine's error comes here only where a job has checks; it is a draw that did not pass them.
-            speech = cast(Speech, made)
-            if not text_only(speech):
-                check_speech(speech)
-            return _stored(
-                shard, draw, Done(index, (), draw.engine_ms), speech, draw.request.seed, draw.number
-            )
-        if isinstance(made, NightjarError):
-            checked = failed_draw(draw.number, draw.request.seed, made)
-        else:
-            speech = trimmed(made, quality)
-            text = speech.text_out or speech.text or spoken_text(draw.line.messages)
-            generation, voice = draw.request.generation, stored_voice_of(draw.line, job.spec)
-            # As the job says it: with the name of a stored voice, which the request has as a recording.
-            asked = generation if voice is None else msgspec.structs.replace(generation, voice=voice)
-            checked = check_draw(draw.number, draw.request.seed, speech, quality, text, asked)
-            if checked.passed and (meters := meters_of(quality)):
-                utterance = Utterance(
-                    speech.samples,
-                    speech.sample_rate,
-                    text,
-                    generation.language or "",
-                    _reference(draw.request),
-                )
-                # While the draw waits, the pool alone holds its samples, in memory or in a file.
-                made = speech = replace(speech, samples=np.empty(0, np.float32))
-                checked = replace(checked, speech=None)
-                # The item itself: a request's id is another one in each attempt and draw.
-                task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{index}")
-                measuring = self._meters.submit(task)
-                del task, utterance
-                measured: Measured = cast(Future[Any], (yield measuring)).result()
-                checked = replace(checked, speech=replace(speech, samples=measured.samples))
-                checked = with_readings(checked, measured.readings, quality)
-        history = draw.history.after(checked, draw.engine_ms)
-        if (
-            not checked.passed
-            and draw.number < draw.last
-            and not draw.history.ended_by(checked, draw.sampled)
-        ):
-            return history
-        best = checked if checked.passed else cast(CheckedDraw, history.best)
-        record, speech = best.record, best.speech
-        if best.passed or (quality.on_fail == "keep" and record.scores):
-            done = Done(index, (), history.engine_ms, history.draws_with(record.draw))
-            return _stored(shard, draw, done, cast(Speech, speech), record.seed, record.draw)
-        message, artifacts = best.message, ()
-        if speech is not None:
-            message = f"None of {len(history.draws)} draws passed; the best: {message}"
-            artifacts = _put(shard, _encoded(job, draw.line, speech, record.seed, record.draw, QUARANTINE))
-        return Failed(
-            index, cast(ErrorCode, record.code), message, history.draws, artifacts, history.engine_ms
+        job, index, seed = shard.held.lease.job, draw.line.index, draw.request.seed
+        quality, history = job.spec.quality, draw.history
+        text_only = (
+            isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
         )
+        if isinstance(made, NightjarError):
+            # It comes here only where a job has checks; it is a draw that did not pass them.
+            assert quality is not None
+            checked = failed_draw(draw.number, seed, made)
+        elif quality is None or text_only:
+            if not text_only:
+                check_speech(made)
+            return _stored(shard, draw, Done(index, (), draw.engine_ms), made, seed, draw.number)
+        elif measured is not None:
+            before, (samples, readings) = measured[0], measured[1].result()
+            checked = judged(draw.number, seed, replace(made, samples=samples), quality, readings, before)
+        else:
+            checked = self._checked(shard, draw, made, quality)
+            if checked is None:
+                return None
+        record = checked.record
+        if record.code is None:
+            done = Done(index, (), history.engine_ms + draw.engine_ms, (*history.draws, record))
+            return _stored(shard, draw, done, checked.speech, seed, draw.number)
+        after = history.after(checked, draw.engine_ms)
+        if draw.number < draw.last and not history.ended_by(checked, draw.sampled):
+            return after
+        best, draws = cast(CheckedDraw, after.best), after.draws
+        if quality.on_fail == "keep" and best.record.scores:
+            draws = [msgspec.structs.replace(one, kept=one.draw == best.record.draw) for one in draws]
+            outcome = Done(index, (), after.engine_ms, tuple(draws))
+        else:
+            heard = "" if best.speech is None else f"None of {len(draws)} draws passed; the best: "
+            code = cast(ErrorCode, best.record.code)
+            outcome = Failed(index, code, heard + best.message, draws, (), after.engine_ms)
+        return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
-
-def text_only(made: Speech | NightjarError) -> bool:
-    """Whether the model was asked for text without audio."""
-    return isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
-
-
-def _reference(request: SynthesisRequest) -> bytes | None:
-    """The encoded file of the voice that a request clones."""
-    return next((message.content for message in request.messages if isinstance(message.content, bytes)), None)
+    def _checked(
+        self, shard: ShardOutput, draw: ItemDraw, made: Speech, quality: Quality
+    ) -> CheckedDraw | None:
+        """The draw with the checks that need no model; None: meters measure it, and `work` goes on with
+        what they say."""
+        job, request, line = shard.held.lease.job, draw.request, draw.line
+        speech = made
+        if quality.trim:
+            samples = trim_silence(made.samples, made.sample_rate, quality.trim_keep_ms)
+            speech = replace(made, samples=samples)
+        text = speech.text_out or speech.text or spoken_text(line.messages)
+        generation = request.generation
+        if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
+            # As the job says it: with the name of a stored voice, which the request has as a recording.
+            generation = msgspec.structs.replace(generation, voice=voice)
+        checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
+        meters = {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
+        if checked.record.code is not None or not meters:
+            return checked
+        recordings = (one.content for one in request.messages if isinstance(one.content, bytes))
+        utterance = Utterance(
+            speech.samples, speech.sample_rate, text, generation.language or "", next(recordings, None)
+        )
+        # The item itself: a request's id is another one in each attempt and draw.
+        task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
+        measuring, scores = self._meters.submit(task), checked.record.scores
+        # Meanwhile only the pool keeps the samples.
+        hollow = replace(speech, samples=np.empty(0, np.float32))
+        measuring.add_done_callback(
+            lambda done: self.run(partial(self.work, shard, draw, hollow, (scores, done)))
+        )
+        return None
 
 
 def _stored(
-    shard: ShardOutput, draw: ItemDraw, done: Done, speech: Speech, seed: int, number: int
-) -> Done | Future[Done]:
-    """The outcome with the artifacts of the draw that is kept, once these are stored."""
-    artifacts = _encoded(shard.held.lease.job, draw.line, speech, seed, number)
-    if shard.packs is not None:
-        return shard.packs.add(done, artifacts, draw.line.example_id)
-    return msgspec.structs.replace(done, artifacts=_put(shard, artifacts))
+    shard: ShardOutput,
+    draw: ItemDraw,
+    outcome: Done | Failed,
+    speech: Speech | None,
+    seed: int,
+    number: int,
+) -> Outcome | Future[Done]:
+    """The outcome with the artifacts of the draw that is kept, once these are stored: its audio, unless
+    text alone was asked for, and its text where the model wrote one, which does not go into quarantine.
 
-
-def _encoded(
-    job: Job, line: ShardLine, speech: Speech, seed: int, number: int, kind: str = "audio"
-) -> list[EncodedArtifact]:
-    """The audio of a draw, and its text where the model wrote one, which does not go into quarantine; the
-    text alone where no audio was asked for."""
+    Each is put under its key, or under the next number where something else stands: a power cut may have
+    damaged it, or the engine may have rounded otherwise. Waits for a store that is away for as long as the
+    lease lives.
+    """
     # Costs half a second at the first item; a worker that waits for work need not pay it.
     from jobs.encoded_audio import encoded_audio
 
-    found: list[EncodedArtifact] = []
-    if not text_only(speech):
+    job, line = shard.held.lease.job, draw.line
+    failed = isinstance(outcome, Failed)
+    kind = QUARANTINE if failed else "audio"
+    made: list[tuple[Artifact, bytes]] = []
+    if speech is not None and len(speech.samples):
         encoded = encoded_audio(speech, job.spec)
-        made = Artifact(
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.format, number)
+        artifact = Artifact(
             index=line.index,
             kind=kind,
-            key=(quarantine_key if kind == QUARANTINE else audio_key)(
-                job.id, line.index, line.example_id, job.spec.format, number
-            ),
+            key=key,
             sha256="",
             bytes=len(encoded.data),
             duration_ms=encoded.duration_ms,
@@ -282,24 +276,19 @@ def _encoded(
             seed=seed,
             meta=dict(speech.meta),
         )
-        found.append(EncodedArtifact(made, encoded.data))
-    if speech.text_out is not None and kind != QUARANTINE:
-        key, data = text_key(job.id, line.index, line.example_id, number), speech.text_out.encode()
-        made = Artifact(
-            line.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed
-        )
-        found.append(EncodedArtifact(made, data))
-    return found
-
-
-def _put(shard: ShardOutput, artifacts: list[EncodedArtifact]) -> tuple[Artifact, ...]:
-    """Puts each artifact under its key, or under the next number where something else stands: a power cut
-    may have damaged it, or the engine may have rounded otherwise. Waits for a store that is away for as
-    long as the lease lives."""
+        made.append((artifact, encoded.data))
+    if speech is not None and speech.text_out is not None and not failed:
+        data = speech.text_out.encode()
+        key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
+        made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+    if shard.packs is not None and isinstance(outcome, Done):
+        return shard.packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []
-    for made, data in artifacts:
-        content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]
-        metadata = object_metadata(shard.held.lease.job.spec_sha, made.seed)
-        put = shard.held.retrying(partial(put_numbered, shard.store, made.key, data, content_type, metadata))
-        stored.append(msgspec.structs.replace(made, key=put.info.key, sha256=put.info.sha256))
-    return tuple(stored)
+    for artifact, data in made:
+        content_type = CONTENT_TYPES[artifact.key.rpartition(".")[2]]
+        metadata = object_metadata(job.spec_sha, seed)
+        put = shard.held.retrying(
+            partial(put_numbered, shard.store, artifact.key, data, content_type, metadata)
+        )
+        stored.append(msgspec.structs.replace(artifact, key=put.info.key, sha256=put.info.sha256))
+    return msgspec.structs.replace(outcome, artifacts=tuple(stored))

@@ -17,12 +17,12 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from jobs import installed_version
-from jobs.child_process import is_watched, say_refused, say_up
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
+from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -73,8 +73,6 @@ class WorkerOptions:
 
     #: The only model this worker serves; None: whatever the jobs ask for.
     model: str | None = None
-    #: The worker drains when this process is no longer its parent.
-    parent_pid: int | None = None
     #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its
     #: settings do not let it open a job's model. Else it leaves the job to the others, or fails its items
     #: where there is no other: no job ends the workers of others.
@@ -176,7 +174,7 @@ class Runtime:
 
         Raises `NightjarError` when it cannot work.
         """
-        if self.options.parent_pid is not None:
+        if is_watched():
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
         self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
         if (port := self.settings.worker.metrics_port) is not None:
@@ -184,7 +182,7 @@ class Runtime:
         for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
             if self._asking(lambda step=step: [step()]) is None:
                 return
-        say_up()
+        say(WorkerReport(up=True))
         self._up = True
         log.info(
             "worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any"
@@ -375,9 +373,10 @@ class Runtime:
             os._exit(0 if len(self.leases) == 0 else 1)
 
     def _watch_parent(self) -> None:
-        while os.getppid() == self.options.parent_pid:
-            if self._stopped.wait(1.0):
-                return
+        while wait_for_parent():
+            pass
+        if self._stopped.is_set():
+            return
         log.warning("the parent process is gone")
         self.hurry()
         # Only a signal stops Celery's loop.

@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.child_process import say_finished
 from jobs.export.manifest import put_shard_manifest
-from jobs.ledger.records import Done, Failed, JobState, Lease, Outcome
-from jobs.ledger.states import LASTING_OUTAGES, WORKER_FAULTS, WORKING
+from jobs.ledger.records import (
+    LASTING_OUTAGES,
+    WORKER_FAULTS,
+    WORKING,
+    Done,
+    Failed,
+    JobState,
+    Lease,
+    Outcome,
+)
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
+from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
+from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from pipelines.request import Event, Pipeline
-from pipelines.request import Failed as SpeechFailed
 from worker.admission import MAX_WRITING_ITEMS, Demand, FeedingOrder, ItemCounts
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import EngineTimer, Metrics
@@ -262,17 +269,25 @@ class ShardRun:
 
     def feed_all(self) -> None:
         """The feeding thread: each draw, while it is the shard's turn and there is room behind the engine."""
-        rank = self._runner.order.place(self._job.priority, remote=self._store.remote)
+        order, writer, quality = self._runner.order, self._runner.writer, self._job.spec.quality
+        rank = order.place(self._job.priority, remote=self._store.remote)
         try:
-            while (draw := self._next_draw(rank)) is not None:
-                while (
-                    self._runner.writer.full or len(self._writing) >= MAX_WRITING_ITEMS
-                ) and not self._stopped:
+            while True:
+                if not self._waiting:
+                    order.leave(rank)
+                    if quality is None:
+                        return
+                    # Items may need another draw.
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
+                if not self._waiting or not order.take(rank, lambda: self._stopped):
+                    return
+                while (writer.full or len(self._writing) >= MAX_WRITING_ITEMS) and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
                         return
-                    self._feeding = draw
+                    draw = self._feeding = self._waiting.popleft()
                 self.feed(draw)
                 with self._changed:
                     self._feeding = None
@@ -281,20 +296,7 @@ class ShardRun:
             log.exception("feeder failed")
             self._end_work(error)
         finally:
-            self._runner.order.leave(rank)
-
-    def _next_draw(self, rank: tuple[int, int]) -> ItemDraw | None:
-        """The next draw, once it is the shard's turn; None when no more can come. Waits while items may
-        need another one."""
-        if not self._waiting:
-            self._runner.order.leave(rank)
-            if self._job.spec.quality is None:
-                return None
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
-        if not self._waiting or not self._runner.order.take(rank, lambda: self._stopped):
-            return None
-        return self._waiting.popleft()
+            order.leave(rank)
 
     def feed(self, draw: ItemDraw) -> None:
         """Hands a draw to the pipeline, which may wait for room. This is the one place that calls it."""
@@ -304,7 +306,7 @@ class ShardRun:
             draw.request = self._builder.build(draw.line, draw.number)
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
-                draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.enter()
+                draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)
                 self._in_engine[index] = draw
             draw.handle = pipeline.start(draw.request, partial(self._made, draw))
         except NightjarError as error:
@@ -325,6 +327,7 @@ class ShardRun:
 
     def _made(self, draw: ItemDraw, event: Event) -> None:
         """The engine has answered."""
+        assert not isinstance(event, AudioChunk), "whole utterances have no chunks"
         with self._changed:
             # One that nobody waits for has left before.
             if not self._leave(draw):
@@ -332,23 +335,20 @@ class ShardRun:
             # In the same step: at no time is an item that was begun in no state.
             self._writing.add(draw.line.index)
             self._answered += 1
-        if isinstance(event, SpeechDone):
-            self._runner.writer.submit(self._output, draw, event.speech)
-        elif (
-            isinstance(event, SpeechFailed)
-            and event.error.code in REDRAWN
-            and self._job.spec.quality is not None
-        ):
-            # A failure that another seed may mend is a draw that did not pass its checks.
-            self._runner.writer.submit(self._output, draw, event.error)
-        elif isinstance(event, SpeechFailed):
-            self.settle(draw, event.error)
+        made = event.speech if isinstance(event, SpeechDone) else event.error
+        # A failure that another seed may mend is a draw that did not pass its checks.
+        redrawn = self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWN
+        if isinstance(made, Speech) or redrawn:
+            writer = self._runner.writer
+            writer.run(partial(writer.work, self._output, draw, made))
+        else:
+            self.settle(draw, made)
 
     def _leave(self, draw: ItemDraw) -> bool:
         """Takes a draw out of the engine; False: it was not in it. Under the lock."""
         if self._in_engine.pop(draw.line.index, None) is None:
             return False
-        draw.engine_ms = round(self._runner.timer.leave(draw.entered_at))
+        draw.engine_ms = round((self._runner.timer.change(-1) - draw.entered_at) * 1000)
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
@@ -368,8 +368,9 @@ class ShardRun:
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
-        # It may be the one that a pack has waited for.
-        self._flush_packs()
+        if (packs := self._output.packs) is not None:
+            # It may be the one that a pack has waited for.
+            packs.flush_due()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
         """The outcome of an item by an error that is its own; None where it gets none here.
@@ -459,7 +460,12 @@ class ShardRun:
         if _engine_is_broken(committed) and pipeline.stats().state != "starting":
             log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
-        return any(_runs_again(self._lease, outcome) for outcome in committed)
+        # The ledger keeps these open for another attempt.
+        open_items, attempts = self._lease.open_items, self._job.max_attempts
+        return any(
+            isinstance(one, Failed) and one.code.retryable and open_items[one.index][1] + 1 < attempts
+            for one in committed
+        )
 
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
         """Outcomes when a commit is worth it: there are enough, the shard is finished, or it is `due_at`.
@@ -573,7 +579,7 @@ class ShardRun:
             raise
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
-            say_finished()
+            say(WorkerReport(finished=True))
 
     def _finish(self, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
         ledger, lease = self._runner.ledger, self._lease
@@ -620,13 +626,6 @@ class ShardRun:
         except NightjarError as error:
             log.warning("failed shard not reported; its lease will expire", error=str(error))
         return ShardEnd.FAILED
-
-
-def _runs_again(lease: Lease, outcome: Outcome) -> bool:
-    """Whether the ledger keeps this item open for another attempt."""
-    if not isinstance(outcome, Failed) or not outcome.code.retryable:
-        return False
-    return lease.open_items[outcome.index][1] + 1 < lease.job.max_attempts
 
 
 def _cancel(draws: Sequence[ItemDraw]) -> None:

@@ -20,8 +20,8 @@ from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.repair import Repaired
-    from jobs.verify import Expected, ReproducedItem
+    from jobs.repair import Repaired, ReproducedItem
+    from jobs.verify import Expected
     from jobs.where import Where
 
 
@@ -239,9 +239,9 @@ def verify(
       nightjar verify JOB --repair
     """
     from jobs.provenance import opened_again
-    from jobs.repair import mend
+    from jobs.repair import mend, reproduce
     from jobs.store import store_of
-    from jobs.verify import ObjectCheck, reproduce
+    from jobs.verify import ObjectCheck
 
     store = store_of(job, settings.s3)
     check = ObjectCheck(ledger, store, job, deep=deep)

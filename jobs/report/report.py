@@ -21,10 +21,9 @@ from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
-from jobs.ledger.location import STATE_FOLDER
 from jobs.ledger.records import ItemState, Job
 from jobs.ledger.status import GAP_SECONDS, JobStatus
-from jobs.own_files import own_path
+from jobs.own_files import STATE_FOLDER, own_path
 from jobs.report import clips
 from jobs.report.charts import (
     BINS,

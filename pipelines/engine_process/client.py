@@ -14,24 +14,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipelines.child_process import Child
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
     ChunkMessage,
     Close,
-    Forget,
+    NotOpened,
     Open,
     Opened,
+    RecentRecordings,
     RequestFailed,
     RequestRecord,
-    SentRecordings,
     SpeechMessage,
     Start,
     Stats,
     Taken,
     ToClient,
-    recordings_of,
-    with_recordings,
 )
 from pipelines.errors import (
     ConfigError,
@@ -42,7 +41,7 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
 )
-from pipelines.ipc import Child, close_all, read_shared
+from pipelines.ipc import read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import (
     AudioChunk,
@@ -54,8 +53,10 @@ from pipelines.request import (
     Frontend,
     Handle,
     Listener,
+    Modality,
     OnEvent,
     PreparedRequest,
+    Role,
     Speech,
     SynthesisRequest,
     TextPieces,
@@ -71,6 +72,8 @@ PROGRAM = ("-m", "pipelines.engine_process.server")
 #: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the
 #: child never waits for one.
 ON_THE_WAY = 32
+#: Of the recordings used last, which the child keeps.
+RECORDING_BYTES = 64 << 20
 #: How long `close` waits for the child, which may hang, before it kills it.
 CLOSE_SECONDS = 5.0
 
@@ -94,7 +97,8 @@ class EngineProcess:
         self._changed = threading.Condition()
         #: Requests without an end.
         self._requests: dict[int, Listener] = {}
-        self._recordings = SentRecordings()
+        #: Those that the child keeps, by their bytes.
+        self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
         #: Those that the child's pipeline has not accepted.
         self._on_the_way: set[int] = set()
         self._stats = EngineStats()
@@ -109,7 +113,10 @@ class EngineProcess:
         self._child: Child[ToClient] | None = None
         # The kernel ends the child together with this thread.
         self._host = threading.Thread(
-            target=self._run, args=(Open(model, options or {}),), name="engine-host", daemon=True
+            target=self._run,
+            args=(Open(model, options or {}, RECORDING_BYTES),),
+            name="engine-host",
+            daemon=True,
         )
         self._host.start()
         try:
@@ -145,8 +152,10 @@ class EngineProcess:
         if text_open:
             # Its ids are made here.
             self.wait_for_frontend()
-        number = next(self._numbers)
-        wanted, pieces = self._prepared(request)
+        number, pieces = next(self._numbers), None
+        if isinstance(request, SynthesisRequest) and self._frontend is not None:
+            request, pieces = self._frontend.prepare(request)
+        record, recordings = _record_of(request)
         heard = Listener(on_event, lambda _done: self._leave(number))
         with self._changed:
             # The host's thread is the one that makes room.
@@ -156,14 +165,20 @@ class EngineProcess:
                 )
             if (error := self._over or self._gone) is not None:
                 raise error
-            packed = self._packed(Start(number, wanted, stream))
             # Before it is sent: its first chunk may come at once.
             self._requests[number] = heard
             if not stream:
                 self._on_the_way.add(number)
             # Inside the lock, so that nothing of the request overtakes it, and it no recording.
-            self._post(*packed)
-        return _OpenText(number, heard, pieces, self._tell_child) if text_open else heard
+            try:
+                self._send(Start(number, record, stream, self._numbered(recordings) if recordings else []))
+            except ValueError as error:
+                self._take_out(number)
+                advice = "Give shorter recordings."
+                raise InputError(
+                    ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice
+                ) from error
+        return _OpenText(number, heard, pieces, self._send) if text_open else heard
 
     def stats(self) -> EngineStats:
         """The child's last message about its engine; `broken` when the child is gone."""
@@ -181,7 +196,7 @@ class EngineProcess:
             entries = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
-        self._tell_child(Close())
+        self._send(Close())
         for entry in entries:
             _tell(entry, Failed(_closed()))
         if threading.current_thread() is self._host:
@@ -197,59 +212,22 @@ class EngineProcess:
         """Returns once requests are prepared on this side, where the family can do that."""
         self._frontend_thread.join()
 
-    def _prepared(
-        self, request: SynthesisRequest | PreparedRequest
-    ) -> tuple[RequestRecord | PreparedRequest, TextPieces | None]:
-        pieces: TextPieces | None = None
-        wanted: RequestRecord | PreparedRequest
-        try:
-            if isinstance(request, PreparedRequest):
-                wanted = request
-            elif self._frontend is None:
-                wanted = RequestRecord.of(request)
-            else:
-                wanted, pieces = self._frontend.prepare(request)
-        except OverflowError as error:
-            raise _too_large() from error
-        for recording in recordings_of(wanted):
-            # Python computes it once and keeps it; inside the lock it is looked up.
-            hash(recording)
-        return wanted, pieces
+    def _numbered(self, recordings: list[bytes]) -> list[tuple[int, bytes | None]]:
+        """The recordings of one request by their numbers, with the bytes of those that the child does not
+        have. Numbers are never used again."""
+        numbered: list[tuple[int, bytes | None]] = []
+        for recording in recordings:
+            number = self._recordings.get(recording)
+            numbered.append((number or next(self._numbers), None if number else recording))
+            if not number:
+                self._recordings.keep(recording, numbered[-1][0], len(recording))
+        self._recordings.forget()
+        return numbered
 
-    def _packed(self, message: Start) -> list[bytes]:
-        """A request behind the recordings that the child does not have. Raises `InputError` for what
-        cannot be sent."""
-        assert self._child is not None
-        pack = self._child.channel.pack
-        found = recordings_of(message.request)
-        numbers, new = self._recordings.numbered(found)
-        request = with_recordings(message.request, [b""] * len(found))
-        try:
-            packed = [
-                *map(pack, new),
-                pack(msgspec.structs.replace(message, request=request, recordings=numbers)),
-            ]
-            forgotten = self._recordings.sent(new)
-            return [*packed, pack(Forget(forgotten))] if forgotten else packed
-        except OverflowError as error:
-            raise _too_large() from error
-        except UnicodeEncodeError as error:
-            raise no_character() from error
-        except (TypeError, ValueError) as error:
-            advice = "Give shorter recordings."
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice
-            ) from error
-
-    def _post(self, *messages: bytes) -> None:
+    def _send(self, message: Start | Append | Cancel | Close) -> None:
         if self._child is not None:
             with suppress(OSError):  # the host's thread sees that too, and tells everyone
-                for message in messages:
-                    self._child.channel.post(message)
-
-    def _tell_child(self, message: Append | Cancel | Close) -> None:
-        if self._child is not None:
-            self._post(self._child.channel.pack(message))
+                self._child.channel.send(message)
 
     def _open_frontend(self, model: str) -> None:
         """Reads the family's frontend, if it has one. Until then, and without one, the child prepares
@@ -261,14 +239,20 @@ class EngineProcess:
 
     def _leave(self, number: int) -> None:
         """A request is over. The child hears of it, unless it was the one to say so."""
+        if self._take_out(number) is not None:
+            self._send(Cancel(number))
+
+    def _take_out(self, number: int) -> Listener | None:
+        """Takes a request out, which is no longer on its way either; None where it was cancelled."""
         with self._changed:
-            known = self._requests.pop(number, None)
-        if known is not None:
-            self._tell_child(Cancel(number))
+            if number in self._on_the_way:
+                self._on_the_way.discard(number)
+                self._changed.notify()
+            return self._requests.pop(number, None)
 
     def _run(self, wanted: Open) -> None:
         """The host's thread: the child's life from start to end."""
-        reason = "it could not be started"
+        reason = "because it could not be started"
         try:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
@@ -285,7 +269,7 @@ class EngineProcess:
         except Exception as error:
             log.exception("the engine's host failed")
             self._kill()
-            reason = f"its client failed: {error!r}"
+            reason = f"because its client failed: {error!r}"
         finally:
             self._end(reason)
 
@@ -301,23 +285,38 @@ class EngineProcess:
                 )
             )
         if self._closed:
-            self._tell_child(Close())
+            self._send(Close())
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
-            if (heard := self._requests.get(message.number)) is not None:
-                _tell(
-                    heard,
-                    AudioChunk(np.frombuffer(message.samples, np.float32), message.sample_rate, message.text),
-                )
-        elif isinstance(message, SpeechMessage):
-            self._take_speech(message, descriptors)
+            samples = np.frombuffer(message.samples, np.float32)
+            heard = self._requests.get(message.number)
+            event: Event = AudioChunk(samples, message.sample_rate, message.text)
         elif isinstance(message, RequestFailed):
-            if (heard := self._answered(message.number)) is not None:
-                _tell(heard, Failed(message.error.error))
-        elif isinstance(message, Taken):
-            self._forget(message.number)
+            heard, event = self._take_out(message.number), Failed(message.error.error)
+        elif isinstance(message, SpeechMessage):
+            heard = self._take_out(message.number)
+            try:
+                samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
+                event = Done(
+                    Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)
+                )
+            except OSError as error:
+                reason = f"The speech could not be read from shared memory: {error}."
+                event = Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
+        else:
+            self._note(message)
+            return
+        if heard is not None:
+            _tell(heard, event)
+
+    def _note(self, message: Taken | Stats | Opened | NotOpened) -> None:
+        """Takes in what the child says of itself."""
+        if isinstance(message, Taken):
+            with self._changed:
+                self._on_the_way.discard(message.number)
+                self._changed.notify()
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
@@ -326,35 +325,6 @@ class EngineProcess:
             self._opened.set_result(message)
         else:
             self._opened.set_exception(message.error.error)
-
-    def _take_speech(self, message: SpeechMessage, descriptors: list[int]) -> None:
-        heard = self._answered(message.number)
-        if heard is None:
-            close_all(descriptors)
-            return
-        try:
-            samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
-        except OSError as error:
-            reason = f"The speech could not be read from shared memory: {error}."
-            _tell(heard, Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason)))
-        else:
-            _tell(
-                heard,
-                Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)),
-            )
-
-    def _answered(self, number: int) -> Listener | None:
-        """Takes a request out; None for one that was cancelled."""
-        self._forget(number)
-        with self._changed:
-            return self._requests.pop(number, None)
-
-    def _forget(self, number: int) -> None:
-        """The request is no longer on its way."""
-        with self._changed:
-            if number in self._on_the_way:
-                self._on_the_way.discard(number)
-                self._changed.notify()
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -365,7 +335,7 @@ class EngineProcess:
         before `start` says anything."""
         gone = ModelError(
             ErrorCode.MODEL_UNREACHABLE,
-            f"The engine's process has ended: {reason}.",
+            f"The engine's process has ended {reason}.",
             "The model is opened again.",
         )
         with self._changed:
@@ -373,9 +343,9 @@ class EngineProcess:
             entries = list(self._requests.values())
             self._requests.clear()
         advice = "See the log. The model may need more memory than there is."
-        crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended: {reason}.", advice)
+        crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
         if not self._closed:
-            log.error("the engine's process ended: %s; requests in it: %d", reason, len(entries))
+            log.error("the engine's process ended %s; requests in it: %d", reason, len(entries))
         if not self._opened.done():
             self._opened.set_exception(crash)
         for entry in entries:
@@ -419,10 +389,37 @@ def _tell(heard: Listener, event: Event) -> None:
         log.exception("a listener of a request failed")
 
 
-def _too_large() -> InputError:
-    return InputError(
-        ErrorCode.INPUT_UNSUPPORTED, "A number of the request has more than 64 bits.", "Give a smaller one."
-    )
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _record_of(request: SynthesisRequest | PreparedRequest) -> tuple[msgspec.Raw, list[bytes]]:
+    """A request as it travels, and its recordings. Raises `InputError` for what cannot be sent."""
+    record: RequestRecord | PreparedRequest
+    if isinstance(request, PreparedRequest):
+        recordings = [] if request.recording is None else [request.recording]
+        record = msgspec.structs.replace(request, recording=None) if recordings else request
+    else:
+        recordings = [one.content for one in request.messages if isinstance(one.content, bytes)]
+        messages: list[tuple[Role, Modality, str | None]] = [
+            (one.role, one.modality, None if isinstance(one.content, bytes) else one.content)
+            for one in request.messages
+        ]
+        record = RequestRecord(
+            request.request_id, tuple(messages), request.generation, request.seed, request.text_open
+        )
+    for recording in recordings:
+        # Python computes it once and keeps it; inside the lock it is looked up.
+        hash(recording)
+    try:
+        return msgspec.Raw(_encode(record)), recordings
+    except OverflowError as error:
+        raise InputError(
+            ErrorCode.INPUT_UNSUPPORTED,
+            "A number of the request has more than 64 bits.",
+            "Give a smaller one.",
+        ) from error
+    except UnicodeEncodeError as error:
+        raise no_character() from error
 
 
 def _closed() -> SynthesisError:

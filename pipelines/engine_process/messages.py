@@ -7,14 +7,12 @@ sentence by sentence or item by item, and its recording is a thousand times as l
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pipelines.ipc import ErrorRecord, Meta, plain
+from pipelines.ipc import ErrorRecord
 from pipelines.request import (
     Capabilities,
     EngineInfo,
@@ -24,35 +22,22 @@ from pipelines.request import (
     Modality,
     PreparedRequest,
     Role,
-    Speech,
     SynthesisRequest,
 )
 
-#: Of the recordings used last, which the child keeps.
-MAXIMUM_BYTES = 64 << 20
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     """A `SynthesisRequest` as it travels."""
 
     request_id: str
-    #: The content is text, or the bytes of a recording.
-    messages: tuple[tuple[Role, Modality, Any], ...]
+    #: The content is text; None: the next one of the recordings that come with the request.
+    messages: tuple[tuple[Role, Modality, str | None], ...]
     generation: Generation
     seed: int
     text_open: bool
-
-    @classmethod
-    def of(cls, request: SynthesisRequest) -> RequestRecord:
-        messages: tuple[tuple[Role, Modality, Any], ...] = tuple(
-            (one.role, one.modality, one.content) for one in request.messages
-        )
-        return cls(request.request_id, messages, request.generation, request.seed, request.text_open)
-
-    @property
-    def request(self) -> SynthesisRequest:
-        messages = tuple(Message(*one) for one in self.messages)
-        return SynthesisRequest(self.request_id, messages, self.generation, self.seed, self.text_open)
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -60,29 +45,19 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
     model: str
     options: dict[str, Any]
-
-
-class Keep(msgspec.Struct, frozen=True, tag=True):
-    """A recording that requests name by its number from here on."""
-
-    number: int
-    recording: bytes
-
-
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """No request names these recordings any more."""
-
-    numbers: list[int]
+    #: Of the recordings used last, which the child keeps.
+    recording_bytes: int
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What `Pipeline.start` takes."""
 
     number: int
-    request: RequestRecord | PreparedRequest
+    #: A `RequestRecord` or a `PreparedRequest`, without its recordings.
+    request: msgspec.Raw
     stream: bool
-    #: Numbers of the request's recordings, in their order; in their places there is nothing.
-    recordings: list[int] = []
+    #: The numbers of the request's recordings, in their order, each with its bytes where it is new.
+    recordings: list[tuple[int, bytes | None]] = []
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +79,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the child receives.
-ToChild = Open | Keep | Forget | Start | Append | Cancel | Close
+ToChild = Open | Start | Append | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -133,11 +108,7 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     sample_rate: int
     text: str
     text_out: str | None
-    meta: Meta
-
-    @classmethod
-    def of(cls, number: int, speech: Speech) -> SpeechMessage:
-        return cls(number, speech.sample_rate, speech.text, speech.text_out, plain(speech.meta))
+    meta: dict[str, Any]
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
@@ -166,61 +137,51 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 ToClient = Opened | NotOpened | Taken | SpeechMessage | RequestFailed | ChunkMessage | Stats
 
 
-class SentRecordings:
-    """What the child keeps, as its client knows it. Numbers are never used again."""
+class RecentRecordings(Generic[Key, Value]):
+    """The recordings that requests named last. Client and child keep the same ones, because they see the
+    same requests in the same order: the client their numbers by their bytes, the child the reverse."""
 
-    def __init__(self, maximum_bytes: int = MAXIMUM_BYTES) -> None:
+    def __init__(self, maximum_bytes: int) -> None:
         self._maximum_bytes = maximum_bytes
         self._bytes = 0
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()
-        self._unused = itertools.count(1)
+        self._kept: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
 
-    def numbered(self, recordings: Sequence[bytes]) -> tuple[list[int], list[Keep]]:
-        """The numbers of the recordings of one request, and those that the child has to be given before
-        it."""
-        new: dict[bytes, int] = {}
-        numbers: list[int] = []
-        for recording in recordings:
-            if recording in self._numbers:
-                self._numbers.move_to_end(recording)
-                numbers.append(self._numbers[recording])
-            else:
-                numbers.append(new.setdefault(recording, next(self._unused)))
-        return numbers, [Keep(number, recording) for recording, number in new.items()]
+    def get(self, key: Key) -> Value | None:
+        """What is kept of a recording, which was used now; None: it is new."""
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
 
-    def sent(self, given: Sequence[Keep]) -> list[int]:
-        """The child is given these; the numbers of those that it has to forget after the request."""
-        for keep in given:
-            self._numbers[keep.recording] = keep.number
-            self._bytes += len(keep.recording)
-        forgotten: list[int] = []
+    def keep(self, key: Key, value: Value, size: int) -> None:
+        """Keeps a new one, of so many bytes."""
+        self._kept[key] = value, size
+        self._bytes += size
+
+    def forget(self) -> None:
+        """Forgets those that are too many, once a request has all of its own."""
         while self._bytes > self._maximum_bytes:
-            recording, number = self._numbers.popitem(last=False)
-            self._bytes -= len(recording)
-            forgotten.append(number)
-        return forgotten
+            self._bytes -= self._kept.popitem(last=False)[1][1]
 
 
-def recordings_of(request: RequestRecord | PreparedRequest) -> list[bytes]:
-    """The recordings of a request, in their order."""
-    if isinstance(request, PreparedRequest):
-        return [] if request.recording is None else [request.recording]
-    return [content for _, _, content in request.messages if isinstance(content, bytes)]
+_decode = msgspec.msgpack.Decoder(RequestRecord | PreparedRequest).decode
 
 
-def with_recordings(
-    request: RequestRecord | PreparedRequest, recordings: Sequence[bytes]
-) -> RequestRecord | PreparedRequest:
-    """The request with these in the places of its recordings."""
-    if not recordings:
-        return request
-    if isinstance(request, PreparedRequest):
-        return msgspec.structs.replace(request, recording=recordings[0])
+def request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
+    """The request of a message, with its recordings."""
+    record, recordings = _decode(message.request), []
+    for number, recording in message.recordings:
+        if recording is not None:
+            kept.keep(number, recording, len(recording))
+        recordings.append(kept.get(number))
+    kept.forget()
+    if isinstance(record, PreparedRequest):
+        return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
     left = iter(recordings)
-    messages = tuple(
-        [
-            (role, kind, next(left) if isinstance(content, bytes) else content)
-            for role, kind, content in request.messages
-        ]
+    messages = [
+        Message(role, kind, next(left) if content is None else content)
+        for role, kind, content in record.messages
+    ]
+    return SynthesisRequest(
+        record.request_id, tuple(messages), record.generation, record.seed, record.text_open
     )
-    return msgspec.structs.replace(request, messages=messages)

@@ -10,20 +10,22 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
+from pipelines.child_process import ORPHANED, parent_channel
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     Append,
     Cancel,
     ChunkMessage,
-    Forget,
-    Keep,
     NotOpened,
     Open,
     Opened,
+    RecentRecordings,
     RequestFailed,
     SpeechMessage,
     Start,
@@ -31,11 +33,11 @@ from pipelines.engine_process.messages import (
     Taken,
     ToChild,
     ToClient,
-    with_recordings,
+    request_of,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import ORPHANED, Channel, ErrorRecord, close_all, parent_channel, share
+from pipelines.ipc import Channel, ErrorRecord, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import (
     AudioChunk,
@@ -47,6 +49,7 @@ from pipelines.request import (
     Handle,
     Pipeline,
     PreparedRequest,
+    SynthesisRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ _STARTING_THREADS = 4
 def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
-    channel = parent_channel(ToChild, die_with_parent=True)
+    channel = parent_channel(ToChild)
     # The client ends this process, once its work is done. A signal to all processes of a terminal or a
     # service must not do it before.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,14 +83,14 @@ def main() -> None:
         os._exit(status)
 
 
+@dataclass(slots=True)
 class _Request:
     """A request that nobody has ended."""
 
-    def __init__(self) -> None:
-        #: What the pipeline gave when it had begun.
-        self.handle: Handle | None = None
-        #: Text that came before.
-        self.early: list[Append] = []
+    #: What the pipeline gave when it had begun.
+    handle: Handle | None = None
+    #: Text that came before.
+    early: list[Append] = field(default_factory=list[Append])
 
 
 class EngineServer:
@@ -102,13 +105,12 @@ class EngineServer:
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
         self._open: queue.SimpleQueue[Open] = queue.SimpleQueue()
-        self._whole: queue.SimpleQueue[Start] = queue.SimpleQueue()
+        #: Whole utterances to start, by their numbers.
+        self._whole: queue.SimpleQueue[tuple[int, SynthesisRequest | PreparedRequest]] = queue.SimpleQueue()
         #: Ends of whole utterances to deliver; None: the client closes.
         self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
-        #: Those that requests name by their numbers.
-        self._recordings: dict[int, bytes] = {}
         self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
         #: What the client was told last.
@@ -147,44 +149,38 @@ class EngineServer:
 
     def _handle(self, message: ToChild) -> None:
         if isinstance(message, Start):
-            recordings = [self._recordings[number] for number in message.recordings]
-            message = msgspec.structs.replace(message, request=with_recordings(message.request, recordings))
+            request = request_of(message, self._recordings)
             with self._lock:
                 self._requests[message.number] = _Request()
             if not message.stream:
-                self._whole.put(message)
-            elif isinstance(message.request, PreparedRequest) and message.request.recording is None:
-                self._start(message)
+                self._whole.put((message.number, request))
+            elif isinstance(request, PreparedRequest) and request.recording is None:
+                self._start(message.number, request, stream=True)
             else:
                 # A recording is encoded first, or a text that nobody has read is.
-                self._starters.submit(self._start, message)
+                self._starters.submit(self._start, message.number, request, stream=True)
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
             self._cancel(message.number)
-        elif isinstance(message, Keep):
-            self._recordings[message.number] = message.recording
-        elif isinstance(message, Forget):
-            for number in message.numbers:
-                del self._recordings[number]
         elif isinstance(message, Open):
+            self._recordings = RecentRecordings[int, bytes](message.recording_bytes)
             self._open.put(message)
         else:
             self._answers.put(None)
 
     def _feed(self) -> None:
         while True:
-            message = self._whole.get()
-            self._start(message)
-            self._post(Taken(message.number))
+            number, request = self._whole.get()
+            self._start(number, request, stream=False)
+            with suppress(OSError):  # the reader sees that too, and ends the process
+                self._channel.send(Taken(number))
 
-    def _start(self, message: Start) -> None:
+    def _start(self, number: int, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
         """Starts a request, unless it was cancelled meanwhile."""
-        number, stream = message.number, message.stream
         if number not in self._requests:
             return
         assert self._pipeline is not None, "requests come after the model is open"
-        request = message.request if isinstance(message.request, PreparedRequest) else message.request.request
         try:
             handle = self._pipeline.start(request, lambda event: self._heard(number, event, stream), stream)
             self._started(number, handle)
@@ -265,27 +261,26 @@ class EngineServer:
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
         """Sends what came of a request; where it cannot be sent, that."""
-        descriptors: list[int] = []
         message: ToClient
+        shared: list[int] = []
         try:
             if isinstance(event, AudioChunk):
                 samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
                 message = ChunkMessage(number, samples, event.sample_rate, event.text)
             elif isinstance(event, Done):
-                message = SpeechMessage.of(number, event.speech)
-                if len(event.speech.samples):
-                    descriptors.append(share(np.ascontiguousarray(event.speech.samples, np.float32)))
+                speech = event.speech
+                message = SpeechMessage(number, speech.sample_rate, speech.text, speech.text_out, speech.meta)
+                if len(speech.samples):
+                    shared.append(share(np.ascontiguousarray(speech.samples, np.float32)))
             else:
                 message = RequestFailed(number, ErrorRecord.of(event.error))
-            data = self._channel.pack(message, len(descriptors))
-        except (TypeError, ValueError, OverflowError, OSError) as error:
-            refused = RequestFailed(
-                number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent"))
-            )
-            close_all(descriptors)
-            descriptors, data = [], self._channel.pack(refused)
+        except (TypeError, ValueError, OSError) as error:
+            message = _unsent(number, error)
         try:
-            self._channel.post(data, descriptors)
+            try:
+                self._channel.send(message, shared)
+            except (TypeError, ValueError, OverflowError) as error:
+                self._channel.send(_unsent(number, error))
             if wait:
                 self._channel.flush()
         except OSError as error:
@@ -293,7 +288,7 @@ class EngineServer:
                 raise
             log.warning("the client takes no messages: %s", error)
         finally:
-            close_all(descriptors)
+            close_all(shared)
 
     def _send(self, message: ToClient) -> None:
         """For the main thread, which waits for a client that does not read, rather than gather speech.
@@ -301,13 +296,9 @@ class EngineServer:
         self._channel.send(message)
         self._channel.flush()
 
-    def _post(self, message: ToClient) -> None:
-        """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends
-        the process."""
-        try:
-            self._channel.send(message)
-        except OSError as error:
-            log.warning("the client takes no messages: %s", error)
+
+def _unsent(number: int, error: Exception) -> RequestFailed:
+    return RequestFailed(number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent")))
 
 
 def _error_of(error: Exception, what: str) -> NightjarError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipelines.engine_choice import check_frames_on_vllm
-from pipelines.nn.config_keys import Keys, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -97,7 +97,7 @@ class CodecConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
+class SamplingDefaults(Drawing):
     """The published server's own sampling; repetition-aware sampling stands beside it, whatever is asked
     for."""
 

@@ -14,14 +14,13 @@ import torch
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.opening import MemoryNeeds
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
 from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.options import NativeModelOptions
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
 #: Positions of a sequence: a dialogue of ten minutes with its references and texts.
@@ -97,7 +96,7 @@ def open_host(
     ids = np.array([*config.semantic, config.end], np.int64)
     engine = options.open_engine(model, sizes, stage)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
-    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
+    return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:

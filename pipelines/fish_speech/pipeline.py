@@ -11,7 +11,7 @@ import torch
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
 from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -21,16 +21,12 @@ from pipelines.fish_speech.model import FishModel, load_weights
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
-from pipelines.options import read_options
+from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
+from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, no_audio
 from pipelines.tokens import (
     TokenHost,
-    TokenRequestInfo,
     Tokens,
-    TokenStreamer,
-    TokenUtterance,
     token_sampling,
 )
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
@@ -39,7 +35,7 @@ from pipelines.vllm_engine.library import load_vllm
 
 
 @dataclass(frozen=True, slots=True)
-class FishRequestInfo(TokenRequestInfo[CodecState]):
+class FishRequestInfo(RequestInfo[CodecState]):
     """What results need to know of a request."""
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
@@ -50,18 +46,6 @@ class FishRequestInfo(TokenRequestInfo[CodecState]):
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
         return FinishedCodes(tokens.codes, tokens.finish)
-
-
-class FishStreamer(TokenStreamer[CodecState]):
-    """A stream of frames, 21.5 a second: the first chunk is the first frame."""
-
-    chunk_frames = (1, 2, 4, 8, 12)
-
-
-class NativeFishStreamer(FishStreamer):
-    """A stream in the chunks that our engine cuts."""
-
-    chunk_frames = ()
 
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
@@ -122,9 +106,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
         model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
     stage = open_stage(codec.decoder, sizes.decode_frames)
     host = open_host(config, model, sizes, chosen, stage)
-    return FishPipeline(
-        config, vocabulary, codec, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished
-    )
+    return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
 
 class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
@@ -137,7 +119,6 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         codec: Codec,
         host: TokenHost,
         stage: CodecStage[CodecState] | None = None,
-        streamer: type[FishStreamer] = FishStreamer,
         *,
         keep_unfinished: bool = False,
     ) -> None:
@@ -154,12 +135,13 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         info = host.info
         self._meta: Meta = {
             "engine": info.engine,
-            "dtype": host.dtype,
+            "dtype": info.dtype,
             "codec_dtype": type_name(codec.decoder.dtype),
         }
         if info.engine == "native":
             self._meta["executor"] = info.executor
-        super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtterance, streamer)
+        stage = stage or open_stage(codec.decoder)
+        super().__init__(TurnEngine(host), stage, cuts_chunks=info.engine == "native")
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""

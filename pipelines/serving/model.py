@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
@@ -54,7 +55,6 @@ class Progress:
         self._stuck_seconds = stuck_seconds
         self._clock = clock
         self._under_way = 0
-        self._moves = 0
         self._seen: tuple[object, ...] = ()
         self._moved_at = clock()
 
@@ -64,7 +64,7 @@ class Progress:
 
     def moved(self) -> None:
         """A call gave something, or failed in the pipeline."""
-        self._moves += 1
+        self._moved_at = self._clock()
 
     def ended(self) -> None:
         """A call is over. That says nothing of the engine: its client may have left."""
@@ -73,9 +73,10 @@ class Progress:
     def is_stuck(self, stats: EngineStats) -> bool:
         """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and
         then. `stats`: the engine's."""
-        now = (self._moves, stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
+        now = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
         if not self._under_way or now != self._seen:
-            self._seen, self._moved_at = now, self._clock()
+            self._seen = now
+            self.moved()
         return self._clock() - self._moved_at >= self._stuck_seconds
 
 
@@ -198,7 +199,9 @@ class _Call:
 
 
 def _bytes(event: Event) -> int:
-    return 0 if isinstance(event, Failed) else event.samples.nbytes
+    if isinstance(event, Failed):
+        return 0
+    return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
 class ServedModel:
@@ -277,7 +280,7 @@ class ServedModel:
         """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at
         all."""
         try:
-            await self._open_beside()
+            await self.open()
         except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
             self.failure = error
             failed()
@@ -286,54 +289,48 @@ class ServedModel:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
             if (state := self.state) in ("broken", "stuck"):
-                log.error("the engine is %s", state)
+                log.error("the engine is %s and given up; the model is opened again", state)
                 await self._renew()
 
-    def close(self) -> bool:
-        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
-        False: it does not end."""
-        pipeline, self._pipeline = self._pipeline, None
-        ended = True
-        if pipeline is not None:
-            closer = DaemonThreads(1, "close")
-            closing = closer.submit(pipeline.close)
-            closer.shutdown()
-            try:
-                closing.result(_CLOSE_SECONDS)
-            except TimeoutError:
-                log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
-                ended = False
-        for threads in self.threads.values():
-            threads.shutdown(cancel_futures=True)
-        return ended
+    async def open(self) -> None:
+        """Opens the pipeline in a thread, while the server answers."""
+
+        def opened() -> Pipeline:
+            # In the thread, so that a model that is still loading when the server ends is there to be closed.
+            self._pipeline = pipeline = self._open()
+            return pipeline
+
+        pipeline = await asyncio.to_thread(opened)
+        # A new engine has all its time.
+        self.progress.moved()
+        log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
+        self._opened(pipeline)
 
     async def _renew(self) -> None:
         broken, self._pipeline = self._pipeline, None
+        if broken is not None:
+            await asyncio.to_thread(broken.close)
         pause_seconds = 1.0
         while self._pipeline is None:
-            log.error("the engine is given up; the model is opened again")
             try:
-                if broken is not None:
-                    await asyncio.to_thread(broken.close)
-                    broken = None
-                await self._open_beside()
+                await self.open()
             except NightjarError as error:
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
-    async def _open_beside(self) -> None:
-        """Opens the pipeline in a thread, while the server answers."""
-        await asyncio.to_thread(self._open_now)
-        # A new engine has all its time.
-        self.progress.moved()
-        if (pipeline := self._pipeline) is not None:
-            log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
-            self._opened(pipeline)
-
-    def _open_now(self) -> None:
-        # In the thread, so that a model that is still loading when the server ends is there to be closed.
-        self._pipeline = self._open()
+    def close(self) -> bool:
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
+        False: it does not end."""
+        pipeline, self._pipeline = self._pipeline, None
+        closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
+        for threads in self.threads.values():
+            threads.shutdown(cancel_futures=True)
+        return not closing.is_alive()
 
     def living(self) -> Pipeline:
         pipeline = self._pipeline

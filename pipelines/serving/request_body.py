@@ -18,6 +18,7 @@ from starlette.types import Message, Receive
 
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode
+from pipelines.request import Generation
 from pipelines.serving.errors import ApiError, bad_request
 
 #: Of JSON that a client sends: commas and brackets outside of its texts, and brackets that are open at once.
@@ -233,6 +234,11 @@ class Body(BaseModel):
             else given
         )
 
+    def settings(self) -> dict[str, Any]:
+        """The fields that are settings of a line's `generation`, but the seed, which is a request's."""
+        names = Generation.__struct_fields__
+        return {name: getattr(self, name) for name in names if name != "seed" and hasattr(self, name)}
+
 
 class SpokenBody(Body):
     """The settings of a line's `generation` that every request for speech may say."""
@@ -243,10 +249,6 @@ class SpokenBody(Body):
     top_p: float | None = None
     repetition_penalty: float | None = None
     max_seconds: float | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """They, as `Generation` takes them."""
-        return {name: getattr(self, name) for name in SpokenBody.model_fields if name != "seed"}
 
     def seed_or_new(self) -> int:
         """The seed that was asked for, or a new one."""

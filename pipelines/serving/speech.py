@@ -158,13 +158,7 @@ async def answer(
     `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`. Raises `ApiError` and
     `NightjarError`."""
     model, kind = serving.model, body.response_format
-    generation = Generation(
-        language=body.language,
-        instruct=body.instructions or None,
-        reference_text=body.reference_text,
-        cfg=body.cfg,
-        **body.settings(),
-    )
+    generation = Generation(instruct=body.instructions or None, **body.settings())
     request = await serving.voices.request(
         request_id, body.seed_or_new(), body.voice, generation, body.input, body.reference_audio or ()
     )

@@ -27,7 +27,7 @@ _pairs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechLmRequestInfo(RequestInfo):
+class SpeechLmRequestInfo(RequestInfo[None]):
     """What delivery must know of a request, and how it asks the engine for more."""
 
     config: SpeechLmConfig
@@ -39,8 +39,6 @@ class SpeechLmRequestInfo(RequestInfo):
 class SpeechLmUtterance(Utterance[None]):
     """Receives a request's text and audio, and asks for the guided audio once the text is there."""
 
-    streamed = False
-
     def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
@@ -48,9 +46,6 @@ class SpeechLmUtterance(Utterance[None]):
         self._redone = 0
         #: The pair that is under way.
         self._pair: TokenRequest | None = None
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Whole answers wait for their end."""
 
     def finished(self, tokens: Tokens) -> None:
         try:
@@ -65,10 +60,11 @@ class SpeechLmUtterance(Utterance[None]):
         except NightjarError as error:
             self.failed(error)
 
-    def hang_up(self) -> None:
+    def over(self, done: bool) -> None:
         """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from
         now on."""
-        self._end_pair()
+        if not done:
+            self._end_pair()
 
     def _end_pair(self) -> None:
         if self._pair is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipelines.errors import ErrorCode, InputError, ModelError
-from pipelines.nn.checkpoint import Checkpoint, Shapes
+from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.stack import take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
@@ -41,13 +42,12 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
 
     Tower and codec take their own tensors strictly.
     """
-    wanted, backbone = Shapes(), config.backbone
-    take_stack(wanted, "model.", backbone, torch.float32, "meta")
+    backbone, take = config.backbone, partial(checkpoint.take, device="meta")
+    take_stack(checkpoint, "model.", backbone, torch.float32, "meta")
     for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
-        wanted.take(name, (rows, backbone.hidden))
-    wanted.take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
-    wanted.take(f"{ADAPTOR}bias", (backbone.hidden,))
-    checkpoint.require(wanted.taken)
+        take(name, (rows, backbone.hidden))
+    take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
+    take(f"{ADAPTOR}bias", (backbone.hidden,))
     checkpoint.ignore(f"{TOWER}*", *(f"{CODEC}{part}.*" for part in _CODEC_PARTS))
     checkpoint.finish()
 

@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.library import (
     AT_ONCE,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
@@ -85,10 +85,6 @@ class VllmHost:
         return self._arguments["max_model_len"]
 
     @property
-    def dtype(self) -> str:
-        return self._arguments["dtype"]
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a step."""
         slots = self._arguments["max_num_seqs"]
@@ -97,7 +93,7 @@ class VllmHost:
             slots=slots,
             waiting_room=self._room - slots,
             device=self._adapter.device_name(),
-            dtype=self.dtype,
+            dtype=self._arguments["dtype"],
             executor=f"vllm {'eager' if self._arguments['enforce_eager'] else 'graph'}",
             kv_pages=kv_pages,
             page_size=page_size,

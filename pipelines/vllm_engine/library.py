@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 if TYPE_CHECKING:
-    from pipelines.nn.options import TokenModelOptions
+    from pipelines.options import TokenModelOptions
     from pipelines.tokens import TokenRequest
 
 #: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
@@ -147,7 +147,7 @@ class Heard(SpeechLmUtterance):
         """Ends the text, or the guided audio behind it."""
         self._listener.cancel()
         self._request.host.cancel(self.first)
-        self.hang_up()
+        self.over(False)
         with suppress(InvalidStateError):
             self.future.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 

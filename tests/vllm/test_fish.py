@@ -25,7 +25,7 @@ from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.engines import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
-from pipelines.nn.options import TokenModelOptions  # noqa: E402
+from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.request import Event, Generation, Message, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402

@@ -14,7 +14,7 @@ from tests.support.vllm_kit import require_vllm, wide_checkpoint
 
 require_vllm()
 
-from pipelines.nn.options import TokenModelOptions  # noqa: E402
+from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402

@@ -32,7 +32,7 @@ from tests.support.vllm_kit import (
 require_vllm()
 
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
-from pipelines.nn.options import TokenModelOptions  # noqa: E402
+from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402

@@ -17,7 +17,7 @@ from tests.support.vllm_v2 import require_v2
 require_v2()
 
 from pipelines.errors import ErrorCode, NightjarError  # noqa: E402
-from pipelines.nn.options import TokenModelOptions  # noqa: E402
+from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.speechlm.lm import Script, StreamSampling  # noqa: E402
 from pipelines.tokens import TokenRequest  # noqa: E402
 from tests.conformance.speechlm import Golden  # noqa: E402

@@ -72,11 +72,6 @@ class Reading(NamedTuple):
     #: False: the speech is too short to judge it by this score, so the score is only recorded.
     judged: bool = True
 
-    @classmethod
-    def of(cls, found: tuple[float, str] | Reading) -> Reading:
-        """What a meter returned as a reading."""
-        return found if isinstance(found, Reading) else cls(*found)
-
 
 #: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and
 #: decides nothing.

@@ -9,8 +9,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,113 +19,15 @@ from numpy.typing import NDArray
 
 from jobs.checks import Option
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
+from pipelines.errors import ErrorCode, ModelError, StoreError
 from worker.quality.meters import Readings, Utterance
-from worker.quality.process import MeterError, MeterHangError, MeterProcess
+from worker.quality.process import MeterHangError, MeterProcess
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+log = structlog.get_logger(__name__)
 
 #: A temporary file of so many bytes takes no more of them.
 SPOOL_FILE_BYTES = 256 << 20
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-
-
-class _SpoolFile:
-    """A file without a name, which the system deletes with the process."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile(prefix="nightjar-draws-")  # noqa: SIM115 - closed when it is full and nothing of it is held
-        self.end = 0
-        self.held = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SpooledSamples:
-    """Samples in a file."""
-
-    file: _SpoolFile
-    first_byte: int
-    count: int
-
-
-class Spool:
-    """Samples in temporary files of `file_bytes`. A file's space is free again when nothing of it is held.
-
-    Draws leave in nearly the order in which they came, so the disk holds those that wait and a file or two
-    more.
-    """
-
-    def __init__(self, file_bytes: int = SPOOL_FILE_BYTES) -> None:
-        self._file_bytes = file_bytes
-        self._current: _SpoolFile | None = None
-        self._files: set[_SpoolFile] = set()
-        self._lock = threading.Lock()
-
-    def put(self, samples: NDArray[np.float32]) -> SpooledSamples:
-        """Takes samples [samples]. Raises `StoreError`: `store.full`, or `store.forbidden` where temporary
-        files cannot be written."""
-        try:
-            with self._lock:
-                return self._written(samples.astype(np.float32, copy=False).tobytes(), len(samples))
-        except OSError as error:
-            raise _disk_error(error) from error
-
-    def take(self, spooled: SpooledSamples) -> NDArray[np.float32]:
-        """The samples [samples]; once for each `put`. Raises `StoreError` as `put` does."""
-        try:
-            data = os.pread(spooled.file.file.fileno(), spooled.count * 4, spooled.first_byte)
-        except OSError as error:
-            raise _disk_error(error) from error
-        finally:
-            with self._lock:
-                spooled.file.held -= 1
-                if not spooled.file.held:
-                    self._free(spooled.file)
-        return np.frombuffer(data, np.float32)
-
-    def close(self) -> None:
-        """Closes the files, with what they hold."""
-        with self._lock:
-            self._current = None
-            for one in self._files:
-                one.file.close()
-            self._files.clear()
-
-    def _written(self, data: bytes, count: int) -> SpooledSamples:
-        if self._current is None or self._current.end >= self._file_bytes:
-            self._current = _SpoolFile()
-            self._files.add(self._current)
-        into, written = self._current, 0
-        while written < len(data):
-            written += os.pwrite(into.file.fileno(), data[written:], into.end + written)
-        spooled = SpooledSamples(into, into.end, count)
-        into.end += len(data)
-        into.held += 1
-        return spooled
-
-    def _free(self, empty: _SpoolFile) -> None:
-        if empty is self._current:
-            empty.file.truncate(0)
-            empty.end = 0
-        else:
-            empty.file.close()
-            self._files.discard(empty)
-
-
-def _disk_error(error: OSError) -> StoreError:
-    code = ErrorCode.STORE_FORBIDDEN if error.errno in _FORBIDDEN else ErrorCode.STORE_FULL
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return StoreError(
-        code,
-        f"Draws that wait for meters cannot be kept in a temporary file: {reason}.",
-        "Free space there, or set TMPDIR elsewhere.",
-    )
-
-
-log = structlog.get_logger(__name__)
-
 #: The maximum number of draws whose samples wait in memory; those of others wait in a file.
 IN_MEMORY = 64
 #: When meters hang on so many items without an answer in between, the fault is the meters' and not the
@@ -156,36 +58,72 @@ class Measured(NamedTuple):
     readings: Readings
 
 
-@dataclass(slots=True)
-class _Hangs:
-    """Hangs since the last answer."""
-
-    items: set[str] = field(default_factory=set[str])
-    #: How many of them were reported as an outage.
-    outages: int = 0
-
-
-class Breaker:
-    """Tells meters that hang on every item from an item on which the meters hang."""
+class _SpoolFile:
+    """A file without a name, which the system deletes when nothing of it is held, or with the process."""
 
     def __init__(self) -> None:
-        self._hung: dict[bytes, _Hangs] = {}
+        with tempfile.TemporaryFile(prefix="nightjar-draws-") as file:
+            self.descriptor = os.dup(file.fileno())
+        self.end = 0
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class SpooledSamples:
+    """Samples in a file."""
+
+    file: _SpoolFile
+    first_byte: int
+    count: int
+
+    def read(self) -> NDArray[np.float32]:
+        """The samples [samples]. Raises `StoreError` as `Spool.put` does."""
+        try:
+            return np.frombuffer(os.pread(self.file.descriptor, self.count * 4, self.first_byte), np.float32)
+        except OSError as error:
+            raise _disk_error(error) from error
+
+
+class Spool:
+    """Samples in temporary files of `file_bytes`.
+
+    Draws leave in nearly the order in which they came, so the disk holds those that wait and a file or two
+    more.
+    """
+
+    def __init__(self, file_bytes: int = SPOOL_FILE_BYTES) -> None:
+        self._file_bytes = file_bytes
+        self._file: _SpoolFile | None = None
         self._lock = threading.Lock()
 
-    def answered(self, meters: Mapping[str, Mapping[str, Option]]) -> None:
-        with self._lock:
-            self._hung.pop(msgspec.json.encode(meters), None)
+    def put(self, samples: NDArray[np.float32]) -> SpooledSamples:
+        """Takes samples [samples]. Raises `StoreError`: `store.full`, or `store.forbidden` where temporary
+        files cannot be written."""
+        data = samples.astype(np.float32, copy=False).tobytes()
+        try:
+            with self._lock:
+                if self._file is None or self._file.end >= self._file_bytes:
+                    self._file = _SpoolFile()
+                file, written = self._file, 0
+                spooled = SpooledSamples(file, file.end, len(samples))
+                while written < len(data):
+                    written += os.pwrite(file.descriptor, data[written:], file.end + written)
+                file.end += written
+                return spooled
+        except OSError as error:
+            raise _disk_error(error) from error
 
-    def hung(self, meters: Mapping[str, Mapping[str, Option]], item: str) -> bool:
-        """Records a hang. Returns whether it is an outage: the meters hung on too many items since their
-        last answer."""
-        with self._lock:
-            hangs = self._hung.setdefault(msgspec.json.encode(meters), _Hangs())
-            hangs.items.add(item)
-            if len(hangs.items) < HANGS_IN_A_ROW or hangs.outages >= OUTAGES_IN_A_ROW:
-                return False
-            hangs.outages += 1
-            return True
+
+def _disk_error(error: OSError) -> StoreError:
+    code = ErrorCode.STORE_FORBIDDEN if error.errno in _FORBIDDEN else ErrorCode.STORE_FULL
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    return StoreError(
+        code,
+        f"Draws that wait for meters cannot be kept in a temporary file: {reason}.",
+        "Free space there, or set TMPDIR elsewhere.",
+    )
 
 
 class MeterPool:
@@ -209,7 +147,8 @@ class MeterPool:
         self._threads = DaemonThreads(processes, "meter")
         self._hosts: dict[int, MeterProcess] = {}
         self._spool = Spool()
-        self._breaker = Breaker()
+        #: By meters: items on which they hung since their last answer, and how many outages were reported.
+        self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
         self._waiting = 0
         self._closing = False
@@ -248,24 +187,28 @@ class MeterPool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for host in self._hosts.values():
             host.close()
-        self._spool.close()
 
     def _measured(self, task: MeterTask, spooled: SpooledSamples | None) -> Measured:
         with self._lock:
             self._waiting -= 1
         utterance = task.utterance
         if spooled is not None:
-            utterance = replace(utterance, samples=self._spool.take(spooled))
+            utterance = replace(utterance, samples=spooled.read())
         if task.abandoned():
             raise CancelledError
+        meters = msgspec.json.encode(task.meters)
         try:
             readings = self._host().measure(task.meters, utterance)
-        except NightjarError as error:
-            self._raise(task, error)
         except Exception as error:
-            log.exception("meter failed")
-            self._raise(task, MeterError(f"A meter failed: {error!r}"))
-        self._breaker.answered(task.meters)
+            if self._closing:
+                # The measurement was cut short, which says nothing about the draw.
+                raise CancelledError from error
+            if isinstance(error, MeterHangError):
+                self._count_hang(meters, task, error)
+            elif not isinstance(error, ModelError):
+                self._hung.pop(meters, None)
+            raise
+        self._hung.pop(meters, None)
         return Measured(utterance.samples, readings)
 
     def _host(self) -> MeterProcess:
@@ -278,20 +221,18 @@ class MeterPool:
                 self._hosts[thread] = self._open_host()
             return self._hosts[thread]
 
-    def _raise(self, task: MeterTask, error: NightjarError) -> NoReturn:
-        """Raises the error, or an outage in its place after too many hangs."""
-        if self._closing:
-            # The measurement was cut short, which says nothing about the draw.
-            raise CancelledError
-        if not isinstance(error, MeterHangError):
-            if not isinstance(error, ModelError):
-                self._breaker.answered(task.meters)
-            raise error
-        if not self._breaker.hung(task.meters, task.item):
-            raise error
-        log.error("meters hang", meters=list(task.meters), error=error.message)
-        raise ModelError(
-            ErrorCode.MODEL_UNREACHABLE,
-            f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
-            "Items wait until the meters answer again. A smaller model or more cores may help.",
-        )
+    def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
+        """Raises an outage in the place of a hang where the meters hung on too many items since their last
+        answer: then the fault is not the item's."""
+        with self._lock:
+            items, outages = self._hung.get(meters, (set[str](), 0))
+            items.add(task.item)
+            is_outage = len(items) >= HANGS_IN_A_ROW and outages < OUTAGES_IN_A_ROW
+            self._hung[meters] = items, outages + is_outage
+        if is_outage:
+            log.error("meters hang", meters=list(task.meters), error=error.message)
+            raise ModelError(
+                ErrorCode.MODEL_UNREACHABLE,
+                f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
+                "Items wait until the meters answer again. A smaller model or more cores may help.",
+            ) from error

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from jobs.checks import Bound, Option, Quality, code_of
+from jobs.checks import Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
 from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
-from pipelines.vad import FRAME_SECONDS, activity, frame_powers, trim_silence
-from worker.quality.meters import Reading, Readings
+from pipelines.vad import FRAME_SECONDS, activity, frame_powers
+from worker.quality.meters import Reading
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,10 +46,6 @@ class CheckedDraw:
     message: str = ""
     #: (checks failed, how far outside the bounds): the less the better.
     rank: tuple[int, float] = (0, 0.0)
-
-    @property
-    def passed(self) -> bool:
-        return self.record.code is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +78,6 @@ class History:
         best = draw if self.best is None or draw.rank < self.best.rank else self.best
         return History((*self.draws, draw.record), best, self.engine_ms + engine_ms, draw.message)
 
-    def draws_with(self, kept: int) -> tuple[Draw, ...]:
-        """The draws, of which the one of this number is the item's audio."""
-        return tuple(
-            [msgspec.structs.replace(draw, kept=True) if draw.draw == kept else draw for draw in self.draws]
-        )
-
 
 def check_speech(speech: Speech) -> None:
     """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity,
@@ -114,7 +103,7 @@ def check_draw(
         check_speech(speech)
     except SynthesisError as error:
         return failed_draw(number, seed, error, speech if error.code is ErrorCode.SYNTH_SILENT else None)
-    return _with_scores(number, seed, speech, quality, cheap_scores(speech, quality, text, generation))
+    return judged(number, seed, speech, quality, cheap_readings(speech, quality, text, generation))
 
 
 def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:
@@ -124,52 +113,37 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
     return CheckedDraw(record, speech, str(error), (_NO_SPEECH + (speech is None), 0.0))
 
 
-def with_readings(draw: CheckedDraw, readings: Readings, quality: Quality) -> CheckedDraw:
-    """The draw with what meters read; a reading takes the place of the cheap check's of the same name."""
-    assert draw.speech is not None
-    scores = {**draw.record.scores, **_judged(readings, quality)}
-    return _with_scores(draw.record.draw, draw.record.seed, draw.speech, quality, scores)
-
-
-def meters_of(quality: Quality) -> Mapping[str, Mapping[str, Option]]:
-    """The meters that a draw which passed the cheap checks goes to."""
-    return {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
-
-
-def trimmed(speech: Speech, quality: Quality) -> Speech:
-    """The speech as it is stored."""
-    if not quality.trim:
-        return speech
-    return replace(speech, samples=trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms))
-
-
-def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
-    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned;
-    `passed` by the bounds.
+def cheap_readings(
+    speech: Speech, quality: Quality, text: str, generation: Generation
+) -> Mapping[str, tuple[float, str] | Score]:
+    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned.
 
     `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and
     language. Each call of numpy may hand the interpreter to another thread, so there are few.
     """
-    samples, rate = speech.samples, speech.sample_rate
+    samples, rate, meta = speech.samples, speech.sample_rate, speech.meta
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
     # A model that was stopped at its limit did not end by itself.
-    stopped = "length" in (speech.meta.get("finish"), speech.meta.get("finish_reason"))
-    values: Readings = {
+    stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
+    # LUFS where the pipeline measured it, else the level in dBFS of the frames with sound.
+    loudness, unit = meta.get("loudness_lufs"), "lufs"
+    if not isinstance(loudness, float | int) or not math.isfinite(loudness):
+        loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
+    readings: dict[str, tuple[float, str] | Score] = {
         "ended": (0.0 if stopped else 1.0, ""),
         "clipped": (clipped_share(samples), ""),
         "silence": (1.0 - sounding / len(powers), "energy"),
         "pause": (pause * FRAME_SECONDS, "energy"),
-        "loudness": _loudness(speech, power),
+        "loudness": (float(loudness), unit),
     }
-    scores = _judged(values, quality)
     pace = pace_of(quality.paces, generation.voice, generation.language)
     if pace is not None and text:
         seconds, expected = len(samples) / rate, pace.expected_seconds(text)
         ratio, bound = seconds / expected, quality.bounds.get("duration")
         passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
-        scores["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
-    return scores
+        readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
+    return readings
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:
@@ -190,29 +164,25 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     return float(np.count_nonzero(row)) / len(samples)
 
 
-def _loudness(speech: Speech, power: float) -> tuple[float, str]:
-    """LUFS where the pipeline measured it, else the level in dBFS of the frames with sound, of this mean
-    power."""
-    lufs = speech.meta.get("loudness_lufs")
-    if isinstance(lufs, float | int) and math.isfinite(lufs):
-        return float(lufs), "lufs"
-    return (10 * math.log10(power) if power else _NO_LEVEL), "rms"
-
-
-def _judged(readings: Readings, quality: Quality) -> dict[str, Score]:
-    """Readings as scores, each passed or not where the spec has a bound for it and there was enough to
-    judge by."""
-    scores: dict[str, Score] = {}
-    for name, reading in readings.items():
-        value, detail, judging = Reading.of(reading)
-        bound = quality.bounds.get(name) if judging else None
-        scores[name] = Score(round(value, 4), None if bound is None else bound.allows(value), detail)
-    return scores
-
-
-def _with_scores(
-    number: int, seed: int, speech: Speech, quality: Quality, scores: dict[str, Score]
+def judged(
+    number: int,
+    seed: int,
+    speech: Speech,
+    quality: Quality,
+    readings: Mapping[str, tuple[float, str] | Reading | Score],
+    before: Mapping[str, Score] | None = None,
 ) -> CheckedDraw:
+    """The draw with its scores: readings, each passed or not where the spec has a bound for it and there
+    was enough to judge by. They take the places of those of the same names that there were `before`."""
+    scores = dict(before or {})
+    for name, found in readings.items():
+        if isinstance(found, Score):
+            scores[name] = found
+            continue
+        reading = found if isinstance(found, Reading) else Reading(*found)
+        bound = quality.bounds.get(name) if reading.judged else None
+        passed = None if bound is None else bound.allows(reading.value)
+        scores[name] = Score(round(reading.value, 4), passed, reading.detail)
     failed = [(name, score, quality.bounds[name]) for name, score in scores.items() if score.passed is False]
     code = code_of(failed[0][0]) if failed else None
     record = Draw(number, seed, code, kept=not failed, duration_ms=speech.duration_ms, scores=scores)

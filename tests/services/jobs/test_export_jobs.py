@@ -21,7 +21,7 @@ from jobs.cli import cli
 from jobs.export import export, parse_splits
 from jobs.export.items import AudioItem, audio_items
 from jobs.export.manifest import put_manifest
-from jobs.layout import text_key
+from jobs.layout import item_key
 from jobs.ledger.records import Artifact, Done
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
@@ -278,7 +278,7 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
     lease = finished.ledger.claim(ticket, "w", 60)
     assert lease is not None
     ((index, (example_id, _)),) = lease.open_items.items()
-    key = text_key(finished.job_id, index, example_id)
+    key = item_key(finished.job_id, "text", index, example_id, "txt")
     info = finished.store.put(key, b"drei").info
     finished.ledger.commit(
         lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))]

@@ -15,8 +15,9 @@ from jobs.cli import main
 from jobs.export import export
 from jobs.ledger.records import QUARANTINE, JobSpec
 from jobs.provenance import ProvenanceBook, model_provenance, provenance_key, put_provenance, records
+from jobs.repair import Match, reproduce, sample_items, snr_db
 from jobs.store import FolderStore, open_store
-from jobs.verify import Fault, Match, ObjectCheck, reproduce, sample_items, snr_db
+from jobs.verify import Fault, ObjectCheck
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.registry import ModelCard, open_pipeline, register_pipeline

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs.dialogue import OpenAiBatchForm
+from jobs.dialogue import batch_dialogue
 from jobs.export import export
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger.records import JobSpec, RejectedLine
@@ -171,8 +171,7 @@ def test_what_cannot_be_honoured_is_a_refused_line(
 
 
 def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ingest", "estimate"):
-        monkeypatch.setattr(f"jobs.{module}.BATCH_LINES", 1)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 1)
     result = submitted(rig, line("a"), line("b"), line("a", "again"))
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert (found.line, "custom_id 'a'" in found.message) == (3, True)
@@ -184,10 +183,10 @@ def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.Mo
 
 def test_instructions_that_a_model_cannot_follow() -> None:
     card = fake_card()
-    form = OpenAiBatchForm(replace(card, capabilities=replace(card.capabilities, instruct=False)), "wav")
-    form.dialogue(json.dumps(line("a", instructions="")).encode())
+    card = replace(card, capabilities=replace(card.capabilities, instruct=False))
+    batch_dialogue(json.dumps(line("a", instructions="")).encode(), card, "wav")
     with pytest.raises(InputError, match="`instructions`"):
-        form.dialogue(json.dumps(line("a", instructions="Calm.")).encode())
+        batch_dialogue(json.dumps(line("a", instructions="Calm.")).encode(), card, "wav")
 
 
 def test_the_encoding_of_the_job_is_what_lines_may_ask_for(rig: Rig) -> None:

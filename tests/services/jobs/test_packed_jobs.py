@@ -17,10 +17,10 @@ from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
 from jobs.packs import PackBuilder, read_artifact
-from jobs.repair import Mended, mend
+from jobs.repair import Match, Mended, mend, reproduce
 from jobs.report import ReportOptions, write_report
 from jobs.store import FolderStore, ObjectStore, open_store
-from jobs.verify import Expected, Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
+from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.registry import describe, open_pipeline
 from tests.services.jobs.test_s3_store import access_of

@@ -163,7 +163,7 @@ def test_an_item_that_kills_the_engine_dies_alone(site: Site) -> None:
     assert states == {3: (ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)}
     assert worker.poll() is None
     assert stop(worker) == 0
-    assert "killed by SIGKILL" in site.log_text()
+    assert "by signal 9 (SIGKILL)" in site.log_text()
 
 
 def test_an_item_that_kills_the_engine_once_is_done(site: Site) -> None:
@@ -182,7 +182,7 @@ def test_an_engine_that_never_opens_ends_the_job_after_its_attempts(site: Site) 
     (item,) = site.ledger.items(job.id)
     assert item.error_code is ErrorCode.POISON_WORKER_CRASH
     assert item.error_message is not None
-    assert "exit status was 9" in item.error_message
+    assert "ended with status 9" in item.error_message
     assert site.log_text().count('"model opening"') == 3
     assert stop(worker) == 0
 
@@ -192,7 +192,7 @@ def test_an_engine_that_dies_idle_is_no_shards_fault(site: Site) -> None:
     site.worker(engine={"seconds": 0.01})
     site.wait_until_final(first)
     os.kill(engine_of(site), signal.SIGKILL)
-    site.wait_for(lambda: "killed by SIGKILL" in site.log_text())
+    site.wait_for(lambda: "by signal 9 (SIGKILL)" in site.log_text())
     second = site.submit(["two"], model=NAME, options=SubmitOptions(max_attempts=1))
     assert site.wait_until_final(second).items.done == 1
     assert rows(site.ledger, "SELECT count(*) FROM attempts WHERE outcome = 'failed'") == [(0,)]

@@ -17,8 +17,8 @@ from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
-from jobs.repair import mend, restore_inputs
-from jobs.verify import Expected, Match, reproduce
+from jobs.repair import Match, mend, reproduce, restore_inputs
+from jobs.verify import Expected
 from jobs.voices import voice_folder
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, InputError, ServiceError

@@ -213,9 +213,11 @@ def test_one_worker_serves_jobs_of_two_models(site: Site) -> None:
 
 def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
     job = site.submit(["[[slow:6000]] late"])
-    command = "import subprocess, sys, time, os\n"
-    command += "subprocess.Popen([sys.executable, '-m', 'tests.support.fake_worker', 'run', '--parent-pid', str(os.getpid())])\n"
-    command += "time.sleep(600)"
+    command = (
+        "import time\nfrom jobs.worker_group import WorkerReport\nfrom pipelines.child_process import Child\n"
+    )
+    command += "child = Child(['-m', 'tests.support.fake_worker', 'run'], WorkerReport, bound=False)\n"
+    command += "child.channel.send(True)\ntime.sleep(600)"
     with site.log.open("ab") as log:
         parent = subprocess.Popen(
             [sys.executable, "-c", command],

@@ -117,7 +117,7 @@ def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -
         puts = [
             threads.submit(store.put, f"a/{number}", b"%d" % number, metadata=METADATA) for number in range(8)
         ]
-        until(lambda: sum(pool.under_way[one] for one in pool.processes) == 8)
+        until(lambda: sum(one.waiting for one in pool.processes) == 8)
         killed = pool.pids
         os.kill(killed[0], signal.SIGKILL)
         own_moto.unpause()
@@ -139,9 +139,9 @@ def test_a_job_goes_on_when_every_process_dies(rig: Rig, moto: MotoS3) -> None:
         doomed = list(pool.processes)
         runner = threading.Thread(target=rig.run_next)
         runner.start()
-        until(lambda: sum(pool.under_way[one] for one in doomed) > 4)
+        until(lambda: sum(one.waiting for one in doomed) > 4)
         for one in doomed:
-            one.child.kill()
+            one.kill()
         runner.join()
         audio = list(rig.ledger.shard_audio(job.id, 0))
         assert all(hashlib.sha256(rig.store.get(one.key)).hexdigest() == one.sha256 for one in audio)
@@ -183,7 +183,7 @@ def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them
         store.put = put_into_a_frozen_store  # type: ignore[method-assign]
         runner = threading.Thread(target=lambda: ends.append(rig.run_next()))
         runner.start()
-        until(lambda: sum(pool.under_way[one] for one in pool.processes) > 4)
+        until(lambda: sum(one.waiting for one in pool.processes) > 4)
         store.put = put  # type: ignore[method-assign]
         rig.leases.drain()
         runner.join()

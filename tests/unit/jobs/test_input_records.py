@@ -23,14 +23,19 @@ from pyarrow import parquet
 from jobs.dialogue import chat_dialogue
 from jobs.input_format import InputFormat, check_format, recognized
 from jobs.input_records import MAX_RECORD_LINES, Records
-from jobs.ledger.records import Reading
-from jobs.source import MAX_LINE_BYTES, open_source
+from jobs.ledger.records import JobSpec, Reading, RejectedLine
+from jobs.source import MAX_LINE_BYTES, Source, open_source
 from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import describe
 
 ALL = Reading()
 DIALOGUE = b'{"example_id": "a", "messages": [["user", "text", "hi"]]}\n'
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}]}\n'
 BATCH = b'{"custom_id": "a", "method": "POST", "url": "/v1/audio/speech", "body": {}}\n'
+
+
+def records_of(source: Source, format: InputFormat, chosen: Reading = ALL, seed: int = 0) -> Records:
+    return Records(source, format, JobSpec(model="hibari", reading=chosen, seed=seed), describe("hibari"))
 
 
 def read(
@@ -45,12 +50,12 @@ def read(
     """Line -> (id, text, generation) or the code of its refusal, of the lines that are not blank."""
     found: dict[int, Any] = {}
     with open_source(str(path)) as source:
-        for batch in Records(source, format, chosen, seed).batches(max_lines, 1 << 20, after):
+        for batch in records_of(source, format, chosen, seed).batches(max_lines, 1 << 20, after):
             assert len(batch.lines) <= max_lines
             for number, record in enumerate(batch.lines, batch.first):
                 if record is None:
                     found[number] = None
-                elif isinstance(record, InputError):
+                elif isinstance(record, RejectedLine):
                     found[number] = record.code
                 elif record.strip():
                     dialogue = json.loads(record)
@@ -248,11 +253,6 @@ def test_a_header_with_other_separators_is_refused_with_what_to_do(
     assert words in str(caught.value).replace(". ", " ")
 
 
-def test_a_column_whose_name_has_a_semicolon_is_read_by_its_name(tmp_path: Path) -> None:
-    path = write(tmp_path, b"a;b\nOne; two.\n")
-    assert read(path, "csv", Reading(columns={"text": "a;b"})) == {2: ("line-2", "One; two.", None)}
-
-
 @pytest.mark.parametrize("format", ["csv", "tsv"])
 def test_a_cell_may_be_as_long_as_a_line(tmp_path: Path, format: InputFormat) -> None:
     long = "x" * (MAX_LINE_BYTES - 2)
@@ -276,13 +276,13 @@ class Lines:
         self._lines = lines
         self.pulled = 0
 
-    def line_batches(self, *_: int) -> Iterator[list[bytes | None]]:
+    def pieces(self) -> Iterator[tuple[list[bytes | None], int]]:
         for line in self._lines:
             self.pulled += 1
-            yield [line]
+            yield [line], len(line)
 
     def csv_records(self) -> Iterator[Any]:
-        batches = Records(self, "csv", ALL, 0).batches(1)  # type: ignore[arg-type]
+        batches = records_of(self, "csv").batches(1)  # type: ignore[arg-type]
         return (batch.lines[0] for batch in batches)
 
 
@@ -309,7 +309,7 @@ def test_a_quote_that_never_closes_costs_its_line_alone() -> None:
     records = lines.csv_records()
     assert next(records) == b""
     refused = next(records)
-    assert isinstance(refused, InputError)
+    assert isinstance(refused, RejectedLine)
     assert "does not close" in refused.message
     assert lines.pulled == 1 + MAX_RECORD_LINES
     assert len([record for record in records if isinstance(record, bytes)]) == 3 * MAX_RECORD_LINES
@@ -487,12 +487,14 @@ LARGE = r"""
 import re, sys
 from pathlib import Path
 from jobs.input_records import MAX_RECORD_LINES, Records
-from jobs.ledger.records import Reading
+from jobs.ledger.records import JobSpec, Reading
 from jobs.source import open_source
+from pipelines.registry import describe
 import pyarrow.parquet
 with open_source(sys.argv[1]) as source:
     count = 0
-    for batch in Records(source, sys.argv[2], Reading(sample=1000), 0).batches():
+    spec = JobSpec(model="hibari", reading=Reading(sample=1000))
+    for batch in Records(source, sys.argv[2], spec, describe("hibari")).batches():
         count += sum(isinstance(line, bytes) and len(line) > 0 for line in batch.lines)
 print(count, int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
 """

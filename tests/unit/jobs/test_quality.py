@@ -37,12 +37,10 @@ from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
 from worker.quality.verdict import (
     CheckedDraw,
     History,
-    cheap_scores,
     check_draw,
     clipped_share,
     failed_draw,
-    meters_of,
-    with_readings,
+    judged,
 )
 
 BASIC = quality_of("basic")
@@ -54,7 +52,8 @@ TEXT = "The bridge was built by hand, stone by stone, in ten years."
 def scores_of(
     samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str
 ) -> dict[str, Score]:
-    return cheap_scores(Speech(samples, RATE, text, meta=dict(meta)), quality, text, Generation())
+    speech = Speech(samples, RATE, text, meta=dict(meta))
+    return dict(check_draw(0, 7, speech, quality, text, Generation()).record.scores)
 
 
 def limits(name: str, bound: Bound | None) -> str:
@@ -201,11 +200,15 @@ class TestDraws:
         strict = PRESETS["strict"]
         assert strict is not None
         draw = check_draw(0, 7, Speech(speechlike(), RATE), strict, TEXT, Generation())
-        assert draw.passed
-        good = with_readings(draw, {"silence": (0.2, "silero"), "wer": (0.1, "the bridge")}, strict)
-        assert good.passed
+        assert draw.record.code is None
+        cheap = draw.record.scores
+        readings = {"silence": (0.2, "silero"), "wer": (0.1, "the bridge")}
+        good = judged(0, 7, Speech(speechlike(), RATE), strict, readings, cheap)
+        assert good.record.code is None
+        assert good.record.scores.keys() == {*cheap, "wer"}
         assert good.record.scores["silence"] == Score(0.2, True, "silero")
-        bad = with_readings(draw, {"wer": (0.9, "something else"), "made_up": (3.0, "")}, strict)
+        readings = {"wer": (0.9, "something else"), "made_up": (3.0, "")}
+        bad = judged(0, 7, Speech(speechlike(), RATE), strict, readings, cheap)
         assert bad.record.code is ErrorCode.QA_WER
         assert "something else" in bad.message
         assert bad.record.scores["made_up"].passed is None
@@ -274,7 +277,7 @@ class TestConfig:
         assert "vad=energy" in caught.value.advice
         without = quality_of("strict", path, ["vad=energy"])
         assert without is not None
-        assert "silero" not in meters_of(without)
+        assert (without.vad, "silero" in without.meters) == ("energy", False)
         assert quality_of("strict", path, ["meters.silero={}"]) is not None
 
     def test_a_pace_without_seconds_is_refused(self, tmp_path: Path) -> None:
@@ -348,8 +351,8 @@ class TestConfig:
         speech = Speech(speechlike(), RATE, TEXT)
         draw = check_draw(0, 1, speech, quality, TEXT, Generation())
         readings = open_meter("peak", {}).measure(Utterance(np.full(9, 0.75, np.float32), RATE, TEXT))
-        judged = with_readings(draw, readings, quality)
-        assert (judged.record.code, judged.message) == (
+        found = judged(0, 1, speech, quality, readings, draw.record.scores)
+        assert (found.record.code, found.message) == (
             ErrorCode.QA_CLIPPED,
             "`peak` is 0.75, allowed: maximum 0.5.",
         )

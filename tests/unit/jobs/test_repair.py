@@ -4,7 +4,6 @@ refused by name."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,9 +13,9 @@ import pytest
 
 from jobs.export import export
 from jobs.ledger.records import Job
-from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
+from jobs.repair import Match, Mended, Repaired, mend, reproduce, restore_inputs
 from jobs.store import FolderStore
-from jobs.verify import Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
+from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ErrorCode, InputError, StoreError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
@@ -136,7 +135,8 @@ def test_a_repair_without_an_input_says_so_and_needs_no_manifest(rig: Rig, job: 
 def test_what_cannot_be_made_is_said_and_nothing_is_removed(rig: Rig, job: Job) -> None:
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     before = dict(rig.store.objects)
-    repaired = list(Repair(rig.ledger, rig.store, job, Refusing()).run(lost))
+    repaired: list[Repaired] = []
+    mend(rig.ledger, rig.store, job, Refusing(), lost, repaired.append)
     assert {(one.outcome, one.reason) for one in repaired} == {(Mended.FAILED, "Not this.")}
     assert {one.example_id for one in repaired} == {"item-1", "item-3", "item-4"}
     assert rig.store.objects == before
@@ -200,37 +200,10 @@ def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[
     job = rig.submit(["one", "two"])
     before = dict(rig.store.objects)
     ((key, _),) = rig.ledger.shard_inputs(job.id).values()
-    assert lost_inputs(rig.ledger, rig.store, job) == []
+    assert list(check(rig, job)) == []
     rig.store.objects[key] = (damage(rig.store.get(key)), {})
-    assert lost_inputs(rig.ledger, rig.store, job) == [key]
+    assert list(check(rig, job)) == [key]
     restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
-    assert rig.store.objects == before
-
-
-@pytest.mark.parametrize("another_is_refused_by_now", [False, True])
-def test_refused_lines_that_the_ledger_did_not_keep_are_not_written(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, another_is_refused_by_now: bool
-) -> None:
-    """A refused line may have the id of a later one, which became the item."""
-    monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 2)
-    texts = {"a": "", "b": "", "c": "", "late": "", "other": "two"}
-    lines = [{"example_id": name, "messages": [["user", "text", text]]} for name, text in texts.items()]
-    lines.append({"example_id": "late", "messages": [["user", "text", "one"]]})
-    path = rig.folder / "in.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = rig.submit_file(path)
-    assert (job.total_items, job.rejected_lines, len(list(rig.ledger.rejected_lines(job.id)))) == (2, 4, 2)
-    before = dict(rig.store.objects)
-    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
-    rig.store.delete(key)
-    if another_is_refused_by_now:
-
-        def refuse(text: str) -> None:
-            if text == "two":
-                raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
-
-        register_pipeline("fake", replace(fake_card(), check_text=refuse), FakePipeline)
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(path), [key])
     assert rig.store.objects == before
 
 
@@ -270,7 +243,8 @@ def test_what_lies_in_the_place_of_an_object_stops_no_repair(rig: Rig, job: Job)
     link.symlink_to(rig.folder / "0.jsonl")
     lost = [(expected, fault) for expected, fault in ObjectCheck(rig.ledger, store, job)]
     assert {fault for _, fault in lost} == {Fault.CHANGED}
-    repaired = list(Repair(rig.ledger, store, job, rig.pipeline).run(expected for expected, _ in lost))
+    repaired: list[Repaired] = []
+    mend(rig.ledger, store, job, rig.pipeline, (expected for expected, _ in lost), repaired.append)
     assert [store.uri(one.key) for one in repaired if one.outcome is Mended.FAILED] == [str(folder)]
     assert [store.uri(expected.key) for expected, _ in ObjectCheck(rig.ledger, store, job)] == [str(folder)]
     assert not link.is_symlink()

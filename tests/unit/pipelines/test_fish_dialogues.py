@@ -20,7 +20,7 @@ from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling
 from tests.support.vllm_kit import Waiter
-from tests.unit.pipelines.test_fish_native import CONFIG, END, OPTIONS, SECONDS, VOCABULARY, model, voice
+from tests.unit.pipelines.test_fish_native import CONFIG, OPTIONS, SECONDS, VOCABULARY, model, voice
 
 TEXTS = (
     "Good morning, how are you today?", "I am well.", "That is nice to hear.", "It rains.", "There are 12 months in a year.",
@@ -83,7 +83,7 @@ class Rig:
 
         prefixes._evict, engine.core.scheduler._preempt = counted, preempted
         ids = np.array([*CONFIG.semantic, CONFIG.end])
-        host = NativeHost(engine, ids, (END,), prompt_of, named, CONFIG.codebooks)
+        host = NativeHost(engine, ids, prompt_of, named, CONFIG.codebooks)
         self.engine = TurnEngine(host)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, PrefillRun
+from pipelines.engine.opening import NativeModelOptions
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
@@ -33,7 +34,6 @@ from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
-from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
@@ -69,7 +69,7 @@ def open_host(share: bool = True, **sizes: int) -> NativeHost:
     executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
-    return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
+    return NativeHost(Engine(executor, options), ids, prompt_of, prefixes, CONFIG.codebooks)
 
 
 def voice(residual: int = 0) -> Reference:

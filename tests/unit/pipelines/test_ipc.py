@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelines.ipc import Channel, Child, close_all, read_shared, share
+from pipelines.child_process import Child
+from pipelines.ipc import Channel, close_all, read_shared, share
 
 
 class _Text(msgspec.Struct, frozen=True, tag="text"):
@@ -232,8 +233,8 @@ def test_sending_to_nobody_says_so(ends: Ends) -> None:
 _ASKING = """
 import sys, time
 from tests.unit.pipelines.test_ipc import _Text
-from pipelines.ipc import parent_channel
-channel = parent_channel(_Text, die_with_parent=True)
+from pipelines.child_process import parent_channel
+channel = parent_channel(_Text)
 assert sys.stdin.read() == ""
 channel.send(_Text(channel.receive().message.text.upper()))
 time.sleep(3600)
@@ -246,7 +247,7 @@ def test_a_child_answers_at_its_standard_input_and_says_how_it_ended() -> None:
     assert child.channel.receive(60).message == _Text("HELLO")
     assert child.alive
     child.kill()
-    assert child.wait(60) == "it was killed by SIGKILL"
+    assert child.wait(60) == "by signal 9 (SIGKILL)"
     child.kill()
     assert not child.alive
     child.channel.close()

@@ -184,7 +184,7 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
             script,
             SimpleNamespace(submit=send, cancel=cancelled.append),
         )
-        listener = Listener(print, lambda _done: speaker.hang_up())
+        listener = Listener(print, lambda done: speaker.over(done))
         speaker = SpeechLmUtterance(order, None, listener)  # pyright: ignore[reportArgumentType]
         return speaker, listener
 

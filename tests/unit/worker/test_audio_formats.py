@@ -15,8 +15,8 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.provenance import other_encoders, put_provenance, records
-from jobs.repair import Mended, mend
-from jobs.verify import CLOSE_DB, Match, ObjectCheck, reproduce
+from jobs.repair import CLOSE_DB, Match, Mended, mend, reproduce
+from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
 from pipelines.errors import ErrorCode
 from pipelines.request import EngineInfo, Speech, SynthesisRequest

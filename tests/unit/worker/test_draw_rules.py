@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jobs.checks import Quality, quality_of
-from jobs.repair import Mended, mend
-from jobs.verify import Match, ObjectCheck, reproduce
+from jobs.repair import Match, Mended, mend, reproduce
+from jobs.verify import ObjectCheck
 from pipelines.request import Generation, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.worker_rig import Build, wait_for

@@ -20,7 +20,7 @@ from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.worker_rig import Build, Recording, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
-from worker.pack_writer import EncodedArtifact, PackWriter
+from worker.pack_writer import PackWriter
 from worker.shard_run import ShardEnd
 
 TEXTS = [f"Sentence {number}." for number in range(40)]
@@ -211,7 +211,7 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
         for index in range(first, first + 10):
             data = b"x" * 4000
             made = Artifact(index, "audio", f"{index}.wav", "", len(data), 1, 1, 1, 0)
-            stored.append(packs.add(Done(index, ()), [EncodedArtifact(made, data)], ""))
+            stored.append(packs.add(Done(index, ()), [(made, data)], ""))
 
     threads = [threading.Thread(target=add, args=(10 * number,), daemon=True) for number in range(8)]
     for thread in threads:
@@ -244,8 +244,8 @@ def test_what_the_store_raises_is_each_items(build: Build) -> None:
         alone=lambda _: False,
     )
     made = Artifact(0, "audio", "0.wav", "", 100, 1, 1, 1, 0)
-    refused = packs.add(Done(0, ()), [EncodedArtifact(made, b"x" * 100)], "")
+    refused = packs.add(Done(0, ()), [(made, b"x" * 100)], "")
     with pytest.raises(StoreError):
         refused.result(0)
-    again = packs.add(Done(0, ()), [EncodedArtifact(made, b"x" * 100)], "")
+    again = packs.add(Done(0, ()), [(made, b"x" * 100)], "")
     assert again.result(0).artifacts[0].pack in store.objects

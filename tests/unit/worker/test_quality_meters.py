@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from jobs.checks import ENTRY_POINT_GROUP, METERS, lacking, missing_libraries
 from pipelines.audio import encode
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
 from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
 from worker.quality.pool import MeterPool, MeterTask
-from worker.quality.process import MeterError, MeterHangError, MeterProcess
+from worker.quality.process import MeterHangError, MeterProcess
 
 RATE = 16_000
 
@@ -187,7 +187,7 @@ class TestMeters:
         child = process._child  # pyright: ignore[reportPrivateUsage]
         assert child is not None
         child.kill()
-        child.wait()
+        child.close()
         assert process.measure({}, sample) == {}
         process.close()
 
@@ -224,7 +224,7 @@ class TestMeters:
         with pytest.raises(ModelError) as caught:
             process.measure({}, Utterance(np.zeros(40 * RATE, np.float32), RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
-        assert not child.alive
+        assert child.ended
 
     def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,7 +316,7 @@ class TestBuiltInMeters:
         assert process.measure({"peak": {}}, replace(sample, text="short")) == {
             "peak": (1.0, "too short", False)
         }
-        with pytest.raises(MeterError) as caught:
+        with pytest.raises(NightjarError, match="no such text") as caught:
             process.measure({"peak": {}}, replace(sample, text="fail"))
-        assert "no such text" in str(caught.value)
+        assert caught.value.code is ErrorCode.QA_METER
         process.close()

@@ -6,11 +6,10 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import IO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,36 +83,24 @@ class TestPool:
         assert 1 in dropped
         assert host.measured + len(dropped) == 4
 
-    def test_a_file_of_samples_starts_anew_when_it_is_empty(self) -> None:
-        spool = Spool()
-        places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
-        assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
-        place = spool.put(np.ones(1, np.float32))
-        assert (place.first_byte, place.count) == (0, 1)
-        spool.close()
-
     def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        files: list[IO[bytes]] = []
-        make = tempfile.TemporaryFile
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-        def noted(**options: str) -> IO[bytes]:
-            files.append(make(**options))
-            return files[-1]
+        def bytes_on_disk() -> int:
+            files = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+            ours = [file for file in files if file.is_symlink() and str(tmp_path) in str(file.readlink())]
+            return sum(file.stat().st_size for file in ours)
 
-        monkeypatch.setattr("worker.quality.pool.tempfile.TemporaryFile", noted)
         spool, waiting = Spool(file_bytes=100), deque[SpooledSamples]()
         for number in range(200):
             waiting.append(spool.put(np.full(10, number, np.float32)))
             if len(waiting) > 4:
-                assert spool.take(waiting.popleft()).tolist() == [number - 4] * 10
-        open_files = [file for file in files if not file.closed]
-        assert sum(os.fstat(file.fileno()).st_size for file in open_files) <= 3 * 120
-        while waiting:
-            spool.take(waiting.popleft())
-        spool.close()
-        assert all(file.closed for file in files)
+                assert waiting.popleft().read().tolist() == [number - 4] * 10
+        assert 0 < bytes_on_disk() <= 3 * 120
+        del waiting, spool
+        assert bytes_on_disk() == 0
 
 
 class TestPoolFaults:

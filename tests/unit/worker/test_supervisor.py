@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_refused, say_up
 from jobs.gpus import Device
 from jobs.worker_group import (
     CRASHES,
@@ -21,24 +20,31 @@ from jobs.worker_group import (
     HEALTHY_SECONDS,
     WorkerGroup,
     WorkerPlan,
+    WorkerReport,
+    say,
+    say_last_words,
+    say_refused,
 )
+from pipelines.child_process import Child
 from pipelines.errors import ConfigError, ErrorCode, ModelError
+from pipelines.ipc import Channel
 
 #: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words
 #: when it is in `says` and that no start can open its model when it is in `refuses`, and ends by SIGTERM or
 #: with the status of its GPU in `ends`; unless the file `mended` is there.
 CHILD = """
 import os, signal, sys, time
-from jobs.child_process import say_finished, say_last_words, say_refused, say_up
+from jobs.worker_group import WorkerReport, say, say_last_words, say_refused, wait_for_parent
 from pipelines.errors import ConfigError, ErrorCode
 log = open(sys.argv[1], 'a', buffering=1)
 gpu = os.environ.get('CUDA_VISIBLE_DEVICES', '-')
 signal.signal(signal.SIGTERM, lambda *_: (log.write(f'end {gpu}\\n'), sys.exit(0)))
+wait_for_parent()
 cores = len(os.sched_getaffinity(0))
-log.write(f'start {gpu} {sys.argv[2]} cores {cores}\\n')
+log.write(f'start {gpu} cores {cores}\\n')
 mended = os.path.exists(sys.argv[1] + '.mended')
 if gpu in UP or mended:
-    say_up()
+    say(WorkerReport(up=True))
 if gpu in SAYS:
     say_last_words(SAYS[gpu])
 if gpu in REFUSES and not mended:
@@ -48,17 +54,24 @@ if gpu in ENDS and not mended:
     os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 for _ in range(6000):
     if gpu in WORKS or mended:
-        say_finished()
+        say(WorkerReport(finished=True))
     time.sleep(0.1)
 """
-#: Supervisor(command, plans, longest pause, pause of the quarantine).
 PROGRAM = """
-import sys
+import logging, sys
 from jobs.gpus import Device
-from jobs.worker_group import WorkerPlan
-from worker.supervisor import Supervisor
+from jobs.settings import Settings
+from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport
+from pipelines.child_process import Child
 plans = [WorkerPlan(gpu and Device(gpu, gpu)) for gpu in GPUS]
-sys.exit(Supervisor([sys.executable, CHILD, LOG], plans, 0.05, QUARANTINE).run())
+group = WorkerGroup(
+    plans,
+    lambda plan: Child([CHILD, LOG], WorkerReport, plan.environment, bound=False),
+    longest_pause_seconds=0.05,
+    quarantine_seconds=QUARANTINE,
+    on_event=lambda level, event, details: print(event, details, flush=True),
+)
+sys.exit(group.run(Settings(home=HOME)))
 """
 
 
@@ -94,6 +107,7 @@ class Run:
             "LOG": str(self.log),
             "GPUS": gpus,
             "QUARANTINE": quarantine_seconds,
+            "HOME": str(folder),
         }.items():
             code = code.replace(name, repr(given))
         with self.said.open("wb") as said:
@@ -140,20 +154,21 @@ def test_every_gpu_has_its_process_and_signals_are_passed_on(run: Callable[..., 
     supervisor.wait_for(lambda: supervisor.count("start") == 2)
     assert supervisor.end() == 0
     started = [line.partition(" cores")[0] for line in supervisor.lines()]
-    assert sorted(started) == ["end 0", "end 3", "start 0 --parent-pid", "start 3 --parent-pid"]
+    assert sorted(started) == ["end 0", "end 3", "start 0", "start 3"]
 
 
-def test_a_signal_that_comes_while_a_worker_is_started_reaches_it() -> None:
+def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, subprocess, sys\n"
-        "from worker.supervisor import Supervisor\n"
-        "class Popen(subprocess.Popen):\n"
-        "    def __init__(self, *arguments, **options):\n"
-        "        super().__init__(*arguments, **options)\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "subprocess.Popen = Popen\n"
-        "from jobs.worker_group import WorkerPlan\n"
-        "sys.exit(Supervisor([sys.executable, '-c', 'import time; time.sleep(600)'], [WorkerPlan(), WorkerPlan()]).run())\n"
+        "import os, signal, sys\n"
+        "from jobs.settings import Settings\n"
+        "from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport\n"
+        "from pipelines.child_process import Child\n"
+        "def start(plan):\n"
+        "    child = Child(['-c', 'import time; time.sleep(600)'], WorkerReport)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return child\n"
+        "group = WorkerGroup([WorkerPlan(), WorkerPlan()], start, longest_pause_seconds=1, quarantine_seconds=1)\n"
+        f"sys.exit(group.run(Settings(home={str(tmp_path)!r})))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
@@ -265,11 +280,10 @@ class Failing:
         self.quarantines: list[str] = []
         self.group = WorkerGroup(
             plans,
-            lambda plan, up: subprocess.Popen(["sleep", "600"], pass_fds=up.pass_fds, start_new_session=True),
+            lambda plan: Child(["-c", "import time; time.sleep(600)"], WorkerReport),
             longest_pause_seconds=0.0,
             quarantine_seconds=600.0,
             first_pause_seconds=0.0,
-            on_quarantine=self.quarantines.append,
         )
         self.group.start()
 
@@ -277,11 +291,11 @@ class Failing:
         """Kills a member so many times, each time as soon as it runs again."""
         member = self.group.members[number]
         for _ in range(count):
-            while member.process is None:
+            while member.child is None:
                 self.group.tend()
-            member.process.kill()
-            member.process.wait()
-            self.group.tend()
+            member.child.kill()
+            member.child.wait()
+            self.quarantines += [ended.reason for ended, _ in self.group.tend() if ended.quarantined]
 
 
 @pytest.fixture
@@ -305,7 +319,7 @@ def test_a_finished_item_begins_a_new_count(failing: Callable[[int], Failing]) -
         group.end(0, CRASHES - 1)
         while not group.group.processes:
             group.group.tend()
-        group.group._finished(group.group.members[0], time.monotonic())
+        group.group.finished(group.group.members[0], time.monotonic())
     assert group.quarantines == []
     group.end(0, CRASHES)
     assert len(group.quarantines) == 1
@@ -324,31 +338,34 @@ def test_a_long_life_begins_a_new_count(failing: Callable[[int], Failing]) -> No
 def test_items_of_others_before_the_first_failure_prove_nothing(failing: Callable[[int], Failing]) -> None:
     """Where all fail from some time on, it is the job or the driver, and no worker's own fault."""
     group = failing(2)
-    group.group._finished(group.group.members[1], time.monotonic() - 1)
+    group.group.finished(group.group.members[1], time.monotonic() - 1)
     group.end(0, CRASHES_BESIDE_OTHERS + 1)
     assert group.quarantines == []
-    group.group._finished(group.group.members[1], time.monotonic())
+    group.group.finished(group.group.members[1], time.monotonic())
     group.end(0)
     assert len(group.quarantines) == 1
 
 
-def test_a_child_tells_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    say_up()
-    say_finished()
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
-    assert not pipe.read()
-    say_finished()
-    assert (pipe.read(), pipe.read(), pipe.came_up) == (True, False, False)
-    say_up()
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
+    """The end of a process that started this one as its worker."""
+    ours, theirs = socket.socketpair()
+    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
+    monkeypatch.setattr("jobs.worker_group._parent", own)
+    yield channel
+    channel.close()
+    own.close()
+
+
+def test_a_worker_says_why_it_ends(parent: Channel[WorkerReport]) -> None:
+    say(WorkerReport(finished=True))
     say_last_words("Broken:\nredis://:hunter2@host/0 " + "x" * 100_000)
-    assert pipe.close()
-    assert pipe.last_words.startswith("Broken: redis://:********@host/0 xxx")
-    assert UP_PIPE not in os.environ
+    assert parent.receive(60).message == WorkerReport(finished=True)
+    assert parent.receive(60).message.last_words.startswith("Broken: redis://:********@host/0 xxx")
     # Nobody reads any more.
-    say_finished()
-    say_finished()
-    pipe.started()
+    parent.close()
+    say(WorkerReport(finished=True))
+    say(WorkerReport(finished=True))
 
 
 @pytest.mark.parametrize(
@@ -359,20 +376,15 @@ def test_a_child_tells_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_parent_hears_what_no_start_can_open(
-    monkeypatch: pytest.MonkeyPatch, error: ConfigError | ModelError
+    parent: Channel[WorkerReport], error: ConfigError | ModelError
 ) -> None:
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
     say_refused(error)
-    say_last_words("It ends.")
-    assert not pipe.close()
-    heard = pipe.refusal
-    assert heard is not None
+    record = parent.receive(60).message.refusal
+    assert record is not None
+    heard = record.error
     assert (type(heard), heard.code, heard.message, heard.advice) == (
         type(error),
         error.code,
         error.message,
         error.advice,
     )
-    assert pipe.last_words == "It ends."
-    pipe.started()

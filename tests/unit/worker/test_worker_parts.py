@@ -120,17 +120,17 @@ class TestEngineTimer:
     def test_requests_that_overlap_share_the_time(self) -> None:
         clock = FakeClock()
         timer = EngineTimer(clock)
-        first = timer.enter()
+        first = timer.change(+1)
         clock.advance(1)
-        second = timer.enter()
+        second = timer.change(+1)
         clock.advance(2)
-        assert timer.leave(first) == pytest.approx(2000)
+        assert timer.change(-1) - first == pytest.approx(2)
         clock.advance(3)
-        assert timer.leave(second) == pytest.approx(4000)
+        assert timer.change(-1) - second == pytest.approx(4)
         clock.advance(100)
-        third = timer.enter()
+        third = timer.change(+1)
         clock.advance(1)
-        assert timer.leave(third) == pytest.approx(1000)
+        assert timer.change(-1) - third == pytest.approx(1)
 
 
 class TestPipelineCache:

@@ -110,7 +110,7 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     draw.request = request
     answers: list[Answer] = []
     shard = ShardOutput(held, rig.store, None, lambda _, answer: answers.append(answer))
-    rig.writer.submit(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
+    rig.writer.work(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
     wait_for(lambda: answers)
     assert isinstance(answers[0], LeaseGoneError)
     assert rig.audio() == {}

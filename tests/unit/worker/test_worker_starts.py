@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from jobs.child_process import UP_PIPE, UpPipe
 from jobs.settings import Settings
+from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ServiceError
+from pipelines.ipc import Channel
 from worker.runtime import Runtime
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
+    """The end of a process that started this one as its worker. It goes after the worker has ended."""
+    ours, theirs = socket.socketpair()
+    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
+    monkeypatch.setattr("jobs.worker_group._parent", own)
+    yield channel
+    channel.close()
+    own.close()
 
 
 @pytest.fixture
@@ -26,7 +39,9 @@ def away() -> ServiceError:
     return ServiceError(ErrorCode.LEDGER_UNREACHABLE, "away")
 
 
-def test_a_start_waits_for_a_ledger_that_is_away(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_for_a_ledger_that_is_away(
+    parent: Channel[WorkerReport], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check, register = runtime.ledger.check_schema, runtime.ledger.register_worker
     calls: list[str] = []
 
@@ -41,16 +56,14 @@ def test_a_start_waits_for_a_ledger_that_is_away(runtime: Runtime, monkeypatch: 
 
     monkeypatch.setattr(runtime.ledger, "check_schema", failing_once("check", check))
     monkeypatch.setattr(runtime.ledger, "register_worker", failing_once("register", register))
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
     runtime.start()
     assert calls == ["check", "check", "register", "register"]
     assert [row.state for row in runtime.ledger.worker_statuses(everyone=True)] == ["up"]
-    assert pipe.close()
+    assert parent.receive(60).message == WorkerReport(up=True)
 
 
 def test_a_start_that_waits_ends_when_it_is_told_to(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    parent: Channel[WorkerReport], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = threading.Event()
 
@@ -59,8 +72,6 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
         raise away()
 
     monkeypatch.setattr(runtime.ledger, "check_schema", fail)
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
     start = threading.Thread(target=runtime.start)
     start.start()
     assert waiting.wait(240)
@@ -68,8 +79,8 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
     start.join(240)
     assert not start.is_alive()
     assert runtime.ledger.worker_statuses(everyone=True) == []
-    pipe.started()
-    assert not pipe.close()
+    with pytest.raises(TimeoutError):
+        parent.receive(0)
     runtime.stop()
 
 
