@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -47,14 +47,9 @@ class SweepReport:
         )
 
 
-class Orphan(NamedTuple):
-    """An object that nothing named when it was found."""
-
-    info: ObjectInfo
-    #: The inputs none of whose lines names it, where it is reference audio.
-    read: frozenset[tuple[str, str]] = frozenset()
-
-
+#: An object that nothing named when it was found, and the inputs none of whose lines names it, where it is
+#: reference audio.
+Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
 #: What a sweep finds in a store: objects and their bytes.
 _Found = Iterator[tuple[int, int]]
 
@@ -104,14 +99,10 @@ def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iter
 
     Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
     """
-    for orphan in _unnamed(ledger, store, job):
-        modified_at = orphan.info.modified_at
-        if (
-            modified_at is not None
-            and modified_at <= before
-            and ledger.is_orphan(job.id, orphan.info.key, before, orphan.read)
-        ):
-            yield orphan
+    for info, read in _unnamed(ledger, store, job):
+        old = info.modified_at is not None and info.modified_at <= before
+        if old and ledger.is_orphan(job.id, info.key, before, read):
+            yield info, read
 
 
 def _counted(
@@ -157,20 +148,21 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     def listed(prefix: str) -> Iterator[ObjectInfo]:
         return _in_order(store.list(prefix), store)
 
-    prefix = job_prefix(job.id)
+    prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
     for kind in ("audio", "text", QUARANTINE):
-        yield from map(Orphan, _without(listed(f"{prefix}{kind}/"), ledger.artifact_keys(job.id, kind)))
+        for info in _without(listed(f"{prefix}{kind}/"), ledger.artifact_keys(job.id, kind)):
+            yield info, nothing
     packs = ledger.packs(job.id)
     inputs = frozenset(ledger.shard_inputs(job.id).values())
     named = packs | {key for key, _ in inputs}
     for place in (packs_prefix(job.id), f"{prefix}input/"):
-        yield from (Orphan(info) for info in listed(place) if info.key not in named)
+        yield from ((info, nothing) for info in listed(place) if info.key not in named)
     references = list(listed(f"{prefix}references/"))
     if references:
         named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(
             job.spec, job.id
         )
-        yield from (Orphan(info, inputs) for info in references if info.key not in named)
+        yield from ((info, inputs) for info in references if info.key not in named)
 
 
 def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:

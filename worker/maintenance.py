@@ -204,22 +204,13 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
     """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook
     that fails holds up nothing."""
     for one in report_ends(ledger, settings):
+        about = {"job": one.job_id, "attempt": one.attempt, "reason": one.reason}
         if not one.reason:
             log.info("end of the job reported", job=one.job_id)
         elif one.again_seconds is None:
-            log.error(
-                "end of the job not reported; it is not tried again",
-                job=one.job_id,
-                attempt=one.attempt,
-                reason=one.reason,
-            )
+            log.error("end of the job not reported; it is not tried again", **about)
         else:
-            details = {
-                "attempt": one.attempt,
-                "reason": one.reason,
-                "again_seconds": round(one.again_seconds, 1),
-            }
-            log.warning("end of the job not reported yet", job=one.job_id, **details)
+            log.warning("end of the job not reported yet", **about, again_seconds=round(one.again_seconds, 1))
 
 
 @dataclass(eq=False)

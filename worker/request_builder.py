@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from jobs.references import load_reference
@@ -11,6 +10,7 @@ from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
 from jobs.voices import item_request
+from pipelines.engine_process.messages import RecentRecordings
 from pipelines.request import Generation, SpokenRole, SynthesisRequest
 from worker.leases import DOUBTS, HeldLease
 
@@ -19,25 +19,19 @@ class ReferenceCache:
     """The reference audio used last, up to `max_bytes`: neighbours in a file often clone the same voice."""
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._audio: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._kept = RecentRecordings[tuple[str, str], bytes](max_bytes)
         self._lock = threading.Lock()
 
     def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
         """The object of a job's reference. Raises as `load_reference` does."""
         name = (store.url, key)
         with self._lock:
-            if name in self._audio:
-                self._audio.move_to_end(name)
-                return self._audio[name]
-        data = load_reference(store, job_id, key)
-        with self._lock:
-            if name not in self._audio:
-                self._audio[name] = data
-                self._bytes += len(data)
-            while self._bytes > self._max_bytes:
-                self._bytes -= len(self._audio.popitem(last=False)[1])
+            data = self._kept.get(name)
+        if data is None:
+            data = load_reference(store, job_id, key)
+            with self._lock:
+                self._kept.keep(name, data, len(data))
+                self._kept.forget()
         return data
 
 

@@ -154,9 +154,10 @@ class RecentRecordings(Generic[Key, Value]):
         return self._kept[key][0]
 
     def keep(self, key: Key, value: Value, size: int) -> None:
-        """Keeps a new one, of so many bytes."""
-        self._kept[key] = value, size
-        self._bytes += size
+        """Keeps one of so many bytes, where it is new."""
+        if key not in self._kept:
+            self._kept[key] = value, size
+            self._bytes += size
 
     def forget(self) -> None:
         """Forgets those that are too many, once a request has all of its own."""

@@ -141,8 +141,6 @@ def test_a_killed_night_resumes(site: Site) -> None:
     [
         {"exports": ("mp3",)},
         {"splits": "train=2"},
-        {"export_to": "/data/{format}"},
-        {"export_to": "/data/{date}"},
         {"export_to": "s3://bucket/{date}/x", "exports": ("espnet", "nemo")},
     ],
 )
