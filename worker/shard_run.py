@@ -25,13 +25,13 @@ from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from worker.admission import MAX_WRITING_ITEMS, Demand, FeedingOrder, ItemCounts
+from worker.admission import MAX_WRITING_ITEMS, Demand, ItemCounts
+from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
-from worker.metrics import EngineTimer, Metrics
+from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
-from worker.request_builder import ReferenceCache, RequestBuilder
 from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
 
 if TYPE_CHECKING:

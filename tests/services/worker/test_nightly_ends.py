@@ -248,7 +248,7 @@ def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:
     assert house.contents() == first
     house.make(night, mended=True)
     after = house.run()
-    assert [(one.items, one.reason) for one in after.datasets] == [(3, ""), (0, ""), (3, ""), (3, "")]
+    assert [(one.items, one.reason) for one in after.datasets] == [(3, None), (0, None), (3, None), (3, None)]
     assert house.exported() == ["a", "fails-1", "b"]
     files = {
         file["name"]: file["sha256"]
@@ -310,7 +310,7 @@ def test_a_dataset_that_was_being_written_anew_goes_on(
             (told.parent / file["name"]).exists() for file in json.loads(told.read_text())["files"]
         )
         (dataset,) = house.run().datasets
-        assert (dataset.items, dataset.reason) == (3, "")
+        assert (dataset.items, dataset.reason) == (3, None)
         found.append(house.contents())
     assert all(one == found[-1] for one in found)
     assert not [name for name in found[-1] if "_export" in name]
@@ -393,7 +393,7 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     second = house.run()
     assert house.exported() == ["a"]
     house.make(second)
-    assert [one.reason for one in house.run().datasets] == [""] * 4
+    assert [one.reason for one in house.run().datasets] == [None] * 4
     assert house.exported() == ["c"]
     assert (
         json.loads((house.sets / "webdataset" / "export.json").read_text())["identity"]["job"]
