@@ -230,7 +230,10 @@ class ShardRun:
             self._waiting.append(ItemDraw(line, first, first + more))
         self._unsettled = {line.index for line in lines}
         self._store, self._builder = store, RequestBuilder(self._held, store, self._runner.references)
-        packs = self._pack_writer(store) if self._job.spec.pack is True else None
+        packs = None
+        if self._job.spec.pack is True:
+            run = self._runner.writer.run
+            packs = PackWriter(self._held, store, self._times, self._clock, run, self._only_waits_for)
         self._output = ShardOutput(
             self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
         )
@@ -243,16 +246,6 @@ class ShardRun:
             return {}
         first, last = todo[0].index, todo[-1].index
         return self._held.retrying(lambda: self._runner.ledger.drawn_before(self._job.id, first, last))
-
-    def _pack_writer(self, store: ObjectStore) -> PackWriter:
-        return PackWriter(
-            self._held,
-            store,
-            times=self._times,
-            clock=self._clock,
-            run=self._runner.writer.run,
-            alone=self._only_waits_for,
-        )
 
     @property
     def _stopped(self) -> bool:
@@ -402,11 +395,15 @@ class ShardRun:
         return bool(self._feeding or self._in_engine or self._writing)
 
     @property
+    def _over(self) -> bool:
+        """Whether every item has its outcome; when it winds down, every item that was begun."""
+        return not (self._begun if self._winding_down else self._unsettled)
+
+    @property
     def finished(self) -> bool:
-        """Whether every item has its outcome and every outcome was taken; when it winds down, every item
-        that was begun."""
+        """Whether it is over and every outcome was taken."""
         with self._changed:
-            return not self._outcomes and not (self._begun if self._winding_down else self._unsettled)
+            return self._over and not self._outcomes
 
     def _only_waits_for(self, stored: int) -> bool:
         """Whether the items that are on their way are as many as wait to be stored together, and no others
@@ -448,8 +445,10 @@ class ShardRun:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
             raise LeaseGoneError(GoneReason.PAUSED)
+        broken = any(isinstance(one, Failed) and one.code is ErrorCode.SYNTH_ENGINE for one in committed)
+        some_done = any(isinstance(one, Done) for one in committed)
         # One that is starting again by itself needs no second one beside it: items wait for it.
-        if _engine_is_broken(committed) and pipeline.stats().state != "starting":
+        if broken and not some_done and pipeline.stats().state != "starting":
             log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
         # The ledger keeps these open for another attempt.
@@ -468,10 +467,9 @@ class ShardRun:
         maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
-            over = not self._unsettled or (self._winding_down and not self._begun)
             return (
                 len(self._outcomes) >= maximum
-                or over
+                or self._over
                 or self._error is not None
                 or self._held.gone is not None
             )
@@ -625,10 +623,3 @@ def _cancel(draws: Sequence[ItemDraw]) -> None:
     for draw in draws:
         if draw.handle is not None:
             draw.handle.cancel()
-
-
-def _engine_is_broken(outcomes: Sequence[Outcome]) -> bool:
-    failed = any(
-        isinstance(outcome, Failed) and outcome.code is ErrorCode.SYNTH_ENGINE for outcome in outcomes
-    )
-    return failed and not any(isinstance(outcome, Done) for outcome in outcomes)

@@ -62,7 +62,7 @@ def test_a_night_without_items_is_an_error_and_stays_due(house: House, bad: tupl
     assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
         NightEnd.RAN,
         night.job_id,
-        [""] * 4,
+        [None] * 4,
     )
     assert house.exported() == ["a", "b"]
     assert house.ledger.schedule_history("news") == [NIGHT.isoformat()]
@@ -115,7 +115,7 @@ def test_a_night_goes_on_without_its_deleted_first_job(house: House) -> None:
     assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
         NightEnd.RAN,
         third.job_id,
-        [""] * 4,
+        [None] * 4,
     )
     assert house.exported() == ["a"]
 
