@@ -81,10 +81,9 @@ class Demand:
         if self.fixed is not None:
             return True
         unclaimed, held = self._messages()
-        if held >= MAX_SHARDS or unclaimed >= MAX_UNCLAIMED or self.suspended():
+        if unclaimed >= MAX_UNCLAIMED or self.suspended():
             return False
-        slots = self.slots()
-        return self._missing(slots, unclaimed) > 0 if slots else held < SHARDS_AT_START
+        return self.shards > held
 
     @property
     def shards(self) -> int:

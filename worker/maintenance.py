@@ -32,7 +32,7 @@ UP, DRAINING = "up", "draining"
 #: Between a nudge and the run it asks for, so that one run serves several nudges.
 NUDGE_SECONDS = 0.02
 #: Before a manifest is tried again whose inputs are lost or damaged.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0
+PAUSE_SECONDS = 600.0
 
 
 class PeriodicTask:
@@ -216,28 +216,26 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
 @dataclass(eq=False)
 class Manifests:
     """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be
-    written is logged, and tried again with each pass of the reconciler until it is there: after growing
-    pauses where the failure is not of the store or the ledger.
+    written is logged, and tried again with each pass of the reconciler until it is there: after a pause
+    where the failure is not of the store or the ledger.
     """
 
     ledger: Ledger
     store_for: Callable[[str], ObjectStore]
     clock: Clock
-    #: Job -> when its manifest is tried again, and the pause before that.
-    pauses: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]], init=False)
+    #: Job -> when its manifest is tried again.
+    due_at: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def put_if_over(self, job_id: str) -> None:
         """Writes the manifest of a job with audio, if the job has ended."""
-        due_at, pause_seconds = self.pauses.get(job_id, (0.0, FIRST_PAUSE_SECONDS / 2))
-        if self.clock.monotonic() < due_at:
+        if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
             return
         try:
             self._put_if_over(job_id)
-            self.pauses.pop(job_id, None)
+            self.due_at.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:
-                pause_seconds = min(pause_seconds * 2, LONGEST_PAUSE_SECONDS)
-                self.pauses[job_id] = self.clock.monotonic() + pause_seconds, pause_seconds
+                self.due_at[job_id] = self.clock.monotonic() + PAUSE_SECONDS
             log.warning(
                 "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
             )

@@ -131,7 +131,7 @@ class Runtime:
         )
         self._exclusive = ExclusiveLock()
         self.demand = Demand(
-            settings.times.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock
+            settings.times.shards_in_flight, self.pipelines.slots, lambda: self._exclusive.closed, self._clock
         )
         self.runner = ShardRunner(
             self.ledger,
@@ -314,10 +314,6 @@ class Runtime:
         else:
             self._refused_at.pop(ticket.job_id, None)
         return True
-
-    def _engine_slots(self) -> int:
-        """Those of the open engine; 0 while none is open."""
-        return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _leaves(self, job_id: str) -> bool:
         """Whether this worker leaves a job to others: one of another model than its own, or one that it

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -143,9 +144,11 @@ class MeterPool:
         open_host: Callable[[], MeterProcess] = MeterProcess,
     ) -> None:
         self._in_memory = in_memory
-        self._open_host = open_host
         self._threads = DaemonThreads(processes, "meter")
-        self._hosts: dict[int, MeterProcess] = {}
+        self._hosts = [open_host() for _ in range(processes)]
+        self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
+        for host in self._hosts:
+            self._idle.put(host)
         self._spool = Spool()
         #: By meters: items on which they hung since their last answer, and how many outages were reported.
         self._hung: dict[bytes, tuple[set[str], int]] = {}
@@ -182,10 +185,10 @@ class MeterPool:
         """Cancels what waits and what is measured now, and ends the processes."""
         with self._lock:
             self._closing = True
-        for host in self._hosts.values():
+        for host in self._hosts:
             host.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for host in self._hosts.values():
+        for host in self._hosts:
             host.close()
 
     def _measured(self, task: MeterTask, spooled: SpooledSamples | None) -> Measured:
@@ -194,11 +197,11 @@ class MeterPool:
         utterance = task.utterance
         if spooled is not None:
             utterance = replace(utterance, samples=spooled.read())
-        if task.abandoned():
+        if self._closing or task.abandoned():
             raise CancelledError
-        meters = msgspec.json.encode(task.meters)
+        meters, host = msgspec.json.encode(task.meters), self._idle.get()
         try:
-            readings = self._host().measure(task.meters, utterance)
+            readings = host.measure(task.meters, utterance)
         except Exception as error:
             if self._closing:
                 # The measurement was cut short, which says nothing about the draw.
@@ -208,18 +211,10 @@ class MeterPool:
             elif not isinstance(error, ModelError):
                 self._hung.pop(meters, None)
             raise
+        finally:
+            self._idle.put(host)
         self._hung.pop(meters, None)
         return Measured(utterance.samples, readings)
-
-    def _host(self) -> MeterProcess:
-        """The host of this thread."""
-        with self._lock:
-            if self._closing:
-                raise CancelledError
-            thread = threading.get_ident()
-            if thread not in self._hosts:
-                self._hosts[thread] = self._open_host()
-            return self._hosts[thread]
 
     def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
         """Raises an outage in the place of a hang where the meters hung on too many items since their last

@@ -229,7 +229,7 @@ def test_a_night_that_is_looked_at_again_changes_nothing(house: House) -> None:
         again = house.run()
     assert (again.end, [(one.items, one.reason) for one in again.datasets]) == (
         NightEnd.RAN,
-        [(1, ""), (0, ""), (1, ""), (1, "")],
+        [(1, None), (0, None), (1, None), (1, None)],
     )
     assert (house.contents(), {path: path.stat().st_mtime_ns for path in times}) == (before, times)
     assert {log["event"] for log in logs} == {"dataset complete"}
