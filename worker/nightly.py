@@ -165,7 +165,7 @@ class Night:
                 self.job = self._submit(number)
         except NightjarError as error:
             missing = isinstance(error, InputError) and error.code in _MISSING
-            self._fail(_explained(error, self.job), NightEnd.MISSING if missing else NightEnd.FAILED)
+            self._fail(error, NightEnd.MISSING if missing else NightEnd.FAILED)
             return
         if self.job is not None and self.state in ENDED_BADLY:
             self._fail(_bad_end(self.job))
@@ -429,15 +429,6 @@ def _bad_end(job: Job) -> NightjarError:
         message = f"Its job {job.id} has no items: all of the file's lines were refused."
         advice = f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
     return InputError(ErrorCode.INPUT_NO_ITEMS, message, advice)
-
-
-def _explained(error: NightjarError, job: Job | None) -> NightjarError:
-    """The error of a submit; that of a night whose file was changed after its first submit was stopped
-    says how to go on."""
-    if job is None or job.state is not JobState.INGESTING or error.code is not ErrorCode.LEDGER_STATE:
-        return error
-    message = f"Its job {job.id} was made from another file or other settings, and its submit was stopped."
-    return ServiceError(error.code, message, f"Run the night again after `nightjar cancel {job.id}`.")
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:

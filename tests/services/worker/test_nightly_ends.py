@@ -376,7 +376,7 @@ def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(
     house.write(line("a"))
     house.make(house.run())
     night = house.run()
-    assert [(one.format, "a surprise" in one.reason) for one in night.datasets] == [
+    assert [(one.format, "a surprise" in (one.reason or "")) for one in night.datasets] == [
         (name, name == "espnet") for name in EXPORTS
     ]
     assert {one.items for one in night.datasets if not one.reason} == {0, 1}
@@ -401,7 +401,7 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     )
 
 
-def test_a_file_changed_after_its_submit_was_stopped_is_explained(
+def test_a_file_changed_after_its_submit_was_stopped_names_the_job(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.write(line("a"))
@@ -412,7 +412,7 @@ def test_a_file_changed_after_its_submit_was_stopped_is_explained(
     (job,) = house.ledger.jobs()
     house.write(line("b"))
     night = house.run()
-    assert (night.end, f"nightjar cancel {job.id}" in night.reason) == (NightEnd.FAILED, True)
+    assert (night.end, job.id in night.reason) == (NightEnd.FAILED, True)
     house.ledger.cancel(job.id)
     assert house.run().end is NightEnd.SUBMITTED
 
