@@ -180,27 +180,22 @@ class ExclusiveLock:
     def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
         """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up`
         returns True."""
-        placed = self._enter(alone, give_up)
+        with self._changed:
+            self._waiting += alone
+            while waits := bool(self._running if alone else self.closed):
+                if give_up():
+                    break
+                self._changed.wait(LOOK_SECONDS)
+            self._waiting -= alone
+            if not waits:
+                self._running += 1
+                self._taken_alone = alone
+            self._changed.notify_all()
         try:
-            yield placed
+            yield not waits
         finally:
-            if placed:
+            if not waits:
                 with self._changed:
                     self._running -= 1
                     self._taken_alone = False
                     self._changed.notify_all()
-
-    def _enter(self, alone: bool, give_up: Callable[[], bool]) -> bool:
-        with self._changed:
-            self._waiting += alone
-            try:
-                while self._running if alone else self.closed:
-                    if give_up():
-                        return False
-                    self._changed.wait(LOOK_SECONDS)
-            finally:
-                self._waiting -= alone
-                self._changed.notify_all()
-            self._running += 1
-            self._taken_alone = alone
-            return True

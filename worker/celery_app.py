@@ -273,7 +273,8 @@ class SteadyConsumer(Consumer):
 
         def on_message(message: Any) -> None:
             try:
-                if _is_of_shard(message) and not _is_hungry():
+                task = message.headers.get("task") if isinstance(message.headers, dict) else None
+                if task == RUN_SHARD and not _is_hungry():
                     # It came when the worker had asked, and another one was claimed meanwhile.
                     message.requeue()
                     return
@@ -324,10 +325,6 @@ class SteadyConsumer(Consumer):
         while time.monotonic() < until:
             celery_state.maybe_shutdown()
             time.sleep(LOOK_SECONDS)
-
-
-def _is_of_shard(message: Any) -> bool:
-    return isinstance(message.headers, dict) and message.headers.get("task") == RUN_SHARD
 
 
 def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:

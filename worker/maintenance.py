@@ -101,8 +101,8 @@ class Maintenance:
     on_job_ended: Callable[[str], None] = lambda _: None
     #: How many shards the worker can use.
     demand: Demand = field(default_factory=Demand)
-    #: Reports ends to the operator's hook, in a thread of its own; None: there is none.
-    report_ends: Callable[[], None] | None = None
+    #: Reports ends to the operator's hook, in a thread of its own.
+    report_ends: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         times = self.settings.times
@@ -110,10 +110,12 @@ class Maintenance:
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
-        self._dispatch = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
+        #: To be nudged when a shard ended: there may be room for another one.
+        self.dispatches = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
         self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.beat)
-        self._reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends or (lambda: None))
-        self._tasks = [self._dispatch, self._heartbeats, *([self._reports] if self.report_ends else [])]
+        #: To be nudged when a job may have ended: the operator's hook need not wait for the next look.
+        self.reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends)
+        self._tasks = (self.dispatches, self._heartbeats, self.reports)
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this
@@ -122,21 +124,13 @@ class Maintenance:
         self._registered = True
         for task in self._tasks:
             task.start()
-        self.nudge()
-        self.report_soon()
-
-    def report_soon(self) -> None:
-        """A job may have ended: the operator's hook need not wait for the next look at the ledger."""
-        self._reports.nudge()
-
-    def nudge(self) -> None:
-        """A shard ended: there may be room for another one."""
-        self._dispatch.nudge()
+        self.dispatches.nudge()
+        self.reports.nudge()
 
     def claimed(self) -> None:
         """A shard was claimed: the worker may be able to use more of them than it has said."""
         if self.demand.shards > self.worker.slots:
-            self._dispatch.nudge()
+            self.dispatches.nudge()
 
     def drain(self) -> None:
         """The worker takes no more shards: others are told, and it dispatches no more."""
@@ -230,8 +224,17 @@ class Manifests:
         """Writes the manifest of a job with audio, if the job has ended."""
         if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
             return
+        from jobs.export.manifest import put_manifest
+
         try:
-            self._put_if_over(job_id)
+            job = self.ledger.job(job_id)
+            if job.state.final and self.ledger.status(job_id).items.done:
+                store = self.store_for(job.store_url)
+                store.confirm(job.store_identity)
+                info = put_manifest(self.ledger, store, job_id)
+                log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)
+            elif job.state.final:
+                self.ledger.note_manifest(job)
             self.due_at.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:
@@ -239,17 +242,3 @@ class Manifests:
             log.warning(
                 "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
             )
-
-    def _put_if_over(self, job_id: str) -> None:
-        from jobs.export.manifest import put_manifest
-
-        job = self.ledger.job(job_id)
-        if not job.state.final:
-            return
-        if not self.ledger.status(job_id).items.done:
-            self.ledger.note_manifest(job)
-            return
-        store = self.store_for(job.store_url)
-        store.confirm(job.store_identity)
-        info = put_manifest(self.ledger, store, job_id)
-        log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)

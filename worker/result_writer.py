@@ -37,6 +37,7 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 #: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU
 #: back.
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
+MAX_BACKLOG = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +91,7 @@ class ResultWriter:
     """A few threads that check and store what engines made. They wait for a store that is away while the
     item's lease lives."""
 
-    def __init__(self, max_backlog: int = 256, meters: MeterPool | None = None) -> None:
-        self.max_backlog = max_backlog
+    def __init__(self, meters: MeterPool | None = None) -> None:
         self._meters = meters or MeterPool()
         self._threads = DaemonThreads(0, "writer")
 
@@ -105,7 +105,7 @@ class ResultWriter:
     def full(self) -> bool:
         """Whether so many results wait that the engine should get no more requests. Draws that wait for
         meters do not count."""
-        return self._threads.waiting >= self.max_backlog
+        return self._threads.waiting >= MAX_BACKLOG
 
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""

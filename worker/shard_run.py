@@ -202,7 +202,12 @@ class ShardRun:
         if self._is_paused():
             # While the model was opened.
             raise LeaseGoneError(GoneReason.PAUSED)
-        self.begin(store, pipeline, todo, self._drawn_before(todo))
+        drawn_before: Mapping[int, int] = {}
+        if self._job.spec.quality is not None:
+            # `nightjar retry` continues with the next draws; those of a lost worker are made again.
+            places = self._job.id, todo[0].index, todo[-1].index
+            drawn_before = self._held.retrying(lambda: self._runner.ledger.drawn_before(*places))
+        self.begin(store, pipeline, todo, drawn_before)
         in_context = contextvars.copy_context().run
         threading.Thread(
             target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True
@@ -238,14 +243,6 @@ class ShardRun:
             self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
         )
         self._pipeline = pipeline
-
-    def _drawn_before(self, todo: Sequence[ShardLine]) -> Mapping[int, int]:
-        """How many draws open items have had: `nightjar retry` continues with the next ones; those of a
-        lost worker are made again."""
-        if self._job.spec.quality is None:
-            return {}
-        first, last = todo[0].index, todo[-1].index
-        return self._held.retrying(lambda: self._runner.ledger.drawn_before(self._job.id, first, last))
 
     @property
     def _stopped(self) -> bool:

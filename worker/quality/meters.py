@@ -79,7 +79,7 @@ class Meter(Protocol):
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
 UNSPACED = frozenset(
-    {
+    [
         "zh",
         "chinese",
         "yue",
@@ -94,7 +94,7 @@ UNSPACED = frozenset(
         "khmer",
         "my",
         "burmese",
-    }
+    ]
 )
 #: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good
 #: speech too.

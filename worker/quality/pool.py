@@ -153,13 +153,12 @@ class MeterPool:
         #: By meters: items on which they hung since their last answer, and how many outages were reported.
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
-        self._waiting = 0
         self._closing = False
 
     @property
     def waiting(self) -> int:
         """Draws that no meter has begun to measure."""
-        return self._waiting
+        return self._threads.waiting
 
     def submit(self, task: MeterTask) -> Future[Measured]:
         """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
@@ -167,24 +166,20 @@ class MeterPool:
         closed first.
 
         Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and
-        cannot.
+        cannot, and `CancelledError` once the pool is closed.
         """
         spooled = None
-        if self._waiting >= self._in_memory:
+        if self.waiting >= self._in_memory:
             spooled = self._spool.put(task.utterance.samples)
             task = replace(task, utterance=replace(task.utterance, samples=np.empty(0, np.float32)))
-        with self._lock:
-            if not self._closing:
-                self._waiting += 1
-                return self._threads.submit(self._measured, task, spooled)
-        dropped: Future[Measured] = Future()
-        dropped.cancel()
-        return dropped
+        try:
+            return self._threads.submit(self._measured, task, spooled)
+        except RuntimeError:
+            raise CancelledError from None
 
     def close(self) -> None:
         """Cancels what waits and what is measured now, and ends the processes."""
-        with self._lock:
-            self._closing = True
+        self._closing = True
         for host in self._hosts:
             host.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -192,8 +187,6 @@ class MeterPool:
             host.close()
 
     def _measured(self, task: MeterTask, spooled: SpooledSamples | None) -> Measured:
-        with self._lock:
-            self._waiting -= 1
         utterance = task.utterance
         if spooled is not None:
             utterance = replace(utterance, samples=spooled.read())

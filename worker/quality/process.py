@@ -158,10 +158,10 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
         raise
 
 
-def _failure(error: Exception) -> MeterError:
-    return MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500])
-
-
 if __name__ == "__main__":
     os.nice(5)
-    answer_calls(_Draw, _Meters().answer, _failure)
+    answer_calls(
+        _Draw,
+        _Meters().answer,
+        lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500]),
+    )

@@ -74,7 +74,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
         assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (
             NightEnd.SUBMITTED,
             night.date(),
-            ["", "", ""],
+            [None, None, None],
         )
     assert len(site.ledger.jobs()) == 2
     for night in (FIRST, SECOND):
