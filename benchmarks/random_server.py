@@ -12,7 +12,7 @@ from jobs.engine_process import engine_options, open_model
 from jobs.settings import load_settings
 from pipelines.interpreter import serve_threads
 from pipelines.registry import describe
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from pipelines.serving.server import Server
 
 

@@ -160,8 +160,10 @@ def undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def exit_code(error: NightjarError) -> int:
+def exit_code(error: Exception) -> int:
     """The exit code of a command that ends with this error."""
+    if not isinstance(error, NightjarError):
+        return FAILED
     if error.code in _EXIT_BY_CODE:
         return _EXIT_BY_CODE[error.code]
     if error.code.value.startswith("input."):

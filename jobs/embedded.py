@@ -30,8 +30,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jobs.gpus import Device
-from jobs.ledger.location import embedded_broker_url, embedded_workers
-from jobs.own_files import full_disk_explained, open_own, own_path, read_own
+from jobs.own_files import (
+    embedded_broker_url,
+    embedded_workers,
+    full_disk_explained,
+    open_own,
+    own_path,
+    read_own,
+)
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
 from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers

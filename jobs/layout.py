@@ -54,23 +54,15 @@ def job_prefix(job_id: str) -> str:
     return f"jobs/{job_id}/"
 
 
-def audio_key(job_id: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
-    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later
-    draw.
+def item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
+    """`jobs/<job>/<kind>/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later
+    draw. The kind is `audio`, `text` for what a model wrote beside its speech, or `quarantine` for the best
+    draw of an item none of whose draws passed the checks.
 
     Each draw has a key of its own. What is made again with other content is numbered, see `put_numbered`.
     """
-    return _item_key(job_id, "audio", index, example_id, ext, draw)
-
-
-def text_key(job_id: str, index: int, example_id: str, draw: int = 0) -> str:
-    """The text that a model wrote beside its speech: as `audio_key`, under `text/`."""
-    return _item_key(job_id, "text", index, example_id, "txt", draw)
-
-
-def quarantine_key(job_id: str, index: int, example_id: str, ext: str, draw: int) -> str:
-    """The best draw of an item none of whose draws passed the checks: as `audio_key`, under `quarantine/`."""
-    return _item_key(job_id, "quarantine", index, example_id, ext, draw)
+    later = f"-draw{draw}" if draw else ""
+    return f"jobs/{job_id}/{kind}/{index // 10_000:05d}/{index:09d}-{slug(example_id)}{later}.{ext}"
 
 
 def pack_key(job_id: str, shard_no: int, epoch: int, number: int, sha256: str) -> str:
@@ -105,11 +97,6 @@ def sha256_of_pack(key: str) -> str:
     return "" if match is None else match[4]
 
 
-def _item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int) -> str:
-    later = f"-draw{draw}" if draw else ""
-    return f"jobs/{job_id}/{kind}/{index // 10_000:05d}/{index:09d}-{slug(example_id)}{later}.{ext}"
-
-
 def index_of(key: str) -> int | None:
     """The index of the item that a key below `audio/`, `text/` or `quarantine/` begins with; None: it is
     no such key."""
@@ -124,7 +111,7 @@ def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: 
     draws = [0] if match is None else [0, int(match[1])]
     unnumbered = _NUMBER.sub(r"\2", key)
     return next(
-        (draw for draw in draws if unnumbered == _item_key(job_id, kind, index, example_id, ext, draw)), None
+        (draw for draw in draws if unnumbered == item_key(job_id, kind, index, example_id, ext, draw)), None
     )
 
 
@@ -188,10 +175,11 @@ def put_numbered(
     in nobody's way; the ledger names the one that counts, and where it names none the highest number is
     the newest. Returns the object with its key and SHA-256.
     """
-    number, sha256 = 1, ""
+    number, sha256, place = 1, "", key
     while True:
-        result = store.put(numbered_key(key, number), data, content_type=content_type, metadata=metadata)
+        result = store.put(place, data, content_type=content_type, metadata=metadata)
         # The store hashes what it puts; a second hash takes as long as encoding.
         if result.created or result.info.sha256 == (sha256 := sha256 or hashlib.sha256(data).hexdigest()):
             return result
         number += 1
+        place = numbered_key(key, number)

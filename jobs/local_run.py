@@ -18,8 +18,7 @@ from jobs.ingest import IngestProgress, SubmitOptions, check_wanted, submit
 from jobs.input_format import WORDS
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
-from jobs.ledger.records import INPUT_FORMAT, Job, JobState, ShardState
-from jobs.ledger.states import LASTING_OUTAGES
+from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
 from jobs.ledger.status import JobStatus
 from jobs.own_files import full_disk_explained
 from jobs.progress import Progress

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jobs.formatting import redact
-from jobs.ledger.notification import JobEnd
-from jobs.ledger.states import backoff_seconds
+from jobs.ledger.control import JobEnd
+from jobs.ledger.records import backoff_seconds
 from jobs.ledger.status import status_and_errors
 from jobs.status import status_view
 from pipelines.child_process import signal_group

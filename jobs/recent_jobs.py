@@ -12,8 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.ledger.location import STATE_FOLDER, embedded_broker_url, home_of
-from jobs.own_files import open_own, read_own
+from jobs.own_files import STATE_FOLDER, embedded_broker_url, home_of, open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NotFoundError, StoreError
 
@@ -25,24 +24,30 @@ KEPT = 1000
 _JOB_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
-def _folder() -> Path:
+#: What keeps a note from being read or written, which costs only the convenience.
+_AWAY = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
+
+
+def _folder(kind: str) -> Path:
+    """Of the notes of `jobs`, or of a running `dev`. Raises `RuntimeError` where a user has no home."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
-    return root / "nightjar" / "jobs"
+    return root / "nightjar" / kind
+
+
+def _write(note: Path, home: Path) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(open_own(note, flags, make_folders=True), "w") as file:
+        file.write(str(home.absolute()))
 
 
 def remember(job_id: str, home: Path) -> None:
-    """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
-    try:
-        folder = _folder()
-        with os.fdopen(
-            open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w"
-        ) as file:
-            file.write(str(home.absolute()))
+    """Notes that a job lives in `home`."""
+    with suppress(*_AWAY):
+        folder = _folder("jobs")
+        _write(folder / job_id, home)
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
             stale.unlink(missing_ok=True)
-    except (OSError, RuntimeError, StoreError):
-        return
 
 
 def remember_if_embedded(job_id: str, settings: Settings) -> None:
@@ -53,31 +58,24 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 @contextmanager
 def noted_dev(home: Path) -> Iterator[None]:
-    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to. What killed
-    ones left is removed."""
-    note = _folder().with_name("dev") / hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        for other in note.parent.iterdir():
-            if _running_home(other) is None:
-                other.unlink(missing_ok=True)
-        note.write_text(str(home.absolute()))
-    except (OSError, RuntimeError):
-        yield
-        return
+    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to."""
+    name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
+    with suppress(*_AWAY):
+        _write(_folder("dev") / name, home)
     try:
         yield
     finally:
-        note.unlink(missing_ok=True)
+        with suppress(*_AWAY):
+            (_folder("dev") / name).unlink(missing_ok=True)
 
 
-def _running_home(note: Path) -> str | None:
-    """The home that is noted, while a broker runs there."""
-    try:
-        home = note.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if embedded_broker_url(Path(home) / STATE_FOLDER) is None else home
+def _running_devs() -> list[str]:
+    """Their homes, the newest last. One that was killed has a note, and no broker."""
+    homes: list[str] = []
+    with suppress(*_AWAY):
+        notes = sorted(_folder("dev").iterdir(), key=lambda note: note.stat().st_mtime)
+        homes = [read_own(note) for note in notes]
+    return [home for home in homes if embedded_broker_url(Path(home) / STATE_FOLDER) is not None]
 
 
 def settings_for_new_job(home: str | None) -> Settings:
@@ -90,22 +88,15 @@ def settings_for_new_job(home: str | None) -> Settings:
         or settings.origin("home") != "default"
     ):
         return settings
-    try:
-        notes = sorted(_folder().with_name("dev").iterdir(), key=lambda note: note.stat().st_mtime)
-    except (OSError, RuntimeError):
-        return settings
-    homes = [home for note in notes if (home := _running_home(note)) is not None]
+    homes = _running_devs()
     return settings if not homes or str(settings.home.absolute()) in homes else load_settings(home=homes[-1])
 
 
 def forget(job_id: str) -> None:
     """Removes the note of a job that is no more."""
-    if not _JOB_ID.fullmatch(job_id):
-        return
-    try:
-        (_folder() / job_id).unlink(missing_ok=True)
-    except (OSError, RuntimeError):
-        return
+    if _JOB_ID.fullmatch(job_id):
+        with suppress(*_AWAY):
+            (_folder("jobs") / job_id).unlink(missing_ok=True)
 
 
 def keep_remembered(job_id: str, settings: Settings) -> None:
@@ -118,18 +109,14 @@ def keep_remembered(job_id: str, settings: Settings) -> None:
 def homes_of(prefix: str) -> set[Path]:
     """Homes whose ledger still stands, of the remembered jobs whose id starts with `prefix`."""
     prefix = prefix.strip().lower()
-    if prefix and not _JOB_ID.fullmatch(prefix):
-        return set()
-    try:
-        folder = _folder()
-        pointers = [folder / name for name in os.listdir(folder) if name.startswith(prefix)]
-    except (OSError, RuntimeError):
-        return set()
     homes: set[Path] = set()
-    for pointer in pointers:
-        # One that cannot be read, or was removed meanwhile, hides no other.
-        with suppress(OSError, StoreError):
-            homes.add(Path(read_own(pointer)))
+    if not prefix or _JOB_ID.fullmatch(prefix):
+        with suppress(*_AWAY):
+            folder = _folder("jobs")
+            for pointer in [folder / name for name in os.listdir(folder) if name.startswith(prefix)]:
+                # One that cannot be read, or was removed meanwhile, hides no other.
+                with suppress(*_AWAY):
+                    homes.add(Path(read_own(pointer)))
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 

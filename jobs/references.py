@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,7 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 MAX_REFERENCE_BYTES = 32 << 20
 #: Of any audio that a line names; a voice to clone has a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
-#: Contents that are known by path, so that a voice that many lines name is read once.
+#: Addresses that are known, so that a voice that many lines name is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
@@ -52,10 +51,8 @@ class ReferenceReader:
         store: ObjectStore,
         check: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`check` raises `InputError` for an audio file that the model cannot use; each content is checked
-        once."""
+        """`check` raises `InputError` for an audio file that the model cannot use."""
         self._check = check
-        self._verdicts: OrderedDict[str, InputError | None] = OrderedDict()
         self._folder = folder
         self._roots = [Path(os.path.realpath(root)) for root in (roots or [folder])]
         self._store = store
@@ -92,50 +89,43 @@ class ReferenceReader:
         Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
         `input.too_long`; `StoreError` when the store fails.
         """
-        address = self.locate(content)
-        if address.startswith(f"{self._store.url}/"):
-            data = _read_object(self._store, address[len(self._store.url) + 1 :], content)
+        address, inside = self.locate(content), f"{self._store.url}/"
+        if address.startswith(inside):
+            data = _read_object(self._store, address.removeprefix(inside), content)
         else:
             data = _read_file(address, content)
         audio = encoded_audio(data, _named(content))
-        if (error := self._verdict(audio)) is not None:
-            raise InputError(
-                error.code,
-                f"The reference {clean(content, 200)!r} cannot be used: {error.message}",
-                error.advice,
-            )
+        try:
+            if self._check is not None:
+                self._check(data)
+        except InputError as error:
+            message = f"The reference {clean(content, 200)!r} cannot be used: {error.message}"
+            raise InputError(error.code, message, error.advice) from error
         return audio
 
-    def _verdict(self, audio: ReferenceAudio) -> InputError | None:
-        """Why the model cannot use an audio file, or None."""
-        if self._check is None:
-            return None
-        if audio.sha256 not in self._verdicts:
-            self._verdicts[audio.sha256] = _refusal(self._check, audio.data)
-            if len(self._verdicts) > _KNOWN_PATHS:
-                self._verdicts.popitem(last=False)
-        return self._verdicts[audio.sha256]
-
-
-class ReferenceUploader:
-    """Puts reference audio into the store of a job, each content once, and tells its key."""
-
-    def __init__(self, reader: ReferenceReader, store: ObjectStore, job_id: str) -> None:
-        self._reader = reader
-        #: The key of the audio at an address; `content` is what a line calls it.
-        self._key = lru_cache(_KNOWN_PATHS)(
-            lambda _, content: put_reference(store, job_id, reader.read(content))
-        )
-
-    def key(self, content: str) -> str:
-        """The key of the audio that a line names. Raises as `ReferenceReader.read`, and `StoreError`."""
-        return self._key(self._reader.locate(content), content)
+    def keys(self, keep: Callable[[ReferenceAudio], str]) -> Callable[[str], str]:
+        """What `keep` makes of the audio that a line names, which is read once for each address. That
+        raises as `read` and as `keep` do."""
+        known = lru_cache(_KNOWN_PATHS)(lambda _, content: keep(self.read(content)))
+        return lambda content: known(self.locate(content), content)
 
 
 def encoded_audio(data: bytes, name: str) -> ReferenceAudio:
     """An audio file of a job, known to be one; `name` begins the sentence that says why it is none. Raises
     `InputError`."""
-    return ReferenceAudio(_bounded(data, name), hashlib.sha256(data).hexdigest(), _extension(data, name))
+    from pipelines.audio import read_header  # only where there is audio to read
+
+    if len(data) > MAX_REFERENCE_BYTES:
+        raise _unreadable(name, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
+    try:
+        found = read_header(data, MAX_AUDIO_SECONDS)
+    except InputError as error:
+        message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
+        raise InputError(error.code, message, error.advice) from error
+    if found.kind not in _EXTENSIONS or found.frames <= 0:
+        reason = f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
+        raise _unreadable(name, reason)
+    return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.kind])
 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
@@ -176,7 +166,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
 def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
     try:
         with store.open(key) as stream:
-            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), _named(content))
+            return stream.read(MAX_REFERENCE_BYTES + 1)
     except StoreError as error:
         if error.code in (ErrorCode.STORE_MISSING, ErrorCode.STORE_BAD_KEY):
             raise _missing(content) from error
@@ -184,50 +174,17 @@ def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
 
 
 def _read_file(path: str, content: str) -> bytes:
+    # The path has no symbolic links left; one that was put there since is not followed.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        # The path has no symbolic links left; one that was put there since is not followed.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise _unreadable(_named(content), "it is not a regular file")
+            return stream.read(MAX_REFERENCE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(content) from error
     except OSError as error:
-        raise _unreadable(_named(content), error.strerror or "it cannot be opened") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise _unreadable(_named(content), "it is not a regular file")
-    with os.fdopen(file, "rb") as stream:
-        try:
-            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), _named(content))
-        except OSError as error:
-            raise _unreadable(_named(content), error.strerror or "it cannot be read") from error
-
-
-def _bounded(data: bytes, name: str) -> bytes:
-    if len(data) > MAX_REFERENCE_BYTES:
-        raise _unreadable(name, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
-    return data
-
-
-def _extension(data: bytes, name: str) -> str:
-    from pipelines.audio import read_header  # only where there is audio to read
-
-    try:
-        found = read_header(data, MAX_AUDIO_SECONDS)
-    except InputError as error:
-        message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
-        raise InputError(error.code, message, error.advice) from error
-    if found.kind not in _EXTENSIONS or found.frames <= 0:
-        raise _unreadable(
-            name, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
-        )
-    return _EXTENSIONS[found.kind]
-
-
-def _refusal(check: Callable[[bytes], None], data: bytes) -> InputError | None:
-    try:
-        check(data)
-    except InputError as error:
-        return error
-    return None
+        raise _unreadable(_named(content), error.strerror or "it cannot be read") from error
 
 
 def _missing(content: str) -> InputError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -32,7 +32,7 @@ from jobs.layout import (
 )
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
-from jobs.references import ReferenceReader, ReferenceUploader, load_reference
+from jobs.references import ReferenceReader, load_reference, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import open_source
 from jobs.store.base import ObjectStore
@@ -334,7 +334,7 @@ def restore_inputs(
     written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
     with open_source(source, settings.s3) as opened:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store)
-        key_of = ReferenceUploader(reader, store, job.id).key
+        key_of = reader.keys(partial(put_reference, store, job.id))
         for batch in Records(opened, written_as, job.spec, describe(job.spec.model)).batches():
             for number, line in enumerate(batch.lines, batch.first):
                 if not isinstance(line, bytes) or number in refused:

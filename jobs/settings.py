@@ -36,7 +36,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jobs.formatting import is_address
-from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
+from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode, nearest

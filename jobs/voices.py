@@ -182,11 +182,10 @@ def item_request(
 ) -> SynthesisRequest:
     """The request of an item, in its stored voice where it has one; `load` reads recordings of users, and
     of that voice, by their keys in the store. Audio of other roles is not used."""
-    messages, spec = line.messages, job.spec
-    if spec.stored_voices is not msgspec.UNSET and line.role is not None:
-        own = line.generation.of(line.role).voice
-        prefix = references_prefix(job.id)
-        messages, generation = in_stored_voice(messages, generation, own, spec.stored_voices, prefix)
+    messages, voices = line.messages, job.spec.stored_voices
+    if voices is not msgspec.UNSET and line.role is not None:
+        own, prefix = line.generation.voice, references_prefix(job.id)
+        messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
     loaded = [
         msgspec.structs.replace(message, content=load(message.content))
         if message.role == "user" and message.modality == "audio" and isinstance(message.content, str)
@@ -196,23 +195,23 @@ def item_request(
     return SynthesisRequest(request_id, tuple(loaded), generation, seed)
 
 
+def stored_voices(spec: JobSpec) -> Mapping[str, FrozenVoice]:
+    """The stored voices of a job, by their names."""
+    return {} if spec.stored_voices is msgspec.UNSET else spec.stored_voices
+
+
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
     """The name of the stored voice that speaks an item; None: it is in another voice."""
-    if spec.stored_voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
+    voices = spec.stored_voices
+    if voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
         return None
     name = line.generation_over(spec.generation).voice
-    return name if is_stored(spec, name) else None
-
-
-def is_stored(spec: JobSpec, name: str | None) -> bool:
-    """Whether a name stands for a stored voice in a job."""
-    return spec.stored_voices is not msgspec.UNSET and name in spec.stored_voices
+    return name if name in voices else None
 
 
 def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
     """Keys of the recordings of a job's stored voices."""
-    voices = () if spec.stored_voices is msgspec.UNSET else spec.stored_voices.values()
-    return {references_prefix(job_id) + voice.recording for voice in voices}
+    return {references_prefix(job_id) + voice.recording for voice in stored_voices(spec).values()}
 
 
 def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:

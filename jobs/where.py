@@ -3,7 +3,7 @@
 
 A comparison with what an item does not have is neither true nor false, as in SQL, and neither is its
 negation: `not wer < 0.1` is `wer >= 0.1`. An item matches only where the whole is true. The ledger answers
-a filter, see `jobs.ledger.scores`.
+a filter, see `jobs.ledger.queries`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by Alembic; `jobs.ledger.migrate` hands over the connection and the metadata."""
+"""Run by Alembic; `jobs.ledger.database` hands over the connection and the metadata."""
 
 from alembic import context
 

@@ -32,9 +32,8 @@ from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
-from nightjar.advice import check_type
 from nightjar.item import Item
-from nightjar.voice import Sound
+from nightjar.voice import Sound, check_type
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
 if TYPE_CHECKING:

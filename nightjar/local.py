@@ -12,8 +12,6 @@ from jobs.console import Interrupted, Stop
 from jobs.ledger.records import Job
 from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
-from nightjar.advice import advise, in_python
-from pipelines.errors import NightjarError
 
 if TYPE_CHECKING:
     pass
@@ -30,7 +28,7 @@ def _at_end(call: Callable[[], None]) -> None:
 
 
 class _Notes(Progress):
-    """What a run says, in the words of Python; how far it is the job itself knows."""
+    """What a run says; how far it is the job itself knows."""
 
     def __init__(self, *, silent: bool) -> None:
         super().__init__(quiet=True)
@@ -38,7 +36,7 @@ class _Notes(Progress):
 
     def say(self, text: str) -> None:
         if not self._silent:
-            print(in_python(text), file=sys.stderr)
+            print(text, file=sys.stderr)
 
 
 class LocalThread(threading.Thread):
@@ -106,7 +104,7 @@ class LocalThread(threading.Thread):
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
-            self.error = advise(error) if isinstance(error, NightjarError) else error
+            self.error = error
         finally:
             self._known.set()
 

@@ -15,23 +15,22 @@ from jobs.checks import lacking_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
 from jobs.ingest import check_wanted, submit_for_workers
-from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
+from jobs.job_options import JobOptions, checked_options, job_of, user_name
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
 from jobs.recent_jobs import reading_ledger, settings_for_job, settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
-from jobs.spec import ResolvedSpec, resolve
+from jobs.spec import resolve
 from jobs.store import is_remote
 from jobs.voices import voice_folder
-from nightjar.advice import advising, check_type
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
+from nightjar.voice import check_type
 from pipelines.errors import ErrorCode, InputError
 
 
-@advising()
 def run(
     source: str | Path | Iterable[Any],
     *,
@@ -49,21 +48,22 @@ def run(
 
     Raises `NightjarError`, as the command line ends: with a code, a sentence and advice.
     """
-    check_type("out", out, (str, os.PathLike), "a folder")
     if gpu is not None:
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
-    chosen = load_settings(home=str(out))
+    chosen = load_settings(home=_home(out))
     settings = embedded_settings(chosen)
     spec, submitted = job_of(checked_options(options), user_name())
     path, spec, settings = _input(source, spec, settings)
-    resolved = _resolved(spec, submitted, settings, fetch=not quiet)
+    resolved = resolve(spec, submitted.input_format, voice_folder(settings))
+    say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
+    if (lack := lacking_meters(spec.quality, say)) is not None:
+        raise lack
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
     job = thread.until_submitted()
     return Job(job.id, job.store_url, settings, thread, quiet=quiet)
 
 
-@advising()
 def submit(
     source: str | Path | Iterable[Any],
     *,
@@ -76,18 +76,15 @@ def submit(
 
     The same input with the same options is the same job. Raises `NightjarError`.
     """
-    if out is not None:
-        check_type("out", out, (str, os.PathLike), "a folder")
-    settings = settings_for_new_job(None if out is None else str(out))
+    settings = settings_for_new_job(None if out is None else _home(out))
     spec, submitted = job_of(checked_options(options), user_name())
     path, spec, settings = _input(source, spec, settings)
-    resolved = _resolved(spec, submitted, settings, fetch=False, here=False)
+    resolved = resolve(spec, submitted.input_format, voice_folder(settings))
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_wanted(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
 
 
-@advising()
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
     """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it
     is not remembered.
@@ -95,12 +92,15 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     Raises `NotFoundError`.
     """
     check_type("job", job, str, "the id of a job, or the beginning of one")
-    if out is not None:
-        check_type("out", out, (str, os.PathLike), "a folder")
-    settings = settings_for_job(job, None if out is None else str(out))
+    settings = settings_for_job(job, None if out is None else _home(out))
     with reading_ledger(settings) as ledger:
         found = ledger.find_job(job)
     return Job(found.id, found.store_url, settings)
+
+
+def _home(out: str | Path) -> str:
+    check_type("out", out, (str, os.PathLike), "a folder")
+    return str(out)
 
 
 def _input(
@@ -121,14 +121,3 @@ def _input(
     path = written_input(source, reading, settings.state_folder)
     spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(reading, columns=None, voices=None))
     return str(path), spec, settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
-
-
-def _resolved(
-    spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True
-) -> ResolvedSpec:
-    """The spec, checked against its model and, for a job that runs here, against the meters of its checks."""
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
-    say = (lambda text: print(text, file=sys.stderr)) if fetch else (lambda text: None)
-    if here and (lack := lacking_meters(spec.quality, say)) is not None:
-        raise lack
-    return resolved

@@ -19,7 +19,6 @@ import msgspec
 from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
-from nightjar.advice import check_type
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import (
     ConfigError,
@@ -43,6 +42,15 @@ if TYPE_CHECKING:
 #: A setting of the engine, and what the option is called that does not have its name.
 _SETTING = re.compile(r"SPEECH_(?:ENGINE|VLLM)__([A-Z_]+)")
 _OPTIONS = {"KIND": "engine"}
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
+    """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        message = f"The argument `{name}` is {value!r:.100}."
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,18 +164,10 @@ class Voice:
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", advice)
         messages = [Message("user", "text", text)]
         if reference is not None:
-            check_type(
-                "reference",
-                reference,
-                (str, os.PathLike, bytes),
-                "the path of a recording, or the bytes of its file",
-            )
-            messages.insert(
-                0,
-                Message(
-                    "user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))
-                ),
-            )
+            words = "the path of a recording, or the bytes of its file"
+            check_type("reference", reference, (str, os.PathLike, bytes), words)
+            recording = reference if isinstance(reference, bytes) else _read(Path(reference))
+            messages.insert(0, Message("user", "audio", recording))
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)
         except msgspec.ValidationError as error:
@@ -215,13 +215,11 @@ def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
 def _in_python(advice: str) -> str:
     """The advice with options in the place of the settings that a worker or a server takes them from."""
     named = _SETTING.sub(lambda found: f"the option `{_OPTIONS.get(found[1], found[1].lower())}`", advice)
-    if named == advice:
-        return advice
-    return (
-        named.replace("Unset ", "Leave out ")
-        .replace("unset it", "leave it out")
-        .replace("unset ", "leave out ")
-    )
+    return advice if named == advice else re.sub(r"([Uu])nset( it)?", _left_out, named)
+
+
+def _left_out(found: re.Match[str]) -> str:
+    return f"{'L' if found[1] == 'U' else 'l'}eave {'it ' if found[2] else ''}out"
 
 
 def _read(path: Path) -> bytes:

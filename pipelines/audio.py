@@ -45,7 +45,8 @@ _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5),
 #: What a filter runs over at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-_MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
+WAV_HEADER_BYTES = _WAV_HEADER.size
+_MAX_WAV_SAMPLES = (2**32 - 1 - WAV_HEADER_BYTES) // 2
 
 #: Container and coding of the formats that libsndfile writes, in its words.
 CONTAINERS: dict[str, tuple[str, str]] = {
@@ -167,7 +168,10 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     np.rint(scaled, out=scaled)
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
-        return _wav(pcm, sample_rate)
+        if len(pcm) > _MAX_WAV_SAMPLES:
+            message, advice = "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+        return wav_header(sample_rate, pcm.nbytes) + pcm.tobytes()
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", advice)
@@ -176,6 +180,14 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     buffer = io.BytesIO()
     soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
     return _with_steady_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+
+
+def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
+    """The header of a mono WAV file of this format tag and bytes a sample; None: a stream, whose length nobody
+    knows, and whose players read on to the end."""
+    riff, data = (data_bytes + 36, data_bytes) if data_bytes is not None else (0xFFFFFFFF, 0xFFFFFFFF)
+    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
+    return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
@@ -285,18 +297,6 @@ def _filtered(
             piece[at] -= denominator[:at:-1] @ found[begin + at - order : begin]
         piece[:] = solved(order, band[:, : len(piece)], piece, lower=1, diag=1)
     return found
-
-
-def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
-    if len(pcm) > _MAX_WAV_SAMPLES:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
-        )
-    size = 2 * len(pcm)
-    header = _WAV_HEADER.pack(
-        b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size
-    )
-    return header + pcm.tobytes()
 
 
 def ogg_pages(data: bytes) -> list[tuple[int, int]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.recording import check_encoded
+from pipelines.recording import DRAFT, check_encoded, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
 
@@ -28,8 +27,6 @@ DEFAULT_VOICE = "default"
 #: Names that mean something else to a server.
 RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
 _SUFFIX = ".voice"
-#: Of files that are being written; no name of a voice begins so.
-_DRAFT = ".draft-"
 
 
 class StoredVoice(msgspec.Struct, frozen=True):
@@ -142,16 +139,7 @@ class VoiceFolder:
                     f"There are {len(names)} voices; that is the maximum.",
                     "Delete one first.",
                 )
-            descriptor, draft = tempfile.mkstemp(prefix=_DRAFT, dir=self._folder)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(draft).replace(self._path(name))
-            except BaseException:
-                Path(draft).unlink(missing_ok=True)
-                raise
+            write_file(self._path(name), data)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -161,7 +149,7 @@ class VoiceFolder:
             # A file system without locks keeps its drafts, and its writers count beside each other.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                for draft in self._folder.glob(f"{_DRAFT}*"):
+                for draft in self._folder.glob(f"{DRAFT}*"):
                     draft.unlink(missing_ok=True)
             yield
         finally:

@@ -230,13 +230,13 @@ def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[st
     written: list[str] = []
     audio: list[str | bytes] = []
     system: list[str] = []
-    turn_over = False
+    turn_over = several = False
     hears = able.audio_in or not able.multi_turn
     for message in messages:
         if message.role == "assistant":
             turn_over = not able.multi_turn and bool(written or audio)
         elif turn_over and message.role == "user":
-            raise _too_many("turn")
+            several = True
         elif message.modality == "text":
             if isinstance(message.content, bytes):
                 text = f"A {message.role} text message holds bytes."
@@ -250,21 +250,14 @@ def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[st
                 f"This model cannot use a {message.role} message of modality {message.modality!r}.",
                 "Remove the message, or use a model that takes it.",
             )
-    if not able.multi_turn and len(written) > 1:
-        raise _too_many("text")
+    if several or (not able.multi_turn and len(written) > 1):
+        message, advice = "The dialogue has more than one user turn or text.", "Give each its own line."
+        raise InputError(ErrorCode.INPUT_MULTI_TURN, message, advice)
     text = "\n".join(written)
     if not is_visible(text) and not (able.multi_turn and audio):
-        what, kind = (
-            ("message to answer", "message") if able.multi_turn else ("text to speak", "text message")
-        )
-        message = f"The dialogue has no user {what}."
-        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, f"Give the line a user {kind}.")
+        message, advice = "The dialogue has no user text.", "Give the line a user text message."
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, advice)
     return text, audio, "\n".join(filter(is_visible, system)) or None
-
-
-def _too_many(what: str) -> InputError:
-    message, advice = f"The dialogue has more than one user {what}.", f"Give each {what} its own line."
-    return InputError(ErrorCode.INPUT_MULTI_TURN, message, advice)
 
 
 def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able: Capabilities) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from jobs.ledger.records import Lease, Ticket
-from jobs.ledger.states import LASTING_OUTAGES
+from jobs.ledger.records import LASTING_OUTAGES, Lease, Ticket
 from pipelines.errors import ErrorCode, NightjarError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jobs.checks import Quality
 from jobs.dialogue import spoken_text
-from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, put_numbered, quarantine_key, text_key
+from jobs.layout import CONTENT_TYPES, item_key, object_metadata, put_numbered
 from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
@@ -244,14 +244,14 @@ def _stored(
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
-    place = (job.id, line.index, line.example_id)
+    kind = QUARANTINE if failed else "audio"
     made: list[tuple[Artifact, bytes]] = []
     if speech is not None and len(speech.samples):
         encoded = encoded_audio(speech, job.spec)
-        key = (quarantine_key if failed else audio_key)(*place, job.spec.format, number)
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.format, number)
         artifact = Artifact(
             index=line.index,
-            kind=QUARANTINE if failed else "audio",
+            kind=kind,
             key=key,
             sha256="",
             bytes=len(encoded.data),
@@ -264,9 +264,8 @@ def _stored(
         made.append((artifact, encoded.data))
     if speech is not None and speech.text_out is not None and not failed:
         data = speech.text_out.encode()
-        made.append(
-            (Artifact(line.index, "text", text_key(*place, number), "", len(data), 0, 0, 0, seed), data)
-        )
+        key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
+        made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []

@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from jobs.export.manifest import put_shard_manifest
-from jobs.ledger.records import Done, Failed, JobState, Lease, Outcome
-from jobs.ledger.states import LASTING_OUTAGES, WORKER_FAULTS, WORKING
+from jobs.ledger.records import (
+    LASTING_OUTAGES,
+    WORKER_FAULTS,
+    WORKING,
+    Done,
+    Failed,
+    JobState,
+    Lease,
+    Outcome,
+)
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
@@ -443,9 +451,7 @@ class ShardRun:
         if self._unsettled:
             raise LeaseGoneError(GoneReason.PAUSED)
         broken = any(isinstance(one, Failed) and one.code is ErrorCode.SYNTH_ENGINE for one in committed)
-        some_done = any(isinstance(one, Done) for one in committed)
-        # One that is starting again by itself needs no second one beside it: items wait for it.
-        if broken and not some_done and pipeline.stats().state != "starting":
+        if broken and not any(isinstance(one, Done) for one in committed):
             log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
         # The ledger keeps these open for another attempt.

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jobs import installed_version
+from jobs import DISTRIBUTION
 from jobs.console import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
 from pipelines.errors import NightjarError
 
@@ -110,21 +110,8 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(name, text) for name, (_, _, text) in group.items()])
 
 
-def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        click.echo(installed_version())
-        ctx.exit()
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Print the version and exit.",
-)
+@click.version_option(package_name=DISTRIBUTION, message="%(version)s", help="Print the version and exit.")
 def cli() -> None:
     """Turn files of dialogues into speech datasets.
 
@@ -186,13 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except NightjarError as error:
-        fail(error, as_json=as_json)
-        return exit_code(error)
     except Exception as error:
-        if os.environ.get("SPEECH_DEBUG"):
+        if os.environ.get("SPEECH_DEBUG") and not isinstance(error, NightjarError):
             raise
         fail(error, as_json=as_json)
         _forget_output()
-        return 1
+        return exit_code(error)
     return result if isinstance(result, int) else 0

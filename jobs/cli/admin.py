@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from functools import cache
-from itertools import pairwise
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -17,7 +14,7 @@ from pydantic import BaseModel, SecretStr
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
-from jobs.formatting import MASK, printable, redact
+from jobs.formatting import MASK, field_docs, printable, redact
 from jobs.job_options import hints
 from jobs.settings import load_settings, setting_fields, variable_of
 
@@ -122,19 +119,9 @@ def list_settings(markdown: bool, output: Output) -> None:
         for row in markdown_rows():
             output.line(row)
         return
-    rows = list(described())
-    if output.as_json:
-        for variable, default, text in rows:
-            output.data(
-                {
-                    "schema": "nightjar.setting/1",
-                    "variable": variable,
-                    "default": default,
-                    "description": text,
-                }
-            )
-        return
-    output.table(("VARIABLE", "DEFAULT", "MEANING"), rows)
+    names = ("variable", "default", "description")
+    views = (({"schema": "nightjar.setting/1", **dict(zip(names, row))}, row) for row in described())
+    output.records(("VARIABLE", "DEFAULT", "MEANING"), views)
 
 
 def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,18 +145,7 @@ def described() -> Iterator[tuple[str, str, str]]:
             continue
         field = group.model_fields[name]
         default = "" if field.default in (None, ()) else str(field.default)
-        yield variable_of(key), "required" if field.is_required() else default, _meanings(group)[name]
-
-
-@cache
-def _meanings(group: type[BaseModel]) -> dict[str, str]:
-    """The docstrings of the fields of a group."""
-    found: Any = ast.parse(inspect.getsource(group)).body[0]
-    return {
-        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
-        for field, text in pairwise(found.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+        yield variable_of(key), "required" if field.is_required() else default, field_docs(group)[name]
 
 
 def markdown_rows() -> list[str]:
@@ -207,31 +183,17 @@ def doctor(home: str | None, output: Output) -> int:
     Examples:
       nightjar doctor
     """
-    worst = Health.OK
+    failed = False
     for finding in examine(home):
-        worst = (
-            Health.FAIL
-            if Health.FAIL in (worst, finding.health)
-            else finding.health
-            if worst is Health.OK
-            else worst
-        )
+        failed |= finding.health is Health.FAIL
         if output.as_json:
-            view = {
-                "check": finding.check,
-                "health": finding.health.value,
-                "message": finding.message,
-                "advice": finding.advice,
-            }
-            output.data({"schema": "nightjar.finding/1", **view})
-            continue
-        if output.quiet and finding.health is Health.OK:
-            continue
-        label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
-        output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
-        if finding.advice:
-            output.line(f"{'':<15} {printable(finding.advice)}")
-    return FAILED if worst is Health.FAIL else 0
+            output.data({"schema": "nightjar.finding/1", **asdict(finding)})
+        elif finding.health is not Health.OK or not output.quiet:
+            label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
+            output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
+            if finding.advice:
+                output.line(f"{'':<15} {printable(finding.advice)}")
+    return FAILED if failed else 0
 
 
 #: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and

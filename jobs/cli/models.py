@@ -17,9 +17,9 @@ from jobs.console import NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.settings import load_settings
 from jobs.voices import voice_folder
-from pipelines.errors import ErrorCode, InputError, ModelError, NightjarError, NotFoundError
+from pipelines.errors import ErrorCode, InputError, ModelError, NotFoundError
 from pipelines.registry import ModelCard, describe, list_models
-from pipelines.stored_voices import StoredVoice, VoiceExistsError, VoiceFolder
+from pipelines.stored_voices import StoredVoice, VoiceExistsError
 
 
 @click.command(name="convert")
@@ -99,20 +99,14 @@ def show(model: str | None, as_json: bool) -> None:
       nightjar models hibari
     """
     output = Output(as_json=as_json)
-    cards = [_on_its_engine(describe(model))] if model else list_models()
-    if as_json:
-        for card in cards:
-            output.data(model_view(card))
-        return
     if model:
-        for key, value in model_view(cards[0]).items():
-            if key == "capabilities":
-                output.line("\n".join(f"{name}: {_words(can)}" for name, can in value.items()))
-            elif key not in ("schema", "realtime_factor"):
-                output.line(f"{key}: {_words(value)}")
+        output.record(model_view(_on_its_engine(describe(model))))
         return
-    rows = [(card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))) for card in cards]
-    output.table(("MODEL", "ENGINE", "HZ", "CAN"), rows)
+    rows = (
+        (model_view(card), (card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))))
+        for card in list_models()
+    )
+    output.records(("MODEL", "ENGINE", "HZ", "CAN"), rows)
 
 
 def _on_its_engine(card: ModelCard) -> ModelCard:
@@ -132,24 +126,14 @@ def model_view(card: ModelCard) -> dict[str, Any]:
     return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
 
-def _words(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 def _abilities(card: ModelCard) -> list[str]:
     can = card.capabilities
-    named = {
-        "cloning": can.cloning,
-        "instruct": can.instruct,
-        "streaming": can.streaming,
-        "guidance": can.guidance,
-        "multi_turn": can.multi_turn,
-        "text_out": can.text_out,
-        "audio_in": can.audio_in,
-    }
-    words = [name for name, able in named.items() if able]
+    names = ("cloning", "instruct", "streaming", "guidance", "multi_turn", "text_out", "audio_in")
     choices = (("voice", can.voices), ("language", can.languages))
-    return [*words, *(counted(len(names), noun) for noun, names in choices if names)]
+    return [
+        *(name for name in names if getattr(can, name)),
+        *(counted(len(found), noun) for noun, found in choices if found),
+    ]
 
 
 @click.group()
@@ -177,24 +161,19 @@ def list_voices(home: str | None, output: Output) -> None:
       nightjar voices list
     """
     folder = voice_folder(load_settings(home=home))
-    rows: list[tuple[str, str, str, str]] = []
+    found: list[StoredVoice] = []
     for name in folder.names():
         try:
-            if (voice := folder.get(name)) is None:
-                continue
+            found += filter(None, [folder.get(name)])
         except InputError as error:
             output.note(str(error))
-            continue
-        if output.as_json:
-            output.data(_view(voice))
-        added = datetime.fromtimestamp(voice.created_at, UTC).date().isoformat()
-        rows.append((name, added, bytes_text(len(voice.recording)), printable(voice.text)))
-    if output.as_json:
-        return
-    if rows:
-        output.table(("VOICE", "ADDED", "SIZE", "TEXT"), rows)
-    else:
-        output.note(f"No voice is stored in {folder.path}.")
+    rows = ((_view(voice), _row(voice)) for voice in found)
+    output.records(("VOICE", "ADDED", "SIZE", "TEXT"), rows, f"No voice is stored in {folder.path}.")
+
+
+def _row(voice: StoredVoice) -> tuple[str, ...]:
+    added = datetime.fromtimestamp(voice.created_at, UTC).date().isoformat()
+    return voice.name, added, bytes_text(len(voice.recording)), voice.text
 
 
 @voices.command()
@@ -239,7 +218,8 @@ def delete(name: str, home: str | None, output: Output) -> None:
     """
     folder = voice_folder(load_settings(home=home))
     if not folder.delete(name):
-        raise _missing(folder, name)
+        message = f"There is no stored voice {printable(name[:80])!r} in {folder.path}."
+        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See `nightjar voices list`.")
     output.say(
         {"schema": "nightjar.voice/1", "voice": name, "deleted": True}, f"The voice {name} is deleted."
     )
@@ -254,8 +234,3 @@ def _view(voice: StoredVoice) -> dict[str, object]:
         "bytes": len(voice.recording),
         "created_at": voice.created_at,
     }
-
-
-def _missing(folder: VoiceFolder, name: str) -> NightjarError:
-    message = f"There is no stored voice {printable(name[:80])!r} in {folder.path}."
-    return NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See `nightjar voices list`.")

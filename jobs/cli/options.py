@@ -15,13 +15,14 @@ from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
-from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import Transaction, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
-    from jobs.job_options import Shown
+    from jobs.job_options import Flag
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,16 +39,22 @@ class Option(click.Option):
         super().__init__(*args, **settings)
         self.heading = heading
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        if self.help is None:
+            from jobs.job_options import help_of
+
+            self.help = help_of(self.human_readable_name)
+        return super().get_help_record(ctx)
+
 
 class JobCommand(click.Command):
     """A command with the options of a job: its help shows them under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.job_options import HEADINGS, KEYS, settable
+        from jobs.job_options import GROUPS, KEYS, settable
 
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {
-            KEYS: list(settable().items())
-        }
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+        records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 records[getattr(parameter, "heading", MESSAGES)].append(record)
@@ -143,9 +150,7 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 def job_options(function: F) -> F:
     """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
     `SubmitOptions` as `options`."""
-    from jobs.job_options import JOB, flags, job_of, user_name, usual_options
-
-    usual = usual_options()
+    from jobs.job_options import JOB, flags, job_of, user_name
 
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
@@ -159,7 +164,7 @@ def job_options(function: F) -> F:
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
-        *(_option(name, shown, usual.get(name)) for name, shown in flags().items()),
+        *(_option(name, flag) for name, flag in flags().items()),
         click.option(
             "--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help
         ),
@@ -170,32 +175,30 @@ def job_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
+def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
     """The option of a row of the table of `jobs.job_options`, which reads what is given."""
-    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
-    kind: Any = NamedPath(path_type=Path) if shown.metavar == "FILE" else None
+    kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
     return click.option(
-        shown.flag,
+        flag.flag,
         name,
         cls=Option,
-        heading=shown.heading,
-        metavar=shown.metavar or None,
-        help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
-        is_flag=shown.kind is bool,
+        heading=flag.heading,
+        metavar=flag.metavar,
+        is_flag=flag.kind is bool,
         default=None,
-        multiple=get_origin(shown.kind) in (Mapping, Sequence),
-        type=click.Choice(get_args(shown.kind)) if get_origin(shown.kind) is Literal else kind,
+        multiple=get_origin(flag.kind) in (Mapping, Sequence),
+        type=click.Choice(get_args(flag.kind)) if get_origin(flag.kind) is Literal else kind,
         shell_complete={"model": models, "voice": voices}.get(name),
     )
 
 
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import GENERATION, OptionError, checked_generation, read_options, rows, settable
+    from jobs.job_options import GENERATION, OptionError, checked_generation, flags, read_options, settable
     from pipelines.validation import check_generation
 
     asked = {
-        name: pairs(value, rows()[name].metavar) if get_origin(rows()[name].kind) is Mapping else value
+        name: pairs(value, str(flags()[name].metavar)) if get_origin(flags()[name].kind) is Mapping else value
         for name, value in given.items()
     }
     generation: dict[str, str] = {}
@@ -292,7 +295,7 @@ class JobId(click.ParamType):
 job_argument = click.argument("job", type=JobId(), metavar="JOB")
 
 
-def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
     """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
     wrong."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:

@@ -25,7 +25,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError, NotFoundError
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
 
 #: Characters of a job's id in the table of workers.
@@ -74,11 +74,11 @@ def serve(
     from jobs.logs import setup_logging
     from pipelines.registry import describe
 
-    given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
-    settings = load_settings(**({"serve": given} if given else {}))
+    given = {"address": address, "port": port}
+    settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
     card = describe(model)
     check_extra()
-    from pipelines.serving.options import is_loopback
+    from pipelines.serving import is_loopback
 
     options = _options(settings, card, names)
     if not options.keys and not is_loopback(settings.serve.address):
@@ -100,10 +100,7 @@ def serve(
         settings.serve.port,
     )
     output = Output(as_json=as_json, quiet=quiet)
-    if as_json:
-        output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
-    else:
-        output.line(server.url)
+    output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
     sys.stdout.flush()
     if unused := settings.unused(card):
         output.note(unused)
@@ -120,7 +117,7 @@ def serve(
 
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
     from jobs.voices import voice_folder
-    from pipelines.serving.options import ServeOptions
+    from pipelines.serving import ServeOptions
 
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)

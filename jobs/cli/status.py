@@ -11,9 +11,9 @@ import click
 
 from jobs.cli.options import common_options, job_argument, of_job, pairs, price_option, read_ledger
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
-from jobs.ledger.location import embedded_broker_url
 from jobs.ledger.records import Job, JobState
 from jobs.ledger.status import JobStatus, newest_statuses, status_and_errors
+from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path

@@ -22,7 +22,7 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
-from jobs.voices import is_stored
+from jobs.voices import stored_voices
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError
 from pipelines.request import Generation, SpokenRole
@@ -183,7 +183,7 @@ def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generatio
     generation = of_role.over(defaults.of(role))
     if (
         of_role.voice is None
-        and is_stored(job.spec, generation.voice)
+        and generation.voice in stored_voices(job.spec)
         and reference_places(dialogue.messages, index)
     ):
         # The line's recording went before the job's stored voice.
@@ -354,16 +354,6 @@ class LeftOut(msgspec.Struct, frozen=True):
             unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
             parts += [f"{out.items} by {out.condition}{unknown}"] if out.items else []
         return ", ".join(parts)
-
-
-def left_out(ledger: Ledger, job: Job, where: Where | None, items: int, *, dialogues: bool) -> LeftOut:
-    """What an export of `items` items leaves out of a job."""
-    status = ledger.status(job.id).items
-    filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-    # Items of a job that runs may have got their audio since they were passed.
-    without_audio = max(0, status.total - items - sum(out.items for out in filtered))
-    running = not job.state.final
-    return LeftOut(without_audio, filtered, min(status.pending, without_audio) if running else 0, running)
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -1,212 +1,258 @@
-"""What users decide about jobs: pause, resume, cancel, retry, priority, delete; and the record of the
-nights that ran."""
+"""What users decide about jobs: pause, resume, cancel, retry, priority, delete; the record of the nights
+that ran; and which ends of jobs have to be reported to the operator's hook."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import NamedTuple
 
-import sqlalchemy as sa
-
-from jobs.ledger import schema
-from jobs.ledger.database import place
-from jobs.ledger.lifecycle import end_attempt, ended_items, move_to, pause_job, update_job, update_shard
-from jobs.ledger.location import located
-from jobs.ledger.mapping import insert, items_of, lock_job, lock_known_job, number_of
-from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
-from jobs.ledger.states import BROKEN_ITEMS, DISPATCHED, OPEN_SHARDS, RETRYABLE_JOBS, AttemptOutcome
+from jobs.ledger.lifecycle import (
+    ITEMS_OF,
+    NUMBER,
+    PENDING_OF,
+    end_attempt,
+    ended_items,
+    items_of,
+    lock_job,
+    lock_known_job,
+    move_to,
+    pause_job,
+    update_job,
+    update_shard,
+)
+from jobs.ledger.records import (
+    BROKEN_ITEMS,
+    CLOCK_SLACK_SECONDS,
+    DISPATCHED,
+    FINAL,
+    OPEN_SHARDS,
+    RETRYABLE_JOBS,
+    AttemptOutcome,
+    ItemState,
+    JobState,
+    ShardState,
+)
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, metadata
+from jobs.ledger.transaction import Row, Transaction, words
+from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
 
 #: Shards that one transaction of a cancel or a retry changes.
 SHARDS_AT_ONCE = 500
 
 
-def pause(connection: sa.Connection, job_id: str) -> None:
+def pause(sql: Transaction, job_id: str) -> None:
     """Stops claims at once; workers give back what of their leases is not in the engine. Raises
     `ServiceError` with `ledger.state`."""
-    job = lock_known_job(connection, job_id)
-    if job["state"] != JobState.PAUSED:
+    job = lock_known_job(sql, job_id)
+    if job.state != JobState.PAUSED:
         _require(job, "paused", *DISPATCHED)
-        pause_job(connection, job_id, "paused by a person")
+        pause_job(sql, job_id, "paused by a person")
 
 
-def resume(connection: sa.Connection, job_id: str) -> None:
+def resume(sql: Transaction, job_id: str) -> None:
     """Continues a paused job; its error budget starts anew. Raises `ServiceError` with `ledger.state`."""
-    job = lock_known_job(connection, job_id)
-    if JobState(job["state"]) in DISPATCHED:
+    job = lock_known_job(sql, job_id)
+    if job.state in DISPATCHED:
         return
     _require(job, "resumed", JobState.PAUSED)
-    done, failed = ended_items(connection, job_id)
+    done, failed = ended_items(sql, job_id)
     update_job(
-        connection,
+        sql,
         job_id,
-        state=(JobState.READY if job["started_at"] is None else JobState.RUNNING).value,
-        state_reason="",
-        paused_at=None,
-        budget_from_done=done,
-        budget_from_failed=failed,
+        "state = :state, state_reason = '', budget_from_done = :done, budget_from_failed = :failed",
+        state=JobState.READY if job.started_at is None else JobState.RUNNING,
+        done=done,
+        failed=failed,
     )
 
 
-def begin_cancel(connection: sa.Connection, job_id: str) -> None:
+def begin_cancel(sql: Transaction, job_id: str) -> None:
     """From here on no claim, heartbeat or commit of the job is accepted; `cancel_some` ends its items."""
-    job = lock_known_job(connection, job_id)
-    if job["state"] in {JobState.CANCELLING.value, JobState.CANCELLED.value}:
-        return
-    _require(job, "cancelled", JobState.INGESTING, JobState.READY, JobState.RUNNING, JobState.PAUSED)
-    update_job(
-        connection,
-        job_id,
-        state=JobState.CANCELLING.value,
-        state_reason="cancelled by a person",
-        cancel_requested_at=db_now(),
-    )
+    job = lock_known_job(sql, job_id)
+    if job.state not in (JobState.CANCELLING, JobState.CANCELLED):
+        _require(job, "cancelled", JobState.INGESTING, *DISPATCHED, JobState.PAUSED)
+        update_job(sql, job_id, "state = 'cancelling', state_reason = 'cancelled by a person'")
 
 
-def cancel_some(connection: sa.Connection, job_id: str) -> bool:
+def cancel_some(sql: Transaction, job_id: str) -> bool:
     """Skips the open items of some shards of a cancelling job, and ends the job after the last; True while
     more are left."""
-    job = lock_job(connection, job_id)
-    if job is None or job["state"] != JobState.CANCELLING:
+    job = lock_job(sql, job_id)
+    if job is None or job.state != JobState.CANCELLING:
         return False
-    columns = schema.shards.c
-    query = sa.select(schema.shards).where(columns.job_id == job_id, state_is(columns.state, *OPEN_SHARDS))
-    chunk = (
-        connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update())
-        .mappings()
-        .all()
-    )
+    statement = f"""
+    SELECT * FROM shards WHERE job_id = :job AND state IN ({words(*OPEN_SHARDS)})
+    ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
+    """
+    chunk = sql.rows(statement, job=job_id)
     for shard in chunk:
-        skipped = connection.execute(
-            sa.update(schema.items)
-            .where(items_of(shard), item_is(ItemState.PENDING))
-            .values(state=ITEM_STATE_NUMBERS[ItemState.SKIPPED])
-        ).rowcount
-        if shard["state"] == ShardState.LEASED:
-            end_attempt(connection, shard, AttemptOutcome.CANCELLED)
-        move_to(
-            connection, shard, ShardState.CANCELLED, n_skipped=columns.n_skipped + skipped, not_before=None
-        )
+        skip = f"UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.SKIPPED]} WHERE {PENDING_OF}"
+        skipped = sql.change(skip, **items_of(shard))
+        if shard.state == ShardState.LEASED:
+            end_attempt(sql, shard, AttemptOutcome.CANCELLED)
+        change = "n_skipped = n_skipped + :skipped, not_before = NULL"
+        move_to(sql, shard, ShardState.CANCELLED, change, skipped=skipped)
     if len(chunk) == SHARDS_AT_ONCE:
         return True
-    totals = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(
-        columns.job_id == job_id
-    )
-    shards, items = connection.execute(totals).one()
-    update_job(
-        connection,
-        job_id,
-        state=JobState.CANCELLED.value,
-        finished_at=db_now(),
-        total_shards=int(shards),
-        total_items=int(items),
-    )
+    update_job(sql, job_id, f"state = 'cancelled', finished_at = <now>, {TOTALS}", job=job_id)
     return False
 
 
+#: Sets the totals of a job to what its shards hold.
+TOTALS = """
+total_shards = (SELECT count(*) FROM shards WHERE job_id = :job),
+total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
+"""
+
+
 def retry_some(
-    connection: sa.Connection, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
+    sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
     """Opens failed and dead items with these codes (None: all) again, in some shards above `after`;
     hopeless ones only by force.
 
     Returns (items opened, the last shard looked at, or None after the last).
     """
-    job = lock_known_job(connection, job_id)
+    job = lock_known_job(sql, job_id)
     _require(job, "retried", *RETRYABLE_JOBS)
-    columns, items = schema.shards.c, schema.items.c
-    query = sa.select(schema.shards).where(columns.job_id == job_id, columns.no > after, columns.n_failed > 0)
-    chunk = (
-        connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update())
-        .mappings()
-        .all()
-    )
-    chosen = [code.value for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
+    statement = f"""
+    SELECT * FROM shards WHERE job_id = :job AND no > :after AND n_failed > 0
+    ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
+    """
+    chunk = sql.rows(statement, job=job_id, after=after)
+    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
+    broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
+    reopen = f"""
+    UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
+    WHERE {ITEMS_OF} AND state IN ({broken}) AND error_code IN ({words(*chosen) or "NULL"})
+    """
     opened = 0
     for shard in chunk:
-        broken = sa.and_(items_of(shard), item_is(*BROKEN_ITEMS), items.error_code.in_(chosen))
-        reset = {
-            "state": ITEM_STATE_NUMBERS[ItemState.PENDING],
-            "attempts": 0,
-            "error_code": None,
-            "error_message": None,
-        }
-        count = connection.execute(sa.update(schema.items).where(broken).values(**reset)).rowcount
+        count = sql.change(reopen, **items_of(shard))
         if count:
-            _reopen(connection, shard, count)
+            _reopen(sql, shard, count)
             opened += count
     if opened:
         # What failed before the last resume and is open again may fail again.
-        update_job(connection, job_id, budget_from_failed=max(0, job["budget_from_failed"] - opened))
-        if JobState(job["state"]).final:
-            again = {"finished_at": None, "notify_attempts": 0, "notify_due_at": None}
-            update_job(connection, job_id, state=JobState.RUNNING.value, state_reason="", **again)
-    return opened, chunk[-1]["no"] if len(chunk) == SHARDS_AT_ONCE else None
+        left = max(0, job.budget_from_failed - opened)
+        update_job(sql, job_id, "budget_from_failed = :left", left=left)
+        if job.state in FINAL:
+            again = "finished_at = NULL, notify_attempts = 0, notify_due_at = NULL"
+            update_job(sql, job_id, f"state = 'running', state_reason = '', {again}")
+    return opened, chunk[-1].no if len(chunk) == SHARDS_AT_ONCE else None
 
 
-def _reopen(connection: sa.Connection, shard: sa.RowMapping, count: int) -> None:
-    values: dict[str, object] = {"n_failed": schema.shards.c.n_failed - count}
-    if ShardState(shard["state"]) not in OPEN_SHARDS:
-        move_to(connection, shard, ShardState.READY, attempts=0, outages=0, not_before=None, **values)
+def _reopen(sql: Transaction, shard: Row, count: int) -> None:
+    change = "n_failed = n_failed - :count"
+    if shard.state not in OPEN_SHARDS:
+        change += ", attempts = 0, outages = 0, not_before = NULL"
+        move_to(sql, shard, ShardState.READY, change, count=count)
         return
-    if shard["state"] == ShardState.LEASED:
+    if shard.state == ShardState.LEASED:
         # Else the items that are open again would hide what this lease has ended.
-        values["claimed_failed"] = schema.shards.c.claimed_failed - count
-    update_shard(connection, shard, **values)
+        change += ", claimed_failed = claimed_failed - :count"
+    update_shard(sql, shard, change, count=count)
 
 
-def wake(connection: sa.Connection, job_id: str) -> int:
+def wake(sql: Transaction, job_id: str) -> int:
     """Ends the backoff of a job's shards, because the user may have repaired what they wait for; returns
     how many run at once."""
-    lock_known_job(connection, job_id)
-    columns = schema.shards.c
-    statement = sa.update(schema.shards).where(
-        columns.job_id == job_id, state_is(columns.state, ShardState.READY), columns.not_before > 0
+    lock_known_job(sql, job_id)
+    statement = (
+        "UPDATE shards SET not_before = NULL WHERE job_id = :job AND state = 'ready' AND not_before > 0"
     )
-    return connection.execute(statement.values(not_before=None)).rowcount
+    return sql.change(statement, job=job_id)
 
 
-def check_writable(connection: sa.Connection, job_id: str) -> None:
+def check_writable(sql: Transaction, job_id: str) -> None:
     """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full
     disk."""
-    update_job(connection, job_id, priority=schema.jobs.c.priority)
+    update_job(sql, job_id, "priority = priority")
 
 
-def set_priority(connection: sa.Connection, job_id: str, priority: int) -> None:
+def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
     """Sets the priority of a job; higher runs first."""
-    lock_known_job(connection, job_id)
-    update_job(connection, job_id, priority=priority)
+    lock_known_job(sql, job_id)
+    update_job(sql, job_id, "priority = :priority", priority=priority)
 
 
-def _require(job: sa.RowMapping, verb: str, *states: JobState) -> None:
-    if JobState(job["state"]) not in states:
+def _require(job: Row, verb: str, *states: JobState) -> None:
+    if job.state not in states:
         raise ServiceError(
-            ErrorCode.LEDGER_STATE, f"Job {job['id']} is {job['state']}, so it cannot be {verb}.", ""
+            ErrorCode.LEDGER_STATE, f"Job {job.id} is {job.state}, so it cannot be {verb}.", ""
         )
 
 
-def schedule_ran(connection: sa.Connection, name: str, night: str) -> bool:
+def schedule_ran(sql: Transaction, name: str, night: str) -> bool:
     """Records that a night ran; False if it was recorded before."""
-    statement = (
-        insert(connection, schema.schedules)
-        .values(name=name, night=night, ran_at=db_now())
-        .on_conflict_do_nothing()
+    return (
+        sql.insert("schedules", [{"name": name, "night": night}], "ON CONFLICT DO NOTHING", ran_at="<now>")
+        == 1
     )
-    return connection.execute(statement.returning(schema.schedules.c.name)).one_or_none() is not None
 
 
-def schedule_forget(connection: sa.Connection, name: str, night: str) -> None:
+def schedule_forget(sql: Transaction, name: str, night: str) -> None:
     """Lets a night run again."""
-    columns = schema.schedules.c
-    connection.execute(sa.delete(schema.schedules).where(columns.name == name, columns.night == night))
+    sql.change("DELETE FROM schedules WHERE name = :name AND night = :night", name=name, night=night)
 
 
-def schedule_history(connection: sa.Connection, name: str) -> list[str]:
+def schedule_history(sql: Transaction, name: str) -> list[str]:
     """The nights that ran, in order."""
-    columns = schema.schedules.c
-    return list(
-        connection.scalars(sa.select(columns.night).where(columns.name == name).order_by(columns.night))
+    return sql.column("SELECT night FROM schedules WHERE name = :name ORDER BY night", name=name)
+
+
+# Reports of ends. An end is a job and its `finished_at`: a job that is retried ends again.
+
+#: Older ends are not reported: nobody waits for those of before there was a hook.
+OLDEST_END_SECONDS = 24 * 3600.0
+#: Ends that one pass reports.
+ENDS_AT_ONCE = 20
+#: No try is planned later than this; a later time was written by a clock that went wrong.
+_LATEST_TRY_SECONDS = 3600.0
+_UNREPORTED = f"""
+state IN ({words(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}
+AND (notified_finished_at IS NULL OR notified_finished_at <> finished_at)
+AND (notify_due_at IS NULL OR notify_due_at <= <now> OR notify_due_at > <now> + {_LATEST_TRY_SECONDS + CLOCK_SLACK_SECONDS})
+"""
+_OF_END = "id = :job_id AND finished_at = :finished_at"
+
+
+class JobEnd(NamedTuple):
+    """An end of a job that is to be reported."""
+
+    job_id: str
+    finished_at: float
+
+
+def unreported_ends(sql: Transaction) -> list[JobEnd]:
+    """Some ends that are due, the oldest first."""
+    statement = f"""
+    SELECT id, finished_at FROM jobs WHERE {_UNREPORTED} ORDER BY finished_at, id LIMIT {ENDS_AT_ONCE}
+    """
+    return [JobEnd(*row) for row in sql.rows(statement)]
+
+
+def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:
+    """Makes the caller the only one who reports an end, for some seconds: the number of the try; None
+    where another one does."""
+    statement = f"""
+    UPDATE jobs SET notify_attempts = notify_attempts + 1, notify_due_at = <now> + :seconds
+    WHERE {_OF_END} AND {_UNREPORTED} RETURNING notify_attempts
+    """
+    return sql.value(statement, **end._asdict(), seconds=seconds)
+
+
+def note_reported(sql: Transaction, end: JobEnd) -> None:
+    """Notes that an end was reported, or that nobody tries any more; does nothing where the job continued
+    meanwhile."""
+    sql.change(f"UPDATE jobs SET notified_finished_at = finished_at WHERE {_OF_END}", **end._asdict())
+
+
+def put_off(sql: Transaction, end: JobEnd, seconds: float) -> None:
+    """Plans the next try for an end that could not be reported."""
+    sql.change(
+        f"UPDATE jobs SET notify_due_at = <now> + :seconds WHERE {_OF_END}", **end._asdict(), seconds=seconds
     )
 
 
@@ -220,7 +266,6 @@ BEING_DELETED = "being deleted"
 #: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but
 #: those of its rows.
 ROWS_AT_ONCE = 10_000
-_KEYS = ("job_no", "job_id")
 #: Columns by whose ranges the rows of a job go.
 _RANGES = ("idx", "shard_no", "line", "no")
 
@@ -234,10 +279,12 @@ class DeletedJob(NamedTuple):
     deleted_at: float
 
 
-def tables_of_jobs() -> list[sa.Table]:
+def tables_of_jobs() -> list[str]:
     """Every table with rows of jobs, but the jobs' own; those that refer to others first."""
     return [
-        table for table in reversed(schema.metadata.sorted_tables) if any(key in table.c for key in _KEYS)
+        table.name
+        for table in reversed(metadata.sorted_tables)
+        if {"job_no", "job_id"} & set(table.columns.keys())
     ]
 
 
@@ -248,74 +295,58 @@ def check_deletable(job_id: str, state: JobState) -> None:
         raise ServiceError(ErrorCode.LEDGER_STATE, message, f"Run `nightjar cancel {job_id}` first.")
 
 
-def begin_delete(connection: sa.Connection, job_id: str) -> None:
+def begin_delete(sql: Transaction, job_id: str) -> None:
     """Fences a job that has ended; again where that was done before. Raises `ServiceError` with
     `ledger.state`."""
-    job = lock_known_job(connection, job_id)
-    check_deletable(job_id, JobState(job["state"]))
-    ended = job["finished_at"]
+    job = lock_known_job(sql, job_id)
+    check_deletable(job_id, JobState(job.state))
+    ended = "manifest_finished_at = finished_at, notified_finished_at = finished_at"
     update_job(
-        connection,
+        sql,
         job_id,
-        state=JobState.CANCELLED.value,
-        state_reason=BEING_DELETED,
-        idempotency_key=f"deleted/{job_id}",
-        manifest_finished_at=ended,
-        notified_finished_at=ended,
+        f"state = 'cancelled', state_reason = '{BEING_DELETED}', idempotency_key = :key, {ended}",
+        key=f"deleted/{job_id}",
     )
-    tombstone = insert(connection, schema.deleted_jobs).values(
-        id=job_id, store_url=job["store_url"], store_identity=job["store_identity"], deleted_at=db_now()
-    )
-    connection.execute(tombstone.on_conflict_do_nothing(index_elements=["id"]))
+    tombstone = {"id": job_id, "store_url": job.store_url, "store_identity": job.store_identity}
+    sql.insert("deleted_jobs", [tombstone], "ON CONFLICT DO NOTHING", deleted_at="<now>")
 
 
-def last_of(connection: sa.Connection, table: sa.Table, job_id: str) -> int:
+def last_of(sql: Transaction, table: str, job_id: str) -> int:
     """The largest value of the column by which a table's rows of a job go; -1 without any."""
-    largest = sa.select(sa.func.max(_range_of(table))).where(_of_job(table, job_id))
-    found = connection.scalar(largest)
-    return -1 if found is None else int(found)
+    column, of_job = _range_of(table)
+    return sql.value(f"SELECT COALESCE(max({column}), -1) FROM {table} WHERE {of_job}", job=job_id)
 
 
-def delete_range(connection: sa.Connection, table: sa.Table, job_id: str, first: int) -> int:
+def delete_range(sql: Transaction, table: str, job_id: str, first: int) -> int:
     """Deletes the next rows of a job that is being deleted, from `first` on; how many there were."""
-    column = _range_of(table)
-    statement = sa.delete(table).where(_of_job(table, job_id), column >= first, column < first + ROWS_AT_ONCE)
-    return connection.execute(statement).rowcount
+    column, of_job = _range_of(table)
+    statement = f"DELETE FROM {table} WHERE {of_job} AND {column} >= :first AND {column} < :last"
+    return sql.change(statement, job=job_id, first=first, last=first + ROWS_AT_ONCE)
 
 
-def end_delete(connection: sa.Connection, job_id: str) -> None:
+def end_delete(sql: Transaction, job_id: str) -> None:
     """Removes the row of a job that has no others left."""
-    jobs, deleted = schema.jobs.c, schema.deleted_jobs.c
-    connection.execute(
-        sa.delete(schema.jobs).where(jobs.id == job_id, sa.exists().where(deleted.id == jobs.id))
-    )
+    sql.change("DELETE FROM jobs WHERE id = :job AND id IN (SELECT id FROM deleted_jobs)", job=job_id)
 
 
-def deleted_jobs(connection: sa.Connection) -> list[DeletedJob]:
+def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
     """The jobs that were deleted and are remembered, the oldest first."""
-    columns, folder = schema.deleted_jobs.c, place(connection)
-    query = sa.select(columns.id, columns.store_url, columns.store_identity, columns.deleted_at)
-    rows = connection.execute(query.order_by(columns.deleted_at, columns.id))
-    return [DeletedJob(job_id, located(store_url, folder), *others) for job_id, store_url, *others in rows]
+    rows = sql.rows("SELECT * FROM deleted_jobs ORDER BY deleted_at, id")
+    return [
+        DeletedJob(row.id, located(row.store_url, sql.place), row.store_identity, row.deleted_at)
+        for row in rows
+    ]
 
 
-def forget_deleted(connection: sa.Connection, job_id: str) -> None:
+def forget_deleted(sql: Transaction, job_id: str) -> None:
     """Forgets a job that was deleted; one that is still being deleted stays."""
-    columns = schema.deleted_jobs.c
-    statement = sa.delete(schema.deleted_jobs).where(
-        columns.id == job_id, ~sa.exists().where(schema.jobs.c.id == columns.id)
-    )
-    connection.execute(statement)
+    sql.change("DELETE FROM deleted_jobs WHERE id = :job AND id NOT IN (SELECT id FROM jobs)", job=job_id)
 
 
-def _range_of(table: sa.Table) -> sa.Column[int]:
-    return next(table.c[name] for name in _RANGES if name in table.c)
-
-
-def _of_job(table: sa.Table, job_id: str) -> sa.ColumnElement[bool]:
-    """The rows of a job. Its number is looked up in the same statement: SQLite gives the number of a row
-    that is gone to a new job."""
-    fenced = sa.exists().where(schema.deleted_jobs.c.id == job_id)
-    if "job_no" in table.primary_key.columns:
-        return sa.and_(table.c.job_no == number_of(job_id), fenced)
-    return sa.and_(table.c.job_id == job_id, fenced)
+def _range_of(table: str) -> tuple[str, str]:
+    """The column by whose ranges the rows of a job go, and the condition of its rows. Its number is looked
+    up in the same statement: SQLite gives the number of a row that is gone to a new job."""
+    columns = metadata.tables[table].primary_key.columns.keys()
+    of_job = f"job_no = {NUMBER}" if "job_no" in columns else "job_id = :job"
+    fenced = "EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
+    return next(name for name in _RANGES if name in columns), f"{of_job} AND {fenced}"

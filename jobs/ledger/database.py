@@ -1,7 +1,9 @@
-"""The connection to the ledger's database: transactions, retries, and errors that a person can act on."""
+"""The ledger's database: its connections, transactions, retries, errors that a person can act on, and tables."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import shlex
 import sqlite3
@@ -11,16 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from jobs.ledger.location import home_of, own_ledger, place_of
-from jobs.ledger.status import Reader, with_percent_names
-from jobs.own_files import disk_full, has_room
+import migrations
+from jobs.ledger import schema
+from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.transaction import Transaction
+from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +40,7 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECON
 #: How many times a transaction that lost against another one is tried.
 TRANSACTION_TRIES = 6
 
-_READ_ONLY, _BACKOFF, _PLACE = "nightjar_read_only", "nightjar_backoff_seconds", "nightjar_place"
+_READ_ONLY = "nightjar_read_only"
 #: serialization_failure, deadlock_detected
 _LOST_RACE = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
@@ -56,6 +63,8 @@ class LedgerLimits:
 
 
 NO_LIMITS = LedgerLimits(0, 0, 0)
+#: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
+MIGRATION_LOCK = 0x6E69676874
 
 
 class Database:
@@ -69,24 +78,24 @@ class Database:
         self.path = Path(parsed.database or "") if self.is_sqlite else None
         #: For a person: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
-        engine = (
+        self.engine = (
             _sqlite_engine(self.path)
             if self.path is not None
             else _postgresql_engine(parsed, limits or LedgerLimits())
         )
         self.place = place_of(self.path)
-        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds, _PLACE: self.place})
+        self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
         # Threads that wait here wait in order; SQLite itself lets them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
-    def write(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs
         again."""
         for attempt in range(1, TRANSACTION_TRIES + 1):
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
-                    return work(connection, *args, **kwargs)
+                    return work(self._transaction(connection), *args, **kwargs)
             except LostRaceError as error:
                 if attempt == TRANSACTION_TRIES:
                     raise ServiceError(
@@ -97,19 +106,18 @@ class Database:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
         raise AssertionError("unreachable")
 
-    def read(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
         with self._explained(), self._reader.begin() as connection:
-            return work(connection, *args, **kwargs)
+            return work(self._transaction(connection), *args, **kwargs)
 
-    def reader(self, connection: sa.Connection) -> Reader:
-        """A connection for statements in plain SQL."""
-        if self.is_sqlite:
-            return Reader(connection.exec_driver_sql, "sqlite", self.place)
-        return Reader(
-            lambda statement, values: connection.exec_driver_sql(with_percent_names(statement), values),
-            "postgresql",
+    def _transaction(self, connection: sa.Connection) -> Transaction:
+        return Transaction(
+            connection.exec_driver_sql,
+            connection.dialect.name,
             self.place,
+            self._backoff_seconds,
+            connection,
         )
 
     def use_write_ahead_log(self) -> None:
@@ -190,16 +198,6 @@ class Database:
         )
 
 
-def base_backoff_seconds(connection: sa.Connection) -> float:
-    """The first backoff of the ledger that this connection is of."""
-    return connection.get_execution_options()[_BACKOFF]
-
-
-def place(connection: sa.Connection) -> Path | None:
-    """The folder that this ledger records stores relative to; None for a ledger that is no file."""
-    return connection.get_execution_options()[_PLACE]
-
-
 class LostRaceError(Exception):
     """Another transaction won; nothing was written and the same work may be done again."""
 
@@ -257,16 +255,15 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def set_limits(limits: LedgerLimits, *, local: bool = False) -> sa.Select[Any]:
+def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
     """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
     names = {
         "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
         "lock_timeout": limits.lock_seconds,
         "statement_timeout": limits.statement_seconds,
     }
-    return sa.select(
-        *(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items())
-    )
+    calls = (f"set_config('{name}', '{round(seconds * 1000)}ms', {local})" for name, seconds in names.items())
+    return f"SELECT {', '.join(calls)}"
 
 
 def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
@@ -291,7 +288,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
             "Install Nightjar with its extra `postgres` (docs/install.md).",
         ) from None
     statements = [
-        str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),
+        set_limits(limits),
         f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
         f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
         f"SET tcp_keepalives_count = {KEEPALIVES}",
@@ -306,3 +303,110 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
 
     event.listen(engine, "connect", prepare)
     return engine
+
+
+def upgrade(database: Database) -> None:
+    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do
+    the same.
+
+    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program,
+    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
+    """
+    with _one_process(database):
+        current = database.read(_revision)
+        if current is None and database.path is not None and database.read(_tables):
+            message = f"The file {database.path} is the database of another program."
+            raise ServiceError(
+                ErrorCode.LEDGER_SCHEMA,
+                message,
+                "Find out whose it is, and move it away or name another file.",
+            )
+        if current is not None and current > SCHEMA_REVISION:
+            raise _too_new(database, current)
+        if database.path is not None:
+            database.use_write_ahead_log()
+        if current != SCHEMA_REVISION:
+            database.write(_upgrade)
+
+
+def check(database: Database) -> None:
+    """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
+    if database.path is not None and not database.path.exists():
+        raise database.wrong_schema(f"There is no ledger at {database.path} yet.")
+    current = database.read(_revision)
+    if current is None:
+        raise database.wrong_schema(f"The ledger {database.name} has no tables yet.")
+    if current != SCHEMA_REVISION:
+        raise (
+            _too_new(database, current)
+            if current > SCHEMA_REVISION
+            else database.wrong_schema(
+                f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
+            )
+        )
+
+
+def _too_new(database: Database, current: str) -> ServiceError:
+    return ServiceError(
+        ErrorCode.LEDGER_SCHEMA,
+        f"The ledger {database.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
+        "Install the version of nightjar that made it, or a newer one.",
+    )
+
+
+def _tables(sql: Transaction) -> list[str]:
+    return sa.inspect(sql.connection).get_table_names()
+
+
+def _revision(sql: Transaction) -> str | None:
+    known = "alembic_version" in _tables(sql)
+    return sql.value("SELECT version_num FROM alembic_version") if known else None
+
+
+@contextmanager
+def _one_process(database: Database) -> Iterator[None]:
+    if database.path is None:
+        yield
+        return
+    try:
+        own_ledger(database.path).parent.mkdir(parents=True, exist_ok=True)
+        database.path.touch(exist_ok=True)
+        lock = open_own(
+            database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1
+        )
+    except OSError as error:
+        database.check_room()
+        raise ServiceError(
+            ErrorCode.LEDGER_UNREACHABLE,
+            f"The ledger {database.path} cannot be made: {error.strerror or error}.",
+            "Name a folder that is writable.",
+        ) from error
+    with os.fdopen(lock):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _upgrade(sql: Transaction) -> None:
+    from alembic import command
+
+    if sql.engine == "postgresql":
+        # A migration may rewrite a large table, or wait for a process that does so.
+        sql.value(set_limits(NO_LIMITS, local=True))
+        sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
+    config = _config()
+    config.attributes["connection"] = sql.connection
+    current = _revision(sql)
+    if current is None:
+        schema.metadata.create_all(sql.connection)
+        command.stamp(config, SCHEMA_REVISION)
+    elif current != SCHEMA_REVISION:
+        command.upgrade(config, SCHEMA_REVISION)
+
+
+def _config() -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
+    config.attributes["metadata"] = schema.metadata
+    return config

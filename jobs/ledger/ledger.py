@@ -6,28 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import (
-    control,
-    dispatch,
-    ingest,
-    leases,
-    lifecycle,
-    mapping,
-    migrate,
-    notification,
-    outcomes,
-    queries,
-    scores,
-)
+from jobs.ledger import control, ingest, leases, lifecycle, outcomes, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
-from jobs.ledger import workers as worker_rows
-from jobs.ledger.database import Database, LedgerLimits
-from jobs.ledger.ingest import DuplicateExamples, DuplicateRowsError
-from jobs.ledger.location import recorded
-from jobs.ledger.outcomes import commit as commit_outcomes
+from jobs.ledger.database import Database, LedgerLimits, check, upgrade
+from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import (
     ArtifactFacts,
     CommitResult,
@@ -40,7 +25,9 @@ from jobs.ledger.records import (
     RejectedLine,
     Ticket,
 )
-from jobs.ledger.status import JobStatus, Reader
+from jobs.ledger.status import JobStatus
+from jobs.ledger.transaction import Transaction
+from jobs.own_files import recorded
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -53,7 +40,7 @@ Row = TypeVar("Row")
 Key = TypeVar("Key")
 
 
-def _reads(work: Callable[Concatenate[sa.Connection, P], T]) -> Callable[Concatenate[Ledger, P], T]:
+def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
     """`work` as a method that runs it in a transaction of its own that writes nothing."""
 
     @wraps(work)
@@ -63,22 +50,12 @@ def _reads(work: Callable[Concatenate[sa.Connection, P], T]) -> Callable[Concate
     return method
 
 
-def _writes(work: Callable[Concatenate[sa.Connection, P], T]) -> Callable[Concatenate[Ledger, P], T]:
+def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
     """`work` as a method that runs it in a transaction of its own."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
         return ledger.database.write(work, *args, **kwargs)
-
-    return method
-
-
-def _reads_plainly(work: Callable[Concatenate[Reader, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """`work`, which also runs without SQLAlchemy, as a method."""
-
-    @wraps(work)
-    def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return ledger.read(lambda reader: work(reader, *args, **kwargs))
 
     return method
 
@@ -120,19 +97,19 @@ class Ledger:
     def migrate(self) -> None:
         """Makes or upgrades the tables, and the folder of a SQLite file; several processes may do so at
         once."""
-        migrate.upgrade(self.database)
+        upgrade(self.database)
 
     def check_schema(self) -> None:
         """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
-        migrate.check(self.database)
+        check(self.database)
 
     def close(self) -> None:
         """Gives all connections back; the next use opens new ones."""
         self.database.close()
 
-    def read(self, work: Callable[[Reader], T]) -> T:
-        """What `work` reads in plain SQL, in one transaction."""
-        return self.database.read(lambda connection: work(self.database.reader(connection)))
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        """What `work` reads, in one transaction."""
+        return self.database.read(work)
 
     now = _reads(queries.now)
 
@@ -153,7 +130,7 @@ class Ledger:
         """
         try:
             return self.database.write(ingest.stage, job_id, shards, rejected, lines_read)
-        except DuplicateRowsError as error:
+        except IntegrityError as error:
             example_ids = self.database.read(ingest.duplicates, job_id, shards)
             # Asked after the examples: what another process stages meanwhile are not this batch's duplicates.
             if self.staged_shards(job_id)[2] >= lines_read:
@@ -167,16 +144,16 @@ class Ledger:
             ) from error
 
     # Dispatch and workers
-    free_window = _reads(dispatch.free_window)
-    take_ready = _writes(dispatch.take_ready)
-    give_back = _writes(dispatch.give_back)
-    register_worker = _writes(worker_rows.register_worker)
-    worker_heartbeat = _writes(worker_rows.worker_heartbeat)
-    retire_worker = _writes(worker_rows.retire_worker)
-    lose_worker = _writes(worker_rows.lose_worker)
-    others_may_run = _reads(worker_rows.others_may_run)
-    report_quarantines = _writes(worker_rows.report_quarantines)
-    worker_statuses = _reads_plainly(job_status.worker_statuses)
+    free_window = _reads(workers.free_window)
+    take_ready = _writes(workers.take_ready)
+    give_back = _writes(workers.give_back)
+    register_worker = _writes(workers.register_worker)
+    worker_heartbeat = _writes(workers.worker_heartbeat)
+    retire_worker = _writes(workers.retire_worker)
+    lose_worker = _writes(workers.lose_worker)
+    others_may_run = _reads(workers.others_may_run)
+    report_quarantines = _writes(workers.report_quarantines)
+    worker_statuses = _reads(job_status.worker_statuses)
 
     # Leases
     on_trial = _reads(leases.on_trial)
@@ -187,13 +164,13 @@ class Ledger:
     refuse = _writes(leases.refuse)
     fail_shard = _writes(leases.fail_shard)
 
-    def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
+    def commit(self, ticket: Ticket, ended: Sequence[Outcome]) -> CommitResult:
         """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again
         changes nothing.
 
         Pauses the job, in a second transaction, where its error budget is spent by them.
         """
-        result = self.database.write(commit_outcomes, ticket, outcomes)
+        result = self.database.write(outcomes.commit, ticket, ended)
         if result.failed:
             self.database.write(lifecycle.judge_budget, ticket.job_id)
         return result
@@ -205,9 +182,7 @@ class Ledger:
         unfinished cancels; one transaction for each repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
-    def note_manifest(self, job: Job) -> None:
-        """Notes that the manifest of this end of a job is written, or that there is none to write."""
-        self.database.write(reconciler.note_manifest, job.id, job.finished_at)
+    note_manifest = _writes(reconciler.note_manifest)
 
     # Control
     pause = _writes(control.pause)
@@ -246,10 +221,10 @@ class Ledger:
             after = last
 
     # Reports of ends
-    unreported_ends = _reads(notification.unreported_ends)
-    claim_end = _writes(notification.claim_end)
-    note_reported = _writes(notification.note_reported)
-    put_off = _writes(notification.put_off)
+    unreported_ends = _reads(control.unreported_ends)
+    claim_end = _writes(control.claim_end)
+    note_reported = _writes(control.note_reported)
+    put_off = _writes(control.put_off)
 
     # Deletion
     begin_delete = _writes(control.begin_delete)
@@ -266,26 +241,24 @@ class Ledger:
         self.database.write(control.end_delete, job_id)
 
     # Jobs and their status
-    job = _reads(mapping.read_job)
+    job = _reads(job_status.read_job)
     job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
-    job_of_key = _reads(queries.job_of_key)
     jobs_of_keys = _reads(queries.jobs_of_keys)
     jobs_of_input = _reads(queries.jobs_of_input)
-    find_job = _reads_plainly(job_status.find_job)
-    jobs = _reads_plainly(job_status.newest_jobs)
-    statuses = _reads_plainly(job_status.newest_statuses)
-    error_counts = _reads_plainly(job_status.error_counts)
-    failed_counts = _reads_plainly(job_status.failed_counts)
+    find_job = _reads(job_status.find_job)
+    jobs = _reads(job_status.newest_jobs)
+    error_counts = _reads(job_status.error_counts)
+    failed_counts = _reads(job_status.failed_counts)
 
     def status(self, job_id: str) -> JobStatus:
         """A job with its sums, from shard counters only."""
-        return self.read(lambda reader: job_status.status_of(reader, job_status.read_job(reader, job_id)))
+        return self.read(lambda sql: job_status.status_of(sql, job_status.read_job(sql, job_id)))
 
     def worked_on(self, job_id: str) -> list[tuple[float, float]]:
         """(start, end) of every time in which workers held shards of a job, in order, by the ledger's
         clock."""
-        return self.read(lambda reader: job_status.worked_on(reader, [job_id])).get(job_id, [])
+        return self.read(lambda sql: job_status.worked_on(sql, [job_id])).get(job_id, [])
 
     def store_address(self, store_url: str) -> str:
         """The address of a store as this ledger records it: the same one wherever its home is moved."""
@@ -302,10 +275,10 @@ class Ledger:
     shard_ends = _reads(queries.shard_ends)
     commits = _reads(queries.commits)
     draws_of = _reads(queries.draws_of)
-    drawn_before = _reads(outcomes.drawn_before)
+    drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
-    filtered_out = _reads(scores.filtered_out)
+    filtered_out = _reads(queries.filtered_out)
     replace_artifact = _writes(outcomes.replace_artifact)
     set_shard_manifest = _writes(outcomes.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
@@ -330,7 +303,7 @@ class Ledger:
         """
         job = self.job(job_id)
         if where is not None:
-            self.database.read(scores.check_names, job, where)
+            self.database.read(queries.check_names, job, where)
         return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
 
     def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:
@@ -348,10 +321,6 @@ class Ledger:
         self.job(job_id)
         return self._pages(queries.rejected_page, job_id, -1, lambda line: line.line)
 
-    def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
-        """(index, key) of the artifacts of one kind in index order."""
-        return ((artifact.index, artifact.key) for artifact in self.artifact_facts(job_id, kind))
-
     def artifact_facts(self, job_id: str, kind: str) -> Iterator[ArtifactFacts]:
         """Where the artifacts of one kind are, in index order."""
         return self._pages(
@@ -360,7 +329,7 @@ class Ledger:
 
     def draws(self, job_id: str) -> Iterator[DrawRow]:
         """What the quality checks said of every draw, in order of index and draw."""
-        return self._pages(outcomes.draws_page, job_id, -1, lambda row: row.index)
+        return self._pages(queries.draws_page, job_id, -1, lambda row: row.index)
 
     def attempts(self, job_id: str) -> Iterator[queries.Attempt]:
         """Every lease of the job's shards, in the order of the shards."""
@@ -368,7 +337,7 @@ class Ledger:
 
     def _pages(
         self,
-        read_page: Callable[[sa.Connection, str, Key, int], list[Row]],
+        read_page: Callable[[Transaction, str, Key, int], list[Row]],
         job_id: str,
         after: Key,
         key: Callable[[Row], Key],

@@ -1,19 +1,23 @@
-"""What commands and reports ask of the ledger. For the status of jobs see `status`."""
+"""What commands and reports ask of the ledger about items, shards and what was made. For the status of jobs
+see `status`.
+
+A filter reads one table by its primary key, from the last item of a page on: that of the scores where
+every item that matches has a row there, else that of the items. So pages come in the order of the input,
+and none is sorted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-import sqlalchemy as sa
-
-from jobs.ledger import schema
-from jobs.ledger.mapping import artifact_from, item_from, job_of, number_of
-from jobs.ledger.outcomes import draw_from
+from jobs.checks import METERS, scores_with
+from jobs.ledger.lifecycle import NUMBER
 from jobs.ledger.records import (
     Artifact,
     ArtifactFacts,
+    Draw,
     DrawRow,
     ItemRow,
     ItemState,
@@ -21,126 +25,80 @@ from jobs.ledger.records import (
     JobState,
     RejectedLine,
     ShardAudio,
-    ShardState,
+    no_such_job,
 )
-from jobs.ledger.schema import db_now, item_is, state_is
-from jobs.ledger.scores import matching_page
-from jobs.ledger.status import no_such_job
-from jobs.where import Where
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
+from jobs.ledger.status import job_of, read_job
+from jobs.ledger.transaction import Row, Transaction, decoded, record, words
+from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
 from pipelines.errors import ErrorCode
 
 PAGE_ROWS = 1000
 #: Indexes between the first and the last item of a page, for each item, from which on the items are listed.
 _SPARSE = 3
-_SHARD_AUDIO = (
-    sa.select(
-        schema.items.c.idx,
-        schema.items.c.example_id,
-        *(
-            schema.artifacts.c[name]
-            for name in ("key", "sha256", "bytes", "sample_rate", "samples", "seed", "pack", "pack_offset")
-        ),
-    )
-    .select_from(
-        schema.shards.join(
-            schema.items,
-            sa.and_(
-                schema.items.c.job_no == schema.shards.c.job_no,
-                schema.items.c.idx.between(schema.shards.c.first_index, schema.shards.c.last_index),
-                schema.items.c.shard_no == schema.shards.c.no,
-            ),
-        ).join(
-            schema.artifacts,
-            sa.and_(
-                schema.artifacts.c.job_no == schema.items.c.job_no,
-                schema.artifacts.c.idx == schema.items.c.idx,
-                schema.artifacts.c.kind == "audio",
-            ),
-        )
-    )
-    .where(schema.shards.c.job_id == sa.bindparam("job_id"), schema.shards.c.no == sa.bindparam("shard_no"))
-    .order_by(schema.items.c.idx)
-)
+#: Jobs of a model that tell its speed, the newest ones, and how much audio they must have made.
+_MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
+_SAMPLED_ROWS = 1000
+#: What facts are in the tables, exactly as items say them in Python.
+_FACTS = {
+    "seconds": "CAST(heard.samples AS DOUBLE PRECISION) / heard.sample_rate",
+    "attempts": "<items>.attempts",
+    "draw": "measured.draw",
+}
 
 
-_STATE = sa.select(schema.jobs.c.state).where(schema.jobs.c.id == sa.bindparam("job_id"))
-
-
-def now(connection: sa.Connection) -> float:
+def now(sql: Transaction) -> float:
     """The database's clock, UTC epoch seconds."""
-    return float(connection.scalar(sa.select(db_now())) or 0.0)
+    return sql.now
 
 
-def job_state(connection: sa.Connection, job_id: str) -> JobState:
+def job_state(sql: Transaction, job_id: str) -> JobState:
     """The state of a job alone: what a worker asks often. Raises `NotFoundError`."""
-    state = connection.scalar(_STATE, {"job_id": job_id})
+    state = sql.value("SELECT state FROM jobs WHERE id = :job", job=job_id)
     if state is None:
         raise no_such_job(job_id)
     return JobState(state)
 
 
-#: Jobs of a model that tell its speed, the newest ones, and how much audio they must have made.
-_MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
-
-
-def measured_rtf(connection: sa.Connection, model: str) -> float | None:
+def measured_rtf(sql: Transaction, model: str) -> float | None:
     """RTF of a model on the workers that ran its newest jobs: their engine time over their audio. None:
     they made too little."""
-    jobs, shards = schema.jobs.c, schema.shards.c
-    newest = (
-        sa.select(jobs.id)
-        .where(jobs.spec["model"].as_string() == model)
-        .order_by(jobs.no.desc())
-        .limit(_MEASURED_JOBS)
+    statement = f"""
+    SELECT CAST(sum(engine_ms) AS DOUBLE PRECISION) / NULLIF(sum(audio_ms), 0), sum(audio_ms)
+    FROM shards WHERE state = 'done' AND job_id IN (
+        SELECT id FROM jobs WHERE spec ->> 'model' = :model ORDER BY no DESC LIMIT {_MEASURED_JOBS}
     )
-    sums = sa.select(sa.func.sum(shards.engine_ms), sa.func.sum(shards.audio_ms))
-    ended = sums.where(
-        shards.job_id.in_(list(connection.scalars(newest))), state_is(shards.state, ShardState.DONE)
-    )
-    engine_ms, audio_ms = connection.execute(ended).one()
-    return None if (audio_ms or 0) < _MEASURED_AUDIO_MS else float(engine_ms) / float(audio_ms)
+    """
+    ((rtf, audio_ms),) = sql.rows(statement, model=model)
+    return None if (audio_ms or 0) < _MEASURED_AUDIO_MS else rtf
 
 
-def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
-    """The job that was submitted under a key."""
-    row = (
-        connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key))
-        .mappings()
-        .one_or_none()
-    )
-    return None if row is None else job_of(connection, row)
-
-
-def store_identity(connection: sa.Connection, address: str) -> str | None:
+def store_identity(sql: Transaction, address: str) -> str | None:
     """By what the store at a recorded address was known to its newest job that says it; None: to none."""
-    jobs = schema.jobs.c
-    query = sa.select(jobs.store_identity).where(jobs.store_url == address, jobs.store_identity.is_not(None))
-    return connection.scalar(query.order_by(jobs.no.desc()).limit(1))
+    return sql.value(
+        """
+        SELECT store_identity FROM jobs WHERE store_url = :address AND store_identity IS NOT NULL
+        ORDER BY no DESC LIMIT 1
+        """,
+        address=address,
+    )
 
 
-def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]:
+def jobs_of_keys(sql: Transaction, first: str) -> list[tuple[str, Job]]:
     """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a
     slash, in the order of submit."""
-    key = schema.jobs.c.idempotency_key
-    query = (
-        sa.select(schema.jobs)
-        .where((key == first) | key.startswith(f"{first}/", autoescape=True))
-        .order_by(schema.jobs.c.no)
-    )
-    # The LIKE of SQLite knows no case.
-    rows = [row for row in connection.execute(query).mappings() if row["idempotency_key"].startswith(first)]
-    return [(row["idempotency_key"], job_of(connection, row)) for row in rows]
+    statement = """
+    SELECT * FROM jobs WHERE idempotency_key = :key
+    OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
+    """
+    rows = sql.rows(statement, key=first, below=f"{first}/")
+    return [(row.idempotency_key, job_of(sql, row)) for row in rows]
 
 
-def jobs_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[Job]:
+def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Job]:
     """The jobs of one input and spec, the oldest first."""
-    columns = schema.jobs.c
-    query = (
-        sa.select(schema.jobs)
-        .where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha)
-        .order_by(columns.no)
-    )
-    return [job_of(connection, row) for row in connection.execute(query).mappings()]
+    statement = "SELECT * FROM jobs WHERE input_sha256 = :input AND spec_sha = :spec ORDER BY no"
+    return [job_of(sql, row) for row in sql.rows(statement, input=input_sha256, spec=spec_sha)]
 
 
 class Wanted(NamedTuple):
@@ -162,69 +120,103 @@ class ItemsPage(NamedTuple):
     after: int | None
 
 
-def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, limit: int) -> ItemsPage:
+def items_page(sql: Transaction, job: Job, wanted: Wanted, after: int, limit: int) -> ItemsPage:
     """Up to `limit` items with an index above `after`."""
-    items, number = schema.items.c, number_of(job.id)
-    conditions: list[sa.ColumnElement[bool]] = []
+    conditions = ""
     implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
     if wanted.state is not None and not (implied and wanted.state is ItemState.DONE):
-        conditions.append(item_is(wanted.state))
+        conditions += f" AND items.state = {ITEM_STATE_NUMBERS[wanted.state]}"
     if wanted.codes is not None:
-        conditions.append(items.error_code.in_([code.value for code in wanted.codes]))
+        conditions += f" AND items.error_code IN ({words(*wanted.codes) or 'NULL'})"
     if wanted.where is None:
-        query = sa.select(items.idx).where(items.job_no == number, items.idx > after, *conditions)
-        page = list(connection.scalars(query.order_by(items.idx).limit(limit)))
+        statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
+        page = sql.column(statement, job=job.id, after=after, limit=limit)
     else:
-        rest = sa.and_(*conditions) if conditions else None
         page = matching_page(
-            connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest
+            sql, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=conditions
         )
     if not page:
         return ItemsPage([], None)
-    # To list nearly all indexes between two takes longer than to read all rows between them.
-    listed = page[-1] - page[0] >= _SPARSE * len(page)
-    query = _with_audio(page, number, listed=listed).where(items.job_no == number, *conditions)
-    rows, on_page = connection.execute(query.order_by(items.idx)).mappings(), set(page)
-    found = [item_from(row, speaks_turns=job.speaks_turns) for row in rows if row["idx"] in on_page]
+    on_page = set(page)
+    rows = sql.rows(_with_audio(page, conditions), job=job.id)
+    found = [_item(row, speaks_turns=job.speaks_turns) for row in rows if row.idx in on_page]
     return ItemsPage(found, page[-1] if len(page) == limit else None)
 
 
-def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[ShardAudio]:
+def _with_audio(page: list[int], conditions: str) -> str:
+    """The statement that reads the items of a page with their audio."""
+
+    def on_page(column: str, shift: int = 0) -> str:
+        # Said of each table: PostgreSQL would read the whole job's rows of the others for each page. To list
+        # nearly all indexes between two takes longer than to read all rows between them.
+        if page[-1] - page[0] < _SPARSE * len(page):
+            return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
+        return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
+
+    # The items of a dialogue have indexes that follow one another.
+    return f"""
+    SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
+        items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
+    FROM items
+    LEFT OUTER JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx
+        AND artifacts.kind = 'audio' AND {on_page("artifacts.idx")}
+    LEFT OUTER JOIN items AS following ON following.job_no = {NUMBER} AND following.idx = items.idx + 1
+        AND {on_page("following.idx", 1)}
+    WHERE items.job_no = {NUMBER} AND {on_page("items.idx")}{conditions} ORDER BY items.idx
+    """
+
+
+def _item(row: Row, *, speaks_turns: bool) -> ItemRow:
+    return record(
+        ItemRow,
+        row,
+        index=row.idx,
+        state=ITEM_STATES[row.state],
+        artifact=None if row.kind is None else record(Artifact, row, index=row.idx),
+        several=bool(row.several),
+        speaks_turns=speaks_turns,
+    )
+
+
+def shard_audio(sql: Transaction, job_id: str, shard_no: int) -> list[ShardAudio]:
     """The audio of one shard's items in index order, for its manifest."""
-    rows = connection.execute(_SHARD_AUDIO, {"job_id": job_id, "shard_no": shard_no})
-    return [ShardAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
+    statement = """
+    SELECT items.idx, example_id, key, sha256, bytes, sample_rate, samples, seed, pack, pack_offset
+    FROM shards
+    JOIN items ON items.job_no = shards.job_no AND items.idx BETWEEN first_index AND last_index AND items.shard_no = shards.no
+    JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx AND kind = 'audio'
+    WHERE shards.job_id = :job AND shards.no = :shard ORDER BY items.idx
+    """
+    return [ShardAudio(*row) for row in sql.rows(statement, job=job_id, shard=shard_no)]
 
 
-def artifacts_page(
-    connection: sa.Connection, job_id: str, after: int, limit: int, kind: str
-) -> list[ArtifactFacts]:
+def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: str) -> list[ArtifactFacts]:
     """Up to `limit` artifacts of a kind with an index above `after`, in index order."""
-    artifacts = schema.artifacts.c
-    columns = [artifacts[name] for name in ("idx", *ArtifactFacts.__struct_fields__[1:])]
-    query = sa.select(*columns).where(
-        artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind
-    )
-    rows = connection.execute(query.order_by(artifacts.idx).limit(limit))
-    return [ArtifactFacts(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
+    statement = f"""
+    SELECT idx, key, sha256, bytes, pack, pack_offset FROM artifacts
+    WHERE job_no = {NUMBER} AND idx > :after AND kind = :kind ORDER BY idx LIMIT :limit
+    """
+    return [
+        ArtifactFacts(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit, kind=kind)
+    ]
 
 
-def packs(connection: sa.Connection, job_id: str) -> set[str]:
+def artifacts_of(sql: Transaction, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
+    """Index -> artifact of one kind, of those of these items that have one."""
+    statement = f"SELECT * FROM artifacts WHERE job_no = {NUMBER} AND kind = :kind AND idx IN (:indexes)"
+    rows = sql.rows(statement, job=job_id, kind=kind, indexes=list(indexes))
+    return {row.idx: record(Artifact, row, index=row.idx) for row in rows}
+
+
+def packs(sql: Transaction, job_id: str) -> set[str]:
     """The keys of the packs that artifacts of a job are in."""
-    artifacts = schema.artifacts.c
-    query = (
-        sa.select(artifacts.pack)
-        .where(artifacts.job_no == number_of(job_id), artifacts.pack.is_not(None))
-        .distinct()
-    )
-    return set(connection.scalars(query))
+    statement = f"SELECT DISTINCT pack FROM artifacts WHERE job_no = {NUMBER} AND pack IS NOT NULL"
+    return set(sql.column(statement, job=job_id))
 
 
-def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:
+def shard_inputs(sql: Transaction, job_id: str) -> dict[int, tuple[str, str]]:
     """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
-    columns = schema.shards.c
-    rows = connection.execute(
-        sa.select(columns.no, columns.input_key, columns.input_sha256).where(columns.job_id == job_id)
-    )
+    rows = sql.rows("SELECT no, input_key, input_sha256 FROM shards WHERE job_id = :job", job=job_id)
     return {no: (key, sha256) for no, key, sha256 in rows}
 
 
@@ -237,56 +229,20 @@ class ShardEnds(NamedTuple):
     ended: int
 
 
-def shard_ends(connection: sa.Connection, job_id: str) -> list[ShardEnds]:
+def shard_ends(sql: Transaction, job_id: str) -> list[ShardEnds]:
     """Of the shards of a job some of whose items have ended, by number."""
-    columns = schema.shards.c
-    ended = columns.n_done + columns.n_failed + columns.n_skipped
-    query = sa.select(columns.no, columns.first_index, columns.last_index, ended).where(
-        columns.job_id == job_id, ended > 0
+    statement = """
+    SELECT no, first_index, last_index, n_done + n_failed + n_skipped FROM shards
+    WHERE job_id = :job AND n_done + n_failed + n_skipped > 0 ORDER BY no
+    """
+    return [ShardEnds(*row) for row in sql.rows(statement, job=job_id)]
+
+
+def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[RejectedLine]:
+    statement = (
+        "SELECT * FROM rejected_lines WHERE job_id = :job AND line > :after ORDER BY line LIMIT :limit"
     )
-    return [
-        ShardEnds(*row)
-        for row in cast("Sequence[tuple[Any, ...]]", connection.execute(query.order_by(columns.no)).all())
-    ]
-
-
-def _with_audio(
-    page: list[int], number: sa.ScalarSelect[int], *, listed: bool
-) -> sa.Select[tuple[object, ...]]:
-    """The items of a page with their audio: those that are `listed` in it, else all from its first to its
-    last."""
-
-    def on_page(column: sa.ColumnElement[int], shift: int = 0) -> sa.ColumnElement[bool]:
-        # Said of each table: PostgreSQL would read the whole job's rows of the others for each page.
-        if not listed:
-            return column.between(page[0] + shift, page[-1] + shift)
-        return column.in_([index + shift for index in page])
-
-    items, artifacts, following = schema.items.c, schema.artifacts.c, schema.items.alias("following")
-    audio = sa.and_(
-        artifacts.job_no == items.job_no,
-        artifacts.idx == items.idx,
-        artifacts.kind == "audio",
-        on_page(artifacts.idx),
-    )
-    wanted = [column for column in artifacts if column.name not in {"job_no", "idx", "epoch", "worker_id"}]
-    # The items of a dialogue have indexes that follow one another.
-    next_one = sa.and_(
-        following.c.job_no == number, following.c.idx == items.idx + 1, on_page(following.c.idx, 1)
-    )
-    several = sa.or_(items.turn > 0, sa.func.coalesce(following.c.turn, 0) > 0).label("several")
-    tables = schema.items.outerjoin(schema.artifacts, audio).outerjoin(following, next_one)
-    return sa.select(schema.items, *wanted, several).select_from(tables).where(on_page(items.idx))
-
-
-def rejected_page(connection: sa.Connection, job_id: str, after: int, limit: int) -> list[RejectedLine]:
-    columns = schema.rejected_lines.c
-    query = sa.select(columns.line, columns.code, columns.message, columns.example_id)
-    query = query.where(columns.job_id == job_id, columns.line > after).order_by(columns.line).limit(limit)
-    return [
-        RejectedLine(line, ErrorCode(code), message, example_id)
-        for line, code, message, example_id in connection.execute(query)
-    ]
+    return [record(RejectedLine, row) for row in sql.rows(statement, job=job_id, after=after, limit=limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,59 +270,189 @@ class Commit:
     audio_ms: float
 
 
-def attempts_page(
-    connection: sa.Connection, job_id: str, after: tuple[int, int], limit: int
-) -> list[Attempt]:
+def attempts_page(sql: Transaction, job_id: str, after: tuple[int, int], limit: int) -> list[Attempt]:
     """Up to `limit` attempts after (shard, epoch), in this order."""
-    attempts, shards = schema.attempts.c, schema.shards.c
-    query = (
-        sa.select(
-            attempts.shard_no,
-            attempts.epoch,
-            attempts.started_at,
-            sa.func.coalesce(attempts.ended_at, now(connection)),
-            attempts.n_ok,
-            attempts.n_failed,
-            sa.case(
-                (shards.n_done > 0, sa.cast(shards.audio_ms, sa.Double) / shards.n_done * attempts.n_ok),
-                else_=0.0,
-            ),
-        )
-        .join(schema.shards, sa.and_(shards.job_id == attempts.job_id, shards.no == attempts.shard_no))
-        .where(attempts.job_id == job_id, sa.tuple_(attempts.shard_no, attempts.epoch) > after)
-        .order_by(attempts.shard_no, attempts.epoch)
-        .limit(limit)
-    )
-    return [Attempt(*row) for row in connection.execute(query)]
+    statement = """
+    SELECT shard_no, attempts.epoch, started_at, COALESCE(ended_at, <now>), n_ok, attempts.n_failed,
+        CASE WHEN n_done > 0 THEN CAST(audio_ms AS DOUBLE PRECISION) / n_done * n_ok ELSE 0.0 END
+    FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
+    WHERE attempts.job_id = :job AND (shard_no, attempts.epoch) > (:shard, :epoch)
+    ORDER BY shard_no, attempts.epoch LIMIT :limit
+    """
+    rows = sql.rows(statement, job=job_id, shard=after[0], epoch=after[1], limit=limit)
+    return [Attempt(*row) for row in rows]
 
 
-def commits(connection: sa.Connection, job_id: str) -> list[Commit]:
+def commits(sql: Transaction, job_id: str) -> list[Commit]:
     """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
-    columns = schema.artifacts.c
-    query = (
-        sa.select(columns.made_at, sa.func.count(), sa.func.sum(columns.duration_ms))
-        .where(columns.job_no == number_of(job_id), columns.kind == "audio")
-        .group_by(columns.made_at)
-        .order_by(columns.made_at)
-    )
-    return [Commit(at, done, float(audio_ms)) for at, done, audio_ms in connection.execute(query)]
+    statement = f"""
+    SELECT made_at, count(*), CAST(sum(duration_ms) AS DOUBLE PRECISION) FROM artifacts
+    WHERE job_no = {NUMBER} AND kind = 'audio' GROUP BY made_at ORDER BY made_at
+    """
+    return [Commit(*row) for row in sql.rows(statement, job=job_id)]
 
 
-def draws_of(connection: sa.Connection, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
+def draws_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[DrawRow]:
+    """The draws of up to `limit` items with an index above `after`, in order of index and draw."""
+    statement = f"""
+    SELECT DISTINCT idx FROM draws WHERE job_no = {NUMBER} AND idx > :after ORDER BY idx LIMIT :limit
+    """
+    return draws_of(sql, job_id, sql.column(statement, job=job_id, after=after, limit=limit))
+
+
+def draws_of(sql: Transaction, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
     """The draws of these items, in order of index and draw."""
-    columns = schema.draws.c
-    query = sa.select(schema.draws).where(columns.job_no == number_of(job_id), columns.idx.in_(indexes))
+    statement = f"SELECT * FROM draws WHERE job_no = {NUMBER} AND idx IN (:indexes) ORDER BY idx, draw"
+    rows = sql.rows(statement, job=job_id, indexes=list(indexes))
+    return [DrawRow(row.idx, record(Draw, row, kept=bool(row.kept))) for row in rows]
+
+
+def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[int, int]:
+    """Index -> number of draws of the items from `first` to `last` that have some: those that
+    `nightjar retry` opened again."""
+    statement = f"""
+    SELECT idx, max(draw) + 1 AS drawn FROM draws
+    WHERE job_no = {NUMBER} AND idx BETWEEN :first AND :last GROUP BY idx
+    """
+    return {row.idx: row.drawn for row in sql.rows(statement, job=job_id, first=first, last=last)}
+
+
+class _Source:
+    """Tables to read, and the parameters of what is asked of them."""
+
+    def __init__(self, sql: Transaction, where: Where, items: str = "") -> None:
+        """`items`: the name of a table of items, which comes first, whatever the filter needs."""
+        names = frozenset(where.names)
+        self.first = items or ("measured" if where.needs_scores else "tried")
+        self._items = items or "tried"
+        self._engine = sql.engine
+        self.values: dict[str, object] = {}
+        tables = {
+            self._items: ("items", "attempts" in names),
+            "measured": ("scores", bool(names - OF_ALL_ITEMS)),
+            "heard": ("artifacts", "seconds" in names),
+        }
+        self.tables = f"{tables.pop(self.first)[0]} AS {self.first}"
+        for name, (table, wanted) in tables.items():
+            if wanted:
+                same = f"{name}.job_no = {self.first}.job_no AND {name}.idx = {self.first}.idx"
+                audio = " AND heard.kind = 'audio'" if name == "heard" else ""
+                self.tables += f" LEFT JOIN {table} AS {name} ON {same}{audio}"
+
+    def true(self, condition: Condition) -> str:
+        """A condition as SQL; it is NULL where it is neither true nor false."""
+        if isinstance(condition, Comparison):
+            operator = "=" if condition.operator == "==" else condition.operator
+            return f"{self.value(condition.name)} {operator} {self._parameter(condition.value)}"
+        parts = (" AND " if condition.all else " OR ").join(self.true(part) for part in condition.parts)
+        return f"({parts})"
+
+    def value(self, name: str) -> str:
+        # A score that another package calls as a fact is called is the fact.
+        if name in _FACTS:
+            return _FACTS[name].replace("<items>", self._items)
+        if name in SCORE_COLUMNS:
+            return f"measured.{name}"
+        path = f'$."{name}"' if self._engine == "sqlite" else name
+        return f"CAST(measured.others ->> CAST({self._parameter(path)} AS TEXT) AS DOUBLE PRECISION)"
+
+    def _parameter(self, value: object) -> str:
+        name = f"value{len(self.values)}"
+        self.values[name] = value
+        return f":{name}"
+
+
+def matching_page(
+    sql: Transaction, job: Job, where: Where, after: int, limit: int, *, dialogues: bool, conditions: str
+) -> list[int]:
+    """The indexes of up to `limit` items above `after` that match, in order.
+
+    `dialogues`: also the other items of their dialogues. `conditions`: what else is asked of the row in
+    `items`.
+    """
+    dialogues = dialogues and job.speaks_turns
+    if dialogues or conditions:
+        source = _Source(sql, where, "other")
+        first, tables, true = "items", "items", _matches(source, where, dialogues=dialogues) + conditions
+    else:
+        source = _Source(sql, where)
+        first, tables, true = source.first, source.tables, source.true(where.condition)
+    statement = f"""
+    SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after AND {true}
+    ORDER BY {first}.idx LIMIT :limit
+    """
+    return sql.column(statement, job=job.id, after=after, limit=limit, **source.values)
+
+
+def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
+    """Whether a row of `items` matches, or with `dialogues` another item of its dialogue does."""
+    same = "other.example_id = items.example_id" if dialogues else "other.idx = items.idx"
+    return f"""
+    EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.true(where.condition)})
+    """
+
+
+def filtered_out(
+    sql: Transaction, job_id: str, where: Where, *, dialogues: bool = False
+) -> list[FilteredOut]:
+    """What a filter leaves out of the items that have audio, by condition, in its order; the database
+    counts them."""
+    job = read_job(sql, job_id)
+    source = _Source(sql, where, "items")
+    cases = ""
+    for number, condition in enumerate(where.conditions):
+        true = source.true(condition)
+        cases += f" WHEN ({true}) IS NULL THEN {2 * number + 1} WHEN NOT ({true}) THEN {2 * number}"
+    left = ""
+    if dialogues and job.speaks_turns:
+        other = _Source(sql, where, "other")
+        other.values = source.values
+        left = f" AND NOT {_matches(other, where, dialogues=True)}"
+    # Sums and no GROUP BY, for which SQLite would hold a row of each item in memory.
+    sums = ", ".join(
+        f"CAST(COALESCE(sum(CASE WHEN reason = {number} THEN 1 ELSE 0 END), 0) AS BIGINT)"
+        for number in range(2 * len(where.conditions))
+    )
+    statement = f"""
+    SELECT {sums} FROM (
+        SELECT CASE {cases} END AS reason FROM {source.tables}
+        JOIN artifacts AS audio ON audio.job_no = items.job_no AND audio.idx = items.idx AND audio.kind = 'audio'
+        WHERE items.job_no = {NUMBER} AND items.state = {ITEM_STATE_NUMBERS[ItemState.DONE]}{left}
+    ) AS reasons
+    """
+    (counts,) = sql.rows(statement, job=job.id, **source.values)
     return [
-        draw_from(row) for row in connection.execute(query.order_by(columns.idx, columns.draw)).mappings()
+        FilteredOut(str(condition), counts[2 * number] + counts[2 * number + 1], counts[2 * number + 1])
+        for number, condition in enumerate(where.conditions)
     ]
 
 
-def artifacts_of(
-    connection: sa.Connection, job_id: str, kind: str, indexes: Collection[int]
-) -> dict[int, Artifact]:
-    """Index -> artifact of one kind, of those of these items that have one."""
-    columns = schema.artifacts.c
-    query = sa.select(schema.artifacts).where(
-        columns.job_no == number_of(job_id), columns.kind == kind, columns.idx.in_(indexes)
-    )
-    return {row["idx"]: artifact_from(row) for row in connection.execute(query).mappings()}
+def check_names(sql: Transaction, job: Job, where: Where) -> None:
+    """Raises `config.invalid` for a score that no item of the job has; while the job runs its checks may
+    still measure theirs."""
+    quality = None if job.state.final else job.spec.quality
+    expected = set() if quality is None else scores_with(quality.meters)
+    if quality is not None and any(meter not in METERS for meter in quality.meters):
+        # What another package's meter measures is known when it has.
+        return
+    for name in where.names:
+        if name not in FACTS and name not in expected and not _is_measured(sql, job, where, name):
+            there = sorted(expected.union(_measured_names(sql, job)))
+            meters = () if job.spec.quality is None else job.spec.quality.meters
+            raise no_such_score(job.id, name, there, meters)
+
+
+def _is_measured(sql: Transaction, job: Job, where: Where, name: str) -> bool:
+    source = _Source(sql, where)
+    statement = f"SELECT 1 FROM scores AS measured WHERE job_no = {NUMBER} AND {source.value(name)} IS NOT NULL LIMIT 1"
+    return sql.row(statement, job=job.id, **source.values) is not None
+
+
+def _measured_names(sql: Transaction, job: Job) -> set[str]:
+    """The scores of the job's first items."""
+    statement = f"SELECT * FROM scores WHERE job_no = {NUMBER} ORDER BY idx LIMIT {_SAMPLED_ROWS}"
+    found: set[str] = set()
+    for row in sql.rows(statement, job=job.id):
+        found.update(name for name in SCORE_COLUMNS if getattr(row, name) is not None)
+        found.update(decoded(row.others) or ())
+    return found

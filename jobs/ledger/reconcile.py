@@ -1,5 +1,5 @@
 """Repairs what crashes leave behind: expired leases, lost messages, stale workers, wrong times, unfinished
-cancels, missing manifests."""
+cancels, missing manifests; and tells which objects of the store nothing names."""
 
 from __future__ import annotations
 
@@ -7,112 +7,93 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import sqlalchemy as sa
-
 from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, lease_of_pack, shard_of_input
-from jobs.ledger import schema
 from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import (
+    NUMBER,
     UNQUEUED,
     complete_if_over,
     crash,
     end_attempt,
     has_open_shards,
+    lock_job,
     lock_shard,
     pause_if_over_budget,
     spent_budget,
 )
-from jobs.ledger.mapping import lock_job, read_job, read_row
-from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.ledger.schema import db_now, state_is
-from jobs.ledger.states import (
+from jobs.ledger.queries import shard_inputs
+from jobs.ledger.records import (
     CLOCK_SLACK_SECONDS,
+    FINAL,
     MANIFEST_GRACE_SECONDS,
     MAX_BACKOFF_SECONDS,
     RETRYABLE_JOBS,
     WORKING,
     AttemptOutcome,
+    ItemState,
+    Job,
+    ShardState,
     Verdict,
 )
-from jobs.ledger.workers import HEARD, stale_workers
+from jobs.ledger.schema import ITEM_STATES
+from jobs.ledger.status import read_job
+from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.workers import HEARD, lose_stale_workers
 from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode
 
-_SHARDS, _WORKERS = schema.shards.c, schema.workers.c
-_BEAT_AHEAD = sa.and_(
-    state_is(_SHARDS.state, ShardState.LEASED), _SHARDS.heartbeat_at > db_now() + CLOCK_SLACK_SECONDS
-)
-_LEASE_AHEAD = sa.and_(
-    state_is(_SHARDS.state, ShardState.LEASED),
-    _SHARDS.lease_until > db_now() + LONGEST_LEASE_SECONDS + CLOCK_SLACK_SECONDS,
-)
-_WAIT_AHEAD = sa.and_(
-    state_is(_SHARDS.state, ShardState.READY),
-    _SHARDS.not_before > db_now() + MAX_BACKOFF_SECONDS + CLOCK_SLACK_SECONDS,
-)
-_MESSAGE_AHEAD = sa.and_(
-    state_is(_SHARDS.state, ShardState.QUEUED), _SHARDS.enqueued_at > db_now() + CLOCK_SLACK_SECONDS
-)
-_WORKER_AHEAD = sa.and_(HEARD, _WORKERS.heartbeat_at > db_now() + CLOCK_SLACK_SECONDS)
-
+_AHEAD = f"<now> + {CLOCK_SLACK_SECONDS}"
 #: Where rows may lie ahead, and what they become: as if their times had been written now. A worker that lives
 #: keeps its lease, and a dead one's runs out in its time; a lease whose length makes no sense runs out at
 #: once.
 _REPAIRS = (
     (
-        schema.shards,
-        _BEAT_AHEAD,
-        {"lease_until": db_now() + (_SHARDS.lease_until - _SHARDS.heartbeat_at), "heartbeat_at": db_now()},
+        "shards",
+        f"state = 'leased' AND heartbeat_at > {_AHEAD}",
+        "lease_until = <now> + (lease_until - heartbeat_at), heartbeat_at = <now>",
     ),
-    (schema.shards, _LEASE_AHEAD, {"lease_until": db_now()}),
-    (schema.shards, _WAIT_AHEAD, {"not_before": None}),
-    (schema.shards, _MESSAGE_AHEAD, {"enqueued_at": db_now()}),
-    (schema.workers, _WORKER_AHEAD, {"heartbeat_at": db_now()}),
+    (
+        "shards",
+        f"state = 'leased' AND lease_until > {_AHEAD} + {LONGEST_LEASE_SECONDS}",
+        "lease_until = <now>",
+    ),
+    ("shards", f"state = 'ready' AND not_before > {_AHEAD} + {MAX_BACKOFF_SECONDS}", "not_before = NULL"),
+    ("shards", f"state = 'queued' AND enqueued_at > {_AHEAD}", "enqueued_at = <now>"),
+    ("workers", f"{HEARD} AND heartbeat_at > {_AHEAD}", "heartbeat_at = <now>"),
 )
-
-
-def has_future_times(connection: sa.Connection) -> bool:
-    """Whether a time lies further in the future than is possible."""
-    return any(connection.scalar(sa.select(sa.exists().where(ahead))) for _, ahead, _ in _REPAIRS)
-
-
-def correct_times(connection: sa.Connection) -> int:
-    """Corrects times that lie too far in the future; returns the number of rows."""
-    return sum(
-        connection.execute(sa.update(table).where(ahead).values(**values)).rowcount
-        for table, ahead, values in _REPAIRS
-    )
-
-
 #: Jobs that one pass of the reconciler names.
 JOBS_AT_ONCE = 10
-_FINAL = tuple(state for state in JobState if state.final)
+# Some jobs that ended a while ago and whose manifest is not recorded: others each time, so that none waits
+# behind those that fail. A wrong clock may have ended a job in the future; it ended a while ago, too.
+_WITHOUT_MANIFEST = f"""
+SELECT id FROM jobs WHERE state IN ({words(*FINAL)})
+AND (finished_at < <now> - {MANIFEST_GRACE_SECONDS} OR finished_at > {_AHEAD})
+AND (manifest_finished_at IS NULL OR manifest_finished_at <> finished_at) ORDER BY random() LIMIT {JOBS_AT_ONCE}
+"""
+_EXPIRED = "state = 'leased' AND lease_until < <now>"
+_LOST_MESSAGE = "state = 'queued' AND enqueued_at < <now> - :timeout"
+_STALE_WORKER = f"{HEARD} AND heartbeat_at < <now> - :timeout"
 
 
-def without_manifest(connection: sa.Connection) -> list[str]:
-    """Some jobs that ended a while ago and whose manifest is not recorded: others each time, so that none
-    waits behind those that fail."""
-    jobs = schema.jobs.c
-    # A wrong clock may have ended a job in the future; it ended a while ago, too.
-    ended = sa.or_(
-        jobs.finished_at < db_now() - MANIFEST_GRACE_SECONDS,
-        jobs.finished_at > db_now() + CLOCK_SLACK_SECONDS,
+def has_future_times(sql: Transaction) -> bool:
+    """Whether a time lies further in the future than is possible."""
+    return any(sql.row(f"SELECT 1 FROM {table} WHERE {ahead} LIMIT 1") for table, ahead, _ in _REPAIRS)
+
+
+def correct_times(sql: Transaction) -> int:
+    """Corrects times that lie too far in the future; returns the number of rows."""
+    return sum(sql.change(f"UPDATE {table} SET {change} WHERE {ahead}") for table, ahead, change in _REPAIRS)
+
+
+def note_manifest(sql: Transaction, job: Job) -> None:
+    """Notes that the manifest of this end of a job is written, or that there is none to write; does nothing
+    where the job continued meanwhile."""
+    sql.change(
+        "UPDATE jobs SET manifest_finished_at = finished_at WHERE id = :job AND finished_at = :finished_at",
+        job=job.id,
+        finished_at=job.finished_at,
     )
-    query = sa.select(jobs.id).where(
-        state_is(jobs.state, *_FINAL),
-        ended,
-        sa.or_(jobs.manifest_finished_at.is_(None), jobs.manifest_finished_at != jobs.finished_at),
-    )
-    return list(connection.scalars(query.order_by(sa.func.random()).limit(JOBS_AT_ONCE)))
-
-
-def note_manifest(connection: sa.Connection, job_id: str, finished_at: float | None) -> None:
-    """Records that the manifest of this end of a job is written; does nothing where the job continued
-    meanwhile."""
-    jobs = schema.jobs.c
-    statement = sa.update(schema.jobs).where(jobs.id == job_id, jobs.finished_at == finished_at)
-    connection.execute(statement.values(manifest_finished_at=finished_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +130,7 @@ class _Findings:
 
     expired: list[tuple[str, int]]
     lost_messages: list[tuple[str, int]]
-    stale_workers: int
+    stale_workers: bool
     cancelling: list[str]
     #: Jobs to be completed, or paused for their error budget.
     judged: list[str]
@@ -168,7 +149,7 @@ def reconcile(
     lost = sum(
         database.write(_requeue, job_id, no, queued_timeout_seconds) for job_id, no in found.lost_messages
     )
-    stale = database.write(stale_workers, worker_timeout_seconds) if found.stale_workers else 0
+    stale = database.write(lose_stale_workers, worker_timeout_seconds) if found.stale_workers else 0
     for job_id in found.cancelling:
         while database.write(cancel_some, job_id):
             pass
@@ -187,83 +168,49 @@ def reconcile(
     )
 
 
-def _find(
-    connection: sa.Connection, queued_timeout_seconds: float, worker_timeout_seconds: float
-) -> _Findings:
-    jobs, columns, workers = schema.jobs.c, schema.shards.c, schema.workers.c
+def _find(sql: Transaction, queued_timeout_seconds: float, worker_timeout_seconds: float) -> _Findings:
     # Not sorted by SQL, which would walk the primary key instead of the small partial indexes.
-    shards = sa.select(columns.job_id, columns.no)
-    expired = connection.execute(
-        shards.where(state_is(columns.state, ShardState.LEASED), columns.lease_until < db_now())
-    )
-    lost = connection.execute(
-        shards.where(
-            state_is(columns.state, ShardState.QUEUED),
-            columns.enqueued_at < db_now() - queued_timeout_seconds,
-        )
-    )
-    stale = sa.select(sa.func.count()).where(HEARD, workers.heartbeat_at < db_now() - worker_timeout_seconds)
-    working = (
-        connection.execute(sa.select(schema.jobs).where(state_is(jobs.state, *WORKING)).order_by(jobs.id))
-        .mappings()
-        .all()
-    )
+    shards = "SELECT job_id, no FROM shards WHERE"
+    working = sql.rows(f"SELECT * FROM jobs WHERE state IN ({words(*WORKING)}) ORDER BY id")
     return _Findings(
-        expired=sorted((job_id, no) for job_id, no in expired),
-        lost_messages=sorted((job_id, no) for job_id, no in lost),
-        stale_workers=connection.scalar(stale) or 0,
-        cancelling=list(
-            connection.scalars(sa.select(jobs.id).where(state_is(jobs.state, JobState.CANCELLING)))
+        expired=sorted(map(tuple, sql.rows(f"{shards} {_EXPIRED}"))),
+        lost_messages=sorted(
+            map(tuple, sql.rows(f"{shards} {_LOST_MESSAGE}", timeout=queued_timeout_seconds))
         ),
-        judged=[
-            job["id"]
-            for job in working
-            if spent_budget(connection, job) or not has_open_shards(connection, job["id"])
-        ],
-        times_ahead=has_future_times(connection),
-        without_manifest=without_manifest(connection),
+        stale_workers=bool(
+            sql.row(f"SELECT 1 FROM workers WHERE {_STALE_WORKER} LIMIT 1", timeout=worker_timeout_seconds)
+        ),
+        cancelling=sql.column("SELECT id FROM jobs WHERE state = 'cancelling'"),
+        judged=[job.id for job in working if spent_budget(sql, job) or not has_open_shards(sql, job.id)],
+        times_ahead=has_future_times(sql),
+        without_manifest=sql.column(_WITHOUT_MANIFEST),
     )
 
 
-def _expire(connection: sa.Connection, job_id: str, shard_no: int) -> Verdict | None:
+def _expire(sql: Transaction, job_id: str, shard_no: int) -> Verdict | None:
     """Ends a lease that ran out; None: it has not run out."""
-    job = lock_job(connection, job_id)
-    shard = lock_shard(connection, job_id, shard_no)
-    if (
-        job is None
-        or shard is None
-        or JobState(job["state"]) not in WORKING
-        or shard["state"] != ShardState.LEASED
-    ):
+    job = lock_job(sql, job_id)
+    shard = lock_shard(sql, job_id, shard_no)
+    if job is None or shard is None or job.state not in WORKING or shard.state != ShardState.LEASED:
         return None
-    if shard["lease_until"] >= (connection.scalar(sa.select(db_now())) or 0.0):
+    if shard.lease_until >= sql.now:
         return None
-    message = f"The lease of worker {shard['worker_id']} ran out: it died, hung, or lost the ledger."
-    end_attempt(connection, shard, AttemptOutcome.EXPIRED, ErrorCode.WORKER_LOST, message)
-    return crash(connection, job, shard, ErrorCode.WORKER_LOST, message)
+    message = f"The lease of worker {shard.worker_id} ran out: it died, hung, or lost the ledger."
+    end_attempt(sql, shard, AttemptOutcome.EXPIRED, ErrorCode.WORKER_LOST, message)
+    return crash(sql, job, shard, message)
 
 
-def _requeue(connection: sa.Connection, job_id: str, shard_no: int, timeout_seconds: float) -> int:
+def _requeue(sql: Transaction, job_id: str, shard_no: int, timeout_seconds: float) -> int:
     """A shard whose message was lost becomes ready; a message that turns up later is dropped or does no
     harm."""
-    columns = schema.shards.c
-    statement = (
-        sa.update(schema.shards)
-        .where(
-            columns.job_id == job_id,
-            columns.no == shard_no,
-            state_is(columns.state, ShardState.QUEUED),
-            columns.enqueued_at < db_now() - timeout_seconds,
-        )
-        .values(**UNQUEUED)
-    )
-    return connection.execute(statement).rowcount
+    statement = f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND no = :shard AND {_LOST_MESSAGE}"
+    return sql.change(statement, job=job_id, shard=shard_no, timeout=timeout_seconds)
 
 
-def _judge(connection: sa.Connection, job_id: str) -> None:
-    job = lock_job(connection, job_id)
-    if job is not None and JobState(job["state"]) in WORKING and not complete_if_over(connection, job_id):
-        pause_if_over_budget(connection, job)
+def _judge(sql: Transaction, job_id: str) -> None:
+    job = lock_job(sql, job_id)
+    if job is not None and job.state in WORKING and not complete_if_over(sql, job_id):
+        pause_if_over_budget(sql, job)
 
 
 #: Longer than a store with all its tries takes to delete an object or to give up.
@@ -273,18 +220,19 @@ Inputs = frozenset[tuple[str, str]]
 
 
 def is_orphan(
-    connection: sa.Connection, job_id: str, key: str, ended_before: float, read: Inputs = frozenset()
+    sql: Transaction, job_id: str, key: str, ended_before: float, read: Inputs = frozenset()
 ) -> bool:
     """Whether a job that ended before that time wrote `key`, and nothing names it or may still come to
     name it.
 
     `read`: the inputs in which no line names the key, where it is one of reference audio.
     """
-    return _is_orphan(connection, read_row(connection, job_id), key, ended_before, read)
+    job = sql.row("SELECT * FROM jobs WHERE id = :job", job=job_id)
+    return _is_orphan(sql, job, key, ended_before, read)
 
 
 def delete_orphan(
-    connection: sa.Connection,
+    sql: Transaction,
     job_id: str,
     key: str,
     ended_before: float,
@@ -293,103 +241,65 @@ def delete_orphan(
 ) -> bool:
     """Calls `delete` while the job's row is locked, so that no retry begins meanwhile, if `key` is an
     orphan then."""
-    if connection.dialect.name == "postgresql":
+    if sql.engine == "postgresql":
         # A store may take its time to delete, and until it has, the lock must hold; only a retry of this job
         # waits for it.
-        connection.execute(
-            sa.text(f"SET LOCAL idle_in_transaction_session_timeout = {LONGEST_DELETE_SECONDS * 1000}")
-        )
-    if not _is_orphan(connection, lock_job(connection, job_id), key, ended_before, read):
+        sql.change(f"SET LOCAL idle_in_transaction_session_timeout = {LONGEST_DELETE_SECONDS * 1000}")
+    if not _is_orphan(sql, lock_job(sql, job_id), key, ended_before, read):
         return False
     delete()
     return True
 
 
-def _is_orphan(
-    connection: sa.Connection, job: sa.RowMapping | None, key: str, ended_before: float, read: Inputs
-) -> bool:
-    if (
-        job is None
-        or not JobState(job["state"]).final
-        or job["finished_at"] is None
-        or job["finished_at"] > ended_before
-    ):
+def _is_orphan(sql: Transaction, job: Row | None, key: str, ended_before: float, read: Inputs) -> bool:
+    if job is None or job.state not in FINAL or job.finished_at is None or job.finished_at > ended_before:
         return False
-    kind = key.removeprefix(job_prefix(job["id"])).partition("/")[0]
+    kind = key.removeprefix(job_prefix(job.id)).partition("/")[0]
     if kind == "input":
-        return _is_unread_input(connection, job["id"], key)
+        # Of one of the job's shards, left by an ingest that was broken off, which no shard reads.
+        inputs = shard_inputs(sql, job.id)
+        return shard_of_input(key, job.id) in inputs and key not in {named for named, _ in inputs.values()}
     if kind == "references":
-        return is_reference_key(key, job["id"]) and read == _inputs(connection, job["id"])
+        return is_reference_key(key, job.id) and read == frozenset(shard_inputs(sql, job.id).values())
     if kind == "packs":
-        return _is_unnamed_pack(connection, job, key)
-    return _is_unnamed(connection, job, kind, key)
+        return _is_unnamed_pack(sql, job, key)
+    return _is_unnamed(sql, job, kind, key)
 
 
-def _is_unnamed(connection: sa.Connection, job: sa.RowMapping, kind: str, key: str) -> bool:
+def _is_unnamed(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     """A key of an item that has ended, and that no artifact of the item has.
 
     An item that failed may be tried again, maybe by a ledger that is newer than this one: of its objects
     only those of draws that are recorded as refused are of no use.
     """
-    index, items, artifacts, draws = index_of(key), schema.items.c, schema.artifacts.c, schema.draws.c
-    item = connection.execute(
-        sa.select(items.example_id, items.state).where(items.job_no == job["no"], items.idx == index)
-    ).one_or_none()
+    index = index_of(key)
+    of_item = "job_no = :job_no AND idx = :index"
+    values = {"job_no": job.no, "index": index}
+    item = sql.row(f"SELECT example_id, state FROM items WHERE {of_item}", **values)
     if index is None or item is None:
         return False
-    draw = draw_of(
-        key,
-        job["id"],
-        kind,
-        index,
-        item.example_id,
-        "txt" if kind == "text" else job["spec"].get("format", "wav"),
-    )
-    if draw is None:
+    suffix = "txt" if kind == "text" else read_job(sql, job.id).spec.format
+    draw = draw_of(key, job.id, kind, index, item.example_id, suffix)
+    if draw is None or sql.row(f"SELECT 1 FROM artifacts WHERE {of_item} AND key = :key", **values, key=key):
         return False
-    named = sa.exists().where(artifacts.job_no == job["no"], artifacts.idx == index, artifacts.key == key)
-    if connection.scalar(sa.select(named)):
-        return False
-    if (
-        schema.ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED)
-        or JobState(job["state"]) not in RETRYABLE_JOBS
-    ):
+    if ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED) or job.state not in RETRYABLE_JOBS:
         return True
-    return bool(
-        connection.scalar(
-            sa.select(sa.exists().where(draws.job_no == job["no"], draws.idx == index, draws.draw == draw))
-        )
-    )
+    return sql.row(f"SELECT 1 FROM draws WHERE {of_item} AND draw = :draw", **values, draw=draw) is not None
 
 
-def _is_unnamed_pack(connection: sa.Connection, job: sa.RowMapping, key: str) -> bool:
+def _is_unnamed_pack(sql: Transaction, job: Row, key: str) -> bool:
     """The key of a pack that holds no artifact, of a lease that this ledger knows. What is in it was never
     committed, and is never adopted; one item that is in it keeps a whole pack."""
-    lease, shards, artifacts = lease_of_pack(key, job["id"]), schema.shards.c, schema.artifacts.c
+    lease = lease_of_pack(key, job.id)
     if lease is None:
         return False
     shard_no, epoch = lease
-    last_epoch = connection.scalar(
-        sa.select(shards.epoch).where(shards.job_id == job["id"], shards.no == shard_no)
+    last_epoch = sql.value(
+        "SELECT epoch FROM shards WHERE job_id = :job AND no = :shard", job=job.id, shard=shard_no
     )
     if last_epoch is None or epoch > last_epoch:
         return False
-    return not connection.scalar(
-        sa.select(sa.exists().where(artifacts.job_no == job["no"], artifacts.pack == key))
+    named = sql.row(
+        f"SELECT 1 FROM artifacts WHERE job_no = {NUMBER} AND pack = :key LIMIT 1", job=job.id, key=key
     )
-
-
-def _is_unread_input(connection: sa.Connection, job_id: str, key: str) -> bool:
-    """The key of an input of one of the job's shards, left by an ingest that was broken off, which no
-    shard reads."""
-    shard_no, columns = shard_of_input(key, job_id), schema.shards.c
-    rows = connection.execute(sa.select(columns.no, columns.input_key).where(columns.job_id == job_id)).all()
-    return shard_no in {row.no for row in rows} and key not in {row.input_key for row in rows}
-
-
-def _inputs(connection: sa.Connection, job_id: str) -> Inputs:
-    columns = schema.shards.c
-    rows = connection.execute(
-        sa.select(columns.input_key, columns.input_sha256).where(columns.job_id == job_id)
-    )
-    return frozenset((key, sha256) for key, sha256 in rows)
+    return named is None

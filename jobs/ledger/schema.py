@@ -6,16 +6,14 @@ then items; whoever changes an item holds the lock of its shard, so shard counte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.sql.functions import FunctionElement
 
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.ledger.status import NOW
+from jobs.ledger.transaction import words
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -38,48 +36,26 @@ metadata = sa.MetaData(
 )
 
 
-class db_now(FunctionElement[float]):  # noqa: N801 - reads as an SQL function
-    """The database's clock as UTC epoch seconds; the same value throughout one statement."""
-
-    type = sa.Double()
-    inherit_cache = True
+def _keys(kind: type[Any], *names: str) -> Iterator[sa.Column[Any]]:
+    """Columns of the primary key."""
+    return (sa.Column(name, kind, primary_key=True, autoincrement=False) for name in names)
 
 
-@compiles(db_now, "sqlite")
-def _sqlite_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return NOW["sqlite"]
+def _columns(kind: type[Any], *names: str, default: str | None = None) -> Iterator[sa.Column[Any]]:
+    """Columns that every row has."""
+    return (sa.Column(name, kind, nullable=False, server_default=default) for name in names)
 
 
-@compiles(db_now, "postgresql")
-def _postgresql_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return NOW["postgresql"]
+def _optional(kind: type[Any], *names: str) -> Iterator[sa.Column[Any]]:
+    return (sa.Column(name, kind) for name in names)
 
 
-def literal(value: StrEnum | int) -> sa.ColumnElement[object]:
-    """A constant in the SQL text: SQLite uses a partial index only where its condition is no bound
-    parameter."""
-    return sa.literal_column(str(value) if isinstance(value, int) else f"'{value.value}'")
+def _counters(*names: str, kind: type[Any] = sa.BigInteger) -> Iterator[sa.Column[Any]]:
+    return (sa.Column(name, kind, nullable=False, server_default=sa.text("0")) for name in names)
 
 
-def state_is(column: sa.Column[str], *states: StrEnum) -> sa.ColumnElement[bool]:
-    """`column` is one of `states`."""
-    if len(states) == 1:
-        return column == literal(states[0])
-    return column.in_([literal(state) for state in states])
-
-
-def item_is(*states: ItemState) -> sa.ColumnElement[bool]:
-    """`items.state` is one of `states`."""
-    numbers = [literal(ITEM_STATE_NUMBERS[state]) for state in states]
-    return items.c.state == numbers[0] if len(numbers) == 1 else items.c.state.in_(numbers)
-
-
-def _one_of(states: type[StrEnum]) -> str:
-    return "state IN (" + ", ".join(f"'{state.value}'" for state in states) + ")"
-
-
-def _counter(name: str) -> sa.Column[int]:
-    return sa.Column(name, sa.BigInteger, nullable=False, server_default=sa.text("0"))
+def _one_of(states: type[StrEnum]) -> sa.CheckConstraint:
+    return sa.CheckConstraint(f"state IN ({words(*states)})", name="state")
 
 
 def _partial_index(name: str, *columns: sa.Column[Any], where: str) -> None:
@@ -92,47 +68,29 @@ jobs = sa.Table(
     # The short key of the tables that have a row for each item: with the id instead, they would be twice as
     # large and half as fast.
     sa.Column("no", sa.Integer, primary_key=True),
-    sa.Column("id", sa.Text, nullable=False),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("state_reason", sa.Text, nullable=False, server_default=""),
-    sa.Column("priority", sa.Integer, nullable=False),
-    sa.Column("weight", sa.Integer, nullable=False),
-    sa.Column("spec", sa.JSON, nullable=False),
-    sa.Column("spec_sha", sa.Text, nullable=False),
-    sa.Column("input_uri", sa.Text, nullable=False),
-    sa.Column("input_sha256", sa.Text, nullable=False),
-    sa.Column("store_url", sa.Text, nullable=False),
-    sa.Column("owner", sa.Text, nullable=False),
-    sa.Column("labels", sa.JSON, nullable=False),
-    sa.Column("idempotency_key", sa.Text, nullable=False),
-    sa.Column("max_attempts", sa.Integer, nullable=False),
-    sa.Column("max_in_flight", sa.Integer),
-    sa.Column("error_budget", sa.Double),
+    *_columns(sa.Text, "id", "name", "state", "spec_sha", "input_uri", "input_sha256"),
+    *_columns(sa.Text, "store_url", "owner", "idempotency_key"),
+    *_columns(sa.Text, "state_reason", default=""),
+    # What the store says of itself.
+    *_optional(sa.Text, "store_identity"),
+    *_columns(sa.JSON, "spec", "labels"),
+    *_columns(sa.Integer, "priority", "weight", "max_attempts"),
+    *_optional(sa.Integer, "max_in_flight"),
+    *_optional(sa.Double, "error_budget"),
     # What had been done and failed at the last resume: the error budget counts from there.
-    _counter("budget_from_done"),
-    _counter("budget_from_failed"),
-    _counter("total_items"),
-    _counter("total_shards"),
-    _counter("rejected_lines"),
-    _counter("lines_read"),
-    sa.Column("created_at", sa.Double, nullable=False),
-    sa.Column("started_at", sa.Double),
-    sa.Column("finished_at", sa.Double),
-    sa.Column("paused_at", sa.Double),
-    sa.Column("cancel_requested_at", sa.Double),
+    *_counters("budget_from_done", "budget_from_failed"),
+    *_counters("total_items", "total_shards", "rejected_lines", "lines_read"),
+    *_columns(sa.Double, "created_at"),
+    *_optional(sa.Double, "started_at", "finished_at"),
     # The `finished_at` of the end whose manifest is in the store; another one, or NULL: it has to be written.
-    sa.Column("manifest_finished_at", sa.Double),
+    *_optional(sa.Double, "manifest_finished_at"),
     # The `finished_at` of the end that was reported to the operator's hook; how often that was tried for the
     # present end, and when the next try is due: while one sends, that is the time at which it counts as lost.
-    sa.Column("notified_finished_at", sa.Double),
-    sa.Column("notify_attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
-    sa.Column("notify_due_at", sa.Double),
-    # What the store says of itself.
-    sa.Column("store_identity", sa.Text),
+    *_optional(sa.Double, "notified_finished_at", "notify_due_at"),
+    *_counters("notify_attempts", kind=sa.Integer),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("idempotency_key"),
-    sa.CheckConstraint(_one_of(JobState), name="state"),
+    _one_of(JobState),
     sa.CheckConstraint("weight > 0", name="weight"),
     sa.CheckConstraint("max_attempts > 0", name="max_attempts"),
 )
@@ -141,39 +99,22 @@ shards = sa.Table(
     "shards",
     metadata,
     sa.Column("job_id", sa.Text, sa.ForeignKey("jobs.id"), primary_key=True),
-    sa.Column("no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("job_no", sa.Integer, nullable=False),
-    sa.Column("state", sa.Text, nullable=False, server_default=ShardState.READY.value),
+    *_keys(sa.Integer, "no"),
+    *_columns(sa.Integer, "job_no", "n_items"),
+    *_columns(sa.Text, "state", default=ShardState.READY.value),
     # Bounds of its items' indexes: its items are those in between that name it.
-    sa.Column("first_index", sa.BigInteger, nullable=False),
-    sa.Column("last_index", sa.BigInteger, nullable=False),
-    sa.Column("n_items", sa.Integer, nullable=False),
-    _counter("n_done"),
-    _counter("n_failed"),
-    _counter("n_skipped"),
-    _counter("audio_ms"),
-    _counter("engine_ms"),
-    _counter("bytes_out"),
-    sa.Column("estimated_ms", sa.BigInteger, nullable=False),
-    _counter("epoch"),
+    *_columns(sa.BigInteger, "first_index", "last_index", "estimated_ms"),
+    *_counters("n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out", "epoch"),
     # n_done and n_failed when the present lease began: tells whether it made progress.
-    _counter("claimed_done"),
-    _counter("claimed_failed"),
-    # Leases in a row that crashed without progress.
-    _counter("attempts"),
-    # Leases in a row that met a service that was down; only for backoff.
-    _counter("outages"),
-    sa.Column("not_before", sa.Double),
-    sa.Column("enqueued_epoch", sa.BigInteger),
-    sa.Column("enqueued_at", sa.Double),
-    sa.Column("worker_id", sa.Text),
-    sa.Column("lease_until", sa.Double),
-    sa.Column("heartbeat_at", sa.Double),
-    sa.Column("input_key", sa.Text, nullable=False),
-    sa.Column("input_sha256", sa.Text, nullable=False),
-    sa.Column("manifest_key", sa.Text),
-    sa.Column("manifest_sha256", sa.Text),
-    sa.CheckConstraint(_one_of(ShardState), name="state"),
+    *_counters("claimed_done", "claimed_failed"),
+    # Leases in a row that crashed without progress, and those that met a service that was down; the latter
+    # only for backoff.
+    *_counters("attempts", "outages"),
+    *_optional(sa.BigInteger, "enqueued_epoch"),
+    *_optional(sa.Double, "not_before", "enqueued_at", "lease_until", "heartbeat_at"),
+    *_columns(sa.Text, "input_key", "input_sha256"),
+    *_optional(sa.Text, "worker_id", "manifest_key", "manifest_sha256"),
+    _one_of(ShardState),
     sa.CheckConstraint("n_done + n_failed + n_skipped <= n_items", name="counters"),
     sa.CheckConstraint("n_done >= 0 AND n_failed >= 0 AND n_skipped >= 0", name="counters_positive"),
     sa.CheckConstraint("(state = 'leased') = (lease_until IS NOT NULL)", name="leased_has_lease"),
@@ -185,17 +126,15 @@ _partial_index("ix_shards_leased", shards.c.job_id, shards.c.lease_until, where=
 items = sa.Table(
     "items",
     metadata,
-    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("example_id", sa.Text, nullable=False),
-    sa.Column("shard_no", sa.Integer, nullable=False),
-    sa.Column("state", sa.SmallInteger, nullable=False, server_default=sa.text("0")),
-    sa.Column("attempts", sa.SmallInteger, nullable=False, server_default=sa.text("0")),
-    sa.Column("error_code", sa.Text),
-    sa.Column("error_message", sa.Text),
+    *_keys(sa.Integer, "job_no"),
+    *_keys(sa.BigInteger, "idx"),
+    *_columns(sa.Text, "example_id"),
+    *_columns(sa.Integer, "shard_no"),
+    *_counters("state", "attempts", kind=sa.SmallInteger),
+    *_optional(sa.Text, "error_code", "error_message"),
     # Which of its dialogue's spoken turns it is: each dialogue has one 0, so the first items keep example ids
     # apart.
-    sa.Column("turn", sa.Integer, nullable=False, server_default=sa.text("0")),
+    *_counters("turn", kind=sa.Integer),
     sa.UniqueConstraint("job_no", "example_id", "turn"),
     sa.CheckConstraint("state BETWEEN 0 AND 4", name="state"),
     sqlite_with_rowid=False,
@@ -205,24 +144,19 @@ _partial_index("ix_items_failed", items.c.job_no, items.c.error_code, items.c.id
 artifacts = sa.Table(
     "artifacts",
     metadata,
-    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("kind", sa.Text, primary_key=True),
-    sa.Column("key", sa.Text, nullable=False),
-    sa.Column("sha256", sa.Text, nullable=False),
-    sa.Column("bytes", sa.BigInteger, nullable=False),
-    sa.Column("duration_ms", sa.BigInteger, nullable=False),
-    sa.Column("sample_rate", sa.Integer, nullable=False),
-    sa.Column("samples", sa.BigInteger, nullable=False),
-    sa.Column("seed", sa.BigInteger, nullable=False),
-    sa.Column("epoch", sa.BigInteger, nullable=False),
-    sa.Column("worker_id", sa.Text),
-    sa.Column("meta", sa.JSON, nullable=False),
-    # When it was committed.
-    sa.Column("made_at", sa.Double),
+    *_keys(sa.Integer, "job_no"),
+    *_keys(sa.BigInteger, "idx"),
+    *_keys(sa.Text, "kind"),
+    *_columns(sa.Text, "key", "sha256"),
+    *_columns(sa.BigInteger, "bytes", "duration_ms", "samples", "seed", "epoch"),
+    *_columns(sa.Integer, "sample_rate"),
+    *_columns(sa.JSON, "meta"),
+    # When it was committed, and by whom.
+    *_optional(sa.Double, "made_at"),
+    *_optional(sa.Text, "worker_id"),
     # Of an artifact in a pack: the key of the pack, and where the artifact's bytes begin in it.
-    sa.Column("pack", sa.Text),
-    sa.Column("pack_offset", sa.BigInteger),
+    *_optional(sa.Text, "pack"),
+    *_optional(sa.BigInteger, "pack_offset"),
     sqlite_with_rowid=False,
 )
 
@@ -230,16 +164,15 @@ artifacts = sa.Table(
 draws = sa.Table(
     "draws",
     metadata,
-    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("draw", sa.SmallInteger, primary_key=True, autoincrement=False),
-    sa.Column("seed", sa.BigInteger, nullable=False),
+    *_keys(sa.Integer, "job_no"),
+    *_keys(sa.BigInteger, "idx"),
+    *_keys(sa.SmallInteger, "draw"),
+    *_columns(sa.BigInteger, "seed", "duration_ms"),
     # NULL: it passed.
-    sa.Column("code", sa.Text),
-    sa.Column("kept", sa.Boolean, nullable=False),
-    sa.Column("duration_ms", sa.BigInteger, nullable=False),
+    *_optional(sa.Text, "code"),
+    *_columns(sa.Boolean, "kept"),
     # Name -> [value, passed, detail]; see `records.Score`.
-    sa.Column("scores", sa.JSON, nullable=False),
+    *_columns(sa.JSON, "scores"),
     sqlite_with_rowid=False,
 )
 
@@ -263,72 +196,60 @@ SCORE_COLUMNS = (
 scores = sa.Table(
     "scores",
     metadata,
-    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
+    *_keys(sa.Integer, "job_no"),
+    *_keys(sa.BigInteger, "idx"),
     # Which draw is kept.
-    sa.Column("draw", sa.SmallInteger, nullable=False),
+    *_columns(sa.SmallInteger, "draw"),
     # NULL: not measured.
-    *(sa.Column(name, sa.Double) for name in SCORE_COLUMNS),
+    *_optional(sa.Double, *SCORE_COLUMNS),
     # Name -> value of the scores without a column.
-    sa.Column("others", sa.JSON(none_as_null=True)),
+    *_optional(sa.JSON, "others"),
     sqlite_with_rowid=False,
 )
 
 attempts = sa.Table(
     "attempts",
     metadata,
-    sa.Column("job_id", sa.Text, primary_key=True),
-    sa.Column("shard_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("worker_id", sa.Text, nullable=False),
-    sa.Column("started_at", sa.Double, nullable=False),
-    sa.Column("ended_at", sa.Double),
-    # done, partial, released, refused, failed, expired or cancelled; NULL while it runs.
-    sa.Column("outcome", sa.Text),
-    _counter("n_ok"),
-    _counter("n_failed"),
-    sa.Column("error_code", sa.Text),
-    sa.Column("error_message", sa.Text),
+    *_keys(sa.Text, "job_id"),
+    *_keys(sa.Integer, "shard_no"),
+    *_keys(sa.BigInteger, "epoch"),
+    *_columns(sa.Text, "worker_id"),
+    *_columns(sa.Double, "started_at"),
+    # NULL while it runs. Outcome: done, partial, released, refused, failed, expired or cancelled.
+    *_optional(sa.Double, "ended_at"),
+    *_optional(sa.Text, "outcome", "error_code", "error_message"),
+    *_counters("n_ok", "n_failed"),
 )
 _partial_index("ix_attempts_ended_at", attempts.c.ended_at, where="ended_at IS NOT NULL")
 
 item_errors = sa.Table(
     "item_errors",
     metadata,
-    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("code", sa.Text, nullable=False),
-    sa.Column("message", sa.Text, nullable=False),
-    sa.Column("retryable", sa.Boolean, nullable=False),
-    sa.Column("at", sa.Double, nullable=False),
+    *_keys(sa.Integer, "job_no"),
+    *_keys(sa.BigInteger, "idx", "epoch"),
+    *_columns(sa.Text, "code", "message"),
+    *_columns(sa.Boolean, "retryable"),
+    *_columns(sa.Double, "at"),
 )
 
 rejected_lines = sa.Table(
     "rejected_lines",
     metadata,
     sa.Column("job_id", sa.Text, sa.ForeignKey("jobs.id"), primary_key=True),
-    sa.Column("line", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("code", sa.Text, nullable=False),
-    sa.Column("message", sa.Text, nullable=False),
-    sa.Column("example_id", sa.Text),
+    *_keys(sa.BigInteger, "line"),
+    *_columns(sa.Text, "code", "message"),
+    *_optional(sa.Text, "example_id"),
 )
 
 workers = sa.Table(
     "workers",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("host", sa.Text, nullable=False),
-    sa.Column("pid", sa.Integer, nullable=False),
-    sa.Column("gpu", sa.Text, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("version", sa.Text, nullable=False),
-    sa.Column("slots", sa.Integer, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
+    *_keys(sa.Text, "id"),
+    *_columns(sa.Text, "host", "gpu", "model", "version", "state"),
     # Why it is quarantined, or which job it cannot run and why.
-    sa.Column("state_reason", sa.Text, nullable=False, server_default=""),
-    sa.Column("started_at", sa.Double, nullable=False),
-    sa.Column("heartbeat_at", sa.Double, nullable=False),
+    *_columns(sa.Text, "state_reason", default=""),
+    *_columns(sa.Integer, "pid", "slots"),
+    *_columns(sa.Double, "started_at", "heartbeat_at"),
 )
 
 # Jobs that were deleted, or are being deleted: what a worker that lost its lease still writes of them belongs
@@ -336,19 +257,15 @@ workers = sa.Table(
 deleted_jobs = sa.Table(
     "deleted_jobs",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("store_url", sa.Text, nullable=False),
-    sa.Column("deleted_at", sa.Double, nullable=False),
-    sa.Column("store_identity", sa.Text),
+    *_keys(sa.Text, "id"),
+    *_columns(sa.Text, "store_url"),
+    *_optional(sa.Text, "store_identity"),
+    *_columns(sa.Double, "deleted_at"),
 )
 
 schedules = sa.Table(
     "schedules",
     metadata,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("night", sa.Text, primary_key=True),
-    sa.Column("ran_at", sa.Double, nullable=False),
+    *_keys(sa.Text, "name", "night"),
+    *_columns(sa.Double, "ran_at"),
 )
-
-#: Alembic's, with the revision of these tables; it makes the table itself.
-version = sa.table("alembic_version", sa.column("version_num", sa.Text))

@@ -1,80 +1,79 @@
-"""The worker processes that the ledger knows."""
+"""The worker processes that the ledger knows, and which shards go to the queue for them next: priority, then
+weighted fair share, then first come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import sqlalchemy as sa
-
-from jobs.ledger import schema
-from jobs.ledger.mapping import insert
-from jobs.ledger.records import ShardState, WorkerInfo, clean
-from jobs.ledger.schema import db_now, state_is
-from jobs.ledger.states import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP, AttemptOutcome
+from jobs.ledger.lifecycle import UNQUEUED, of_ticket
+from jobs.ledger.records import (
+    DISPATCHED,
+    LIVE_SECONDS,
+    LOST,
+    QUARANTINED,
+    RETIRED,
+    UP,
+    ShardState,
+    Ticket,
+    WorkerInfo,
+    clean,
+)
+from jobs.ledger.transaction import Row, Transaction, words
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
 ANY_MODEL = ""
 
 #: Workers whose heartbeats are waited for.
-HEARD = schema.workers.c.state.not_in([RETIRED, LOST])
-
-
-def _live(seconds: float) -> sa.ColumnElement[bool]:
-    columns = schema.workers.c
-    return sa.and_(HEARD, columns.heartbeat_at >= db_now() - seconds)
-
-
-_LIVE_SLOTS = (
-    sa.select(schema.workers.c.model, sa.func.sum(schema.workers.c.slots))
-    .where(_live(LIVE_SECONDS), schema.workers.c.state == UP)
-    .group_by(schema.workers.c.model)
+HEARD = f"state NOT IN ('{RETIRED}', '{LOST}')"
+_LIVE = f"{HEARD} AND heartbeat_at >= <now> - {LIVE_SECONDS}"
+_OTHERS_MAY_RUN = f"""
+SELECT EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND n_done > 0) OR EXISTS (
+    SELECT 1 FROM workers
+    WHERE {_LIVE} AND state = '{UP}' AND id <> :worker
+    AND model IN ('{ANY_MODEL}', (SELECT spec ->> 'model' FROM jobs WHERE id = :job)) AND id NOT IN (
+        SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
+        HAVING max(CASE WHEN outcome = 'refused' THEN started_at END) = max(started_at)
+    )
 )
+"""
 
 
-def register_worker(connection: sa.Connection, info: WorkerInfo) -> None:
+def register_worker(sql: Transaction, info: WorkerInfo) -> None:
     """Adds a worker. Raises `ServiceError` with `ledger.shared_sqlite` where a worker of another host uses
     the same SQLite file."""
-    columns = schema.workers.c
-    if connection.dialect.name == "sqlite":
-        other = connection.scalar(
-            sa.select(columns.host).where(_live(LIVE_SECONDS), columns.host != clean(info.host)).limit(1)
-        )
+    if sql.engine == "sqlite":
+        statement = f"SELECT host FROM workers WHERE {_LIVE} AND host <> :host LIMIT 1"
+        other = sql.value(statement, host=clean(info.host))
         if other is not None:
             raise ServiceError(
                 ErrorCode.LEDGER_SHARED_SQLITE,
                 f"This SQLite ledger is in use by a worker on host {other!r}, and SQLite cannot be shared between hosts.",
                 "Use a PostgreSQL ledger for workers on several hosts.",
             )
-    values = {
-        "host": clean(info.host),
-        "pid": info.pid,
-        "gpu": clean(info.gpu),
-        "model": clean(info.model),
-        "version": clean(info.version),
-        "slots": info.slots,
-        "state": UP,
-        "started_at": db_now(),
-        "heartbeat_at": db_now(),
+    _add(sql, info, ["host", "pid", "gpu", "model", "version", "slots", "state", "started_at"], state=UP)
+
+
+def _add(sql: Transaction, info: WorkerInfo, changed: Sequence[str], **more: str) -> None:
+    """Adds a worker; of one that is there these columns change."""
+    row = {
+        name: clean(value) if isinstance(value, str) else value
+        for name, value in (asdict(info) | more).items()
     }
-    statement = insert(connection, schema.workers).values(id=info.id, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
+    kept = ", ".join(f"{name} = excluded.{name}" for name in (*changed, "heartbeat_at"))
+    conflict = f"ON CONFLICT (id) DO UPDATE SET {kept}"
+    sql.insert("workers", [row], conflict, started_at="<now>", heartbeat_at="<now>")
 
 
-def worker_heartbeat(
-    connection: sa.Connection, worker_id: str, state: str = UP, slots: int | None = None
-) -> None:
+def worker_heartbeat(sql: Transaction, worker_id: str, state: str = UP, slots: int | None = None) -> None:
     """A sign of life; `slots`: shards that the worker can use now, where that changes. Only workers in
     state `up` widen the window.
 
     Raises `NotFoundError` for a worker that never registered.
     """
-    values: dict[str, object] = {"heartbeat_at": db_now(), "state": state}
-    if slots is not None:
-        values["slots"] = slots
-    statement = sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(values)
-    if connection.execute(statement).rowcount == 0:
+    change = f"heartbeat_at = <now>, state = :state{'' if slots is None else ', slots = :slots'}"
+    if not sql.change(f"UPDATE workers SET {change} WHERE id = :id", id=worker_id, state=state, slots=slots):
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
             f"Worker {clean(worker_id)!r} is not registered.",
@@ -82,24 +81,15 @@ def worker_heartbeat(
         )
 
 
-def retire_worker(connection: sa.Connection, worker_id: str) -> None:
+def retire_worker(sql: Transaction, worker_id: str) -> None:
     """Marks a worker that gave back what it held and ends."""
-    connection.execute(
-        sa.update(schema.workers)
-        .where(schema.workers.c.id == worker_id)
-        .values(state=RETIRED, heartbeat_at=db_now())
-    )
+    sql.change(f"UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now> WHERE id = :id", id=worker_id)
 
 
-def stale_workers(connection: sa.Connection, timeout_seconds: float) -> int:
+def lose_stale_workers(sql: Transaction, timeout_seconds: float) -> int:
     """Marks workers without a heartbeat as lost; returns how many."""
-    columns = schema.workers.c
-    statement = (
-        sa.update(schema.workers)
-        .where(HEARD, columns.heartbeat_at < db_now() - timeout_seconds)
-        .values(state=LOST)
-    )
-    return connection.execute(statement).rowcount
+    statement = f"UPDATE workers SET state = '{LOST}' WHERE {HEARD} AND heartbeat_at < <now> - :timeout"
+    return sql.change(statement, timeout=timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,80 +101,254 @@ class Quarantine:
     reason: str
 
 
-def report_quarantines(
-    connection: sa.Connection, host: str, pid: int, quarantines: Sequence[Quarantine]
-) -> None:
+def report_quarantines(sql: Transaction, host: str, pid: int, quarantines: Sequence[Quarantine]) -> None:
     """A sign of life of a process that starts workers, with those that it has quarantined; others that it
     had are none any more."""
-    columns = schema.workers.c
-    ids: list[str] = []
-    for one in quarantines:
-        ids.append(clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}"))
-        facts = {
-            "host": clean(host),
-            "pid": pid,
-            "gpu": clean(one.gpu),
-            "model": ANY_MODEL,
-            "version": clean(one.version),
-            "slots": 0,
-        }
-        now = {"state": QUARANTINED, "state_reason": clean(one.reason), "heartbeat_at": db_now()}
-        statement = insert(connection, schema.workers).values(id=ids[-1], started_at=db_now(), **facts, **now)
-        connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=now))
-    over = (
-        columns.host == clean(host),
-        columns.pid == pid,
-        columns.state == QUARANTINED,
-        columns.id.not_in(ids),
-    )
-    connection.execute(sa.update(schema.workers).where(*over).values(state=RETIRED, heartbeat_at=db_now()))
-
-
-def others_may_run(connection: sa.Connection, job_id: str, worker_id: str) -> bool:
-    """Whether a job that this worker cannot run may still be run by another one: items of it are done, or
-    another live worker takes its model and did not refuse it the last time."""
-    jobs, shards, attempts, columns = schema.jobs.c, schema.shards.c, schema.attempts.c, schema.workers.c
-    refused_at = sa.func.max(sa.case((attempts.outcome == AttemptOutcome.REFUSED.value, attempts.started_at)))
-    refused = sa.select(attempts.worker_id).where(attempts.job_id == job_id).group_by(attempts.worker_id)
-    model = sa.select(jobs.spec["model"].as_string()).where(jobs.id == job_id).scalar_subquery()
-    another = sa.exists().where(
-        _live(LIVE_SECONDS),
-        columns.state == UP,
-        columns.id != worker_id,
-        columns.model.in_([ANY_MODEL, model]),
-        columns.id.not_in(refused.having(refused_at == sa.func.max(attempts.started_at))),
-    )
-    return bool(
-        connection.scalar(
-            sa.select(sa.or_(sa.exists().where(shards.job_id == job_id, shards.n_done > 0), another))
+    process = {"host": clean(host), "pid": pid}
+    over = set(
+        sql.column(
+            f"SELECT id FROM workers WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}'", **process
         )
     )
+    for one in quarantines:
+        place = clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}")
+        info = WorkerInfo(place, host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
+        _add(sql, info, ["state", "state_reason"], state=QUARANTINED, state_reason=one.reason)
+        over.discard(place)
+    for worker_id in over:
+        retire_worker(sql, worker_id)
 
 
-def note_refusal(connection: sa.Connection, worker_id: str, reason: str) -> None:
+def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:
+    """Whether a job that this worker cannot run may still be run by another one: items of it are done, or
+    another live worker takes its model and did not refuse it the last time."""
+    return bool(sql.value(_OTHERS_MAY_RUN, job=job_id, worker=worker_id))
+
+
+def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
     """Notes at a worker which job it cannot run, and why."""
-    connection.execute(
-        sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(state_reason=clean(reason))
-    )
+    sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=worker_id, reason=clean(reason))
 
 
-def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:
+def lose_worker(sql: Transaction, host: str, pid: int) -> int:
     """Ends the leases of a worker whose process is known to be dead, so that the next `reconcile` need not
     wait for their end; returns how many. If the process lives after all, the epoch fences it."""
-    workers, shards = schema.workers.c, schema.shards.c
-    of_process = (workers.host == clean(host), workers.pid == pid)
-    ids = sa.select(workers.id).where(*of_process)
-    held = (state_is(shards.state, ShardState.LEASED), shards.worker_id.in_(ids))
-    ended = connection.execute(
-        sa.update(schema.shards).where(*held).values(lease_until=shards.heartbeat_at)
-    ).rowcount
-    connection.execute(
-        sa.update(schema.workers).where(*of_process, workers.state != RETIRED).values(state=LOST)
+    process = {"host": clean(host), "pid": pid}
+    ended = sql.change(
+        """
+        UPDATE shards SET lease_until = heartbeat_at WHERE state = 'leased'
+        AND worker_id IN (SELECT id FROM workers WHERE host = :host AND pid = :pid)
+        """,
+        **process,
+    )
+    sql.change(
+        f"UPDATE workers SET state = '{LOST}' WHERE host = :host AND pid = :pid AND state <> '{RETIRED}'",
+        **process,
     )
     return ended
 
 
-def live_slots(connection: sa.Connection) -> dict[str, int]:
+def live_slots(sql: Transaction) -> dict[str, int]:
     """Shards that the live workers can use, with those they have, by the model they are pinned to
     (`ANY_MODEL`: by none)."""
-    return {model: int(slots) for model, slots in connection.execute(_LIVE_SLOTS)}
+    statement = f"""
+    SELECT model, CAST(sum(slots) AS BIGINT) AS slots FROM workers WHERE {_LIVE} AND state = '{UP}' GROUP BY model
+    """
+    return {row.model: row.slots for row in sql.rows(statement)}
+
+
+#: Shards to queue while no worker is up, so that the first one finds work at once.
+WINDOW_WITHOUT_WORKERS = 4
+
+#: Key of the PostgreSQL advisory lock that lets one dispatcher choose at a time.
+_DISPATCH_LOCK = 0x6E6967687A
+
+_OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
+_IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
+_JOB = "jobs.id, spec ->> 'model' AS model, priority, weight, max_in_flight"
+_IN_FLIGHT = f"""
+SELECT {_JOB}, count(*) AS shards, CAST(sum({_OPEN_ITEMS}) AS BIGINT) AS items
+FROM shards JOIN jobs ON jobs.id = shards.job_id WHERE shards.state = '<state>' GROUP BY 1, 2, 3, 4, 5
+"""
+_HIGHEST_READY = f"""
+SELECT max(priority) FROM jobs WHERE state IN ({words(*DISPATCHED)})
+AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
+"""
+_CANDIDATES = f"""
+SELECT {_JOB} FROM jobs WHERE state IN ({words(*DISPATCHED)}) ORDER BY priority DESC, created_at, id
+"""
+_READY = f"""
+SELECT no, epoch, {_OPEN_ITEMS} AS items FROM shards WHERE job_id = :job AND {_IS_READY}
+ORDER BY no LIMIT :limit FOR UPDATE SKIP LOCKED
+"""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that has shards in flight, or may get its next one queued."""
+
+    id: str
+    model: str
+    priority: int
+    weight: int
+    max_in_flight: int | None
+    #: What is queued or leased: shards, and those of their items that have not ended.
+    shards: int = 0
+    items: int = 0
+    #: Its ready shards, in order; None: not read yet.
+    ready: list[Row] | None = None
+
+    @property
+    def share(self) -> float:
+        """Of items, since shards differ in size."""
+        return self.items / self.weight
+
+    @property
+    def full(self) -> bool:
+        return self.max_in_flight is not None and self.shards >= self.max_in_flight
+
+
+class _Fleet:
+    """What the live workers can take, by model, and what is in flight."""
+
+    def __init__(self, sql: Transaction, window_factor: int) -> None:
+        self._slots = live_slots(sql)
+        self._window_factor = window_factor
+        self._jobs: dict[str, _Job] = {}
+        # Two statements, each with its partial index.
+        for state in (ShardState.QUEUED, ShardState.LEASED):
+            for row in sql.rows(_IN_FLIGHT.replace("<state>", state)):
+                job = self._job(row)
+                job.shards += row.shards
+                job.items += row.items
+        served = " AND spec ->> 'model' IN (:models)" if self.pinned else ""
+        #: The highest priority of a job with ready shards that a worker serves; None: no job has any.
+        self.highest_ready: int | None = sql.value(_HIGHEST_READY + served, models=list(self._slots))
+
+    def _job(self, row: Row) -> _Job:
+        return self._jobs.setdefault(
+            row.id, _Job(row.id, row.model, row.priority, row.weight, row.max_in_flight)
+        )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every live worker serves one model only."""
+        return bool(self._slots) and ANY_MODEL not in self._slots
+
+    @property
+    def window(self) -> int:
+        return sum(self._slots.values()) * self._window_factor if self._slots else WINDOW_WITHOUT_WORKERS
+
+    def serves(self, model: str) -> bool:
+        return not self.pinned or model in self._slots
+
+    def candidates(self, sql: Transaction) -> list[list[_Job]]:
+        """The jobs whose shards may be queued, by priority, the highest first."""
+        levels: dict[int, list[_Job]] = {}
+        for row in sql.rows(_CANDIDATES):
+            if self.serves(row.model):
+                levels.setdefault(row.priority, []).append(self._job(row))
+        return list(levels.values())
+
+    def taken(self, priority: int | None) -> int:
+        """Shards in flight of jobs with this priority or a higher one, whose models are served; None: of
+        any priority."""
+        return sum(
+            job.shards
+            for job in self._jobs.values()
+            if self.serves(job.model) and (priority is None or job.priority >= priority)
+        )
+
+    def rooms(self, priority: int) -> dict[str, int]:
+        """Shards that jobs of this priority may still get of each pinned model: more would keep the window
+        from the workers of other models."""
+        if not self.pinned:
+            return {}
+        rooms = {model: slots * self._window_factor for model, slots in self._slots.items()}
+        for job in self._jobs.values():
+            if job.model in rooms and job.priority >= priority:
+                rooms[job.model] -= job.shards
+        return rooms
+
+
+def free_window(sql: Transaction, window_factor: int = 2) -> int:
+    """How many more shards to queue: `window_factor` a slot of live workers, less those queued or leased.
+
+    What waits for a model that nobody serves takes no room, nor do jobs of a lower priority than one with
+    ready shards.
+    """
+    fleet = _Fleet(sql, window_factor)
+    return max(0, fleet.window - fleet.taken(fleet.highest_ready))
+
+
+def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Ticket]:
+    """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
+
+    Order: priority, then the least share of in-flight items by weight, then the older job. Jobs of the
+    highest priority that has ready shards may get all; others what is left beside the shards that are in
+    flight of jobs between. Where every live worker is pinned to a model, only jobs of these models get
+    some, and each model no more than its own workers' window.
+    """
+    if limit <= 0:
+        return []
+    if sql.engine == "postgresql":
+        sql.value(f"SELECT pg_advisory_xact_lock({_DISPATCH_LOCK})")
+    fleet = _Fleet(sql, window_factor)
+    tickets: list[Ticket] = []
+    window = limit + fleet.taken(fleet.highest_ready)
+    for level in fleet.candidates(sql):
+        priority = level[0].priority
+        room = min(limit - len(tickets), window - fleet.taken(priority))
+        tickets += _share_out(sql, level, room, fleet.rooms(priority))
+    for ticket in tickets:
+        # The rows are locked and were seen ready in this transaction.
+        sql.change(
+            """
+            UPDATE shards SET state = 'queued', enqueued_epoch = epoch, enqueued_at = <now>
+            WHERE job_id = :job AND no = :shard
+            """,
+            **of_ticket(ticket),
+        )
+    return tickets
+
+
+def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
+    """Makes tickets that could not be published ready again; returns how many were still queued."""
+    statement = f"""
+    UPDATE shards SET {UNQUEUED}
+    WHERE job_id = :job AND no = :shard AND enqueued_epoch = :epoch AND state = 'queued'
+    """
+    in_order = sorted(tickets, key=lambda ticket: (ticket.job_id, ticket.shard_no))
+    return sum(sql.change(statement, **of_ticket(ticket)) for ticket in in_order)
+
+
+def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, int]) -> list[Ticket]:
+    """Gives one shard after the other to the job with the least share; ties go to the older job.
+
+    `rooms` bounds what models that stand in it may get, and is brought up to date.
+    """
+    tickets: list[Ticket] = []
+    waiting = [job for job in jobs if not job.full]
+    while waiting and len(tickets) < limit:
+        job = min(waiting, key=lambda job: job.share)
+        if job.ready is None:
+            job.ready = _ready_shards(sql, job.id, limit - len(tickets))
+        if not job.ready or rooms.get(job.model, 1) <= 0:
+            waiting.remove(job)
+            continue
+        shard = job.ready.pop(0)
+        tickets.append(Ticket(job.id, shard.no, shard.epoch, job.priority))
+        job.shards += 1
+        job.items += shard.items
+        if job.model in rooms:
+            rooms[job.model] -= 1
+        if job.full:
+            waiting.remove(job)
+    return tickets
+
+
+def _ready_shards(sql: Transaction, job_id: str, limit: int) -> list[Row]:
+    # The shared lock keeps a pause or a cancel from slipping in between the look at the job and the change of
+    # its shards.
+    state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job_id)
+    return sql.rows(_READY, job=job_id, limit=limit) if state in DISPATCHED else []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
 from pipelines.serving.errors import ApiError, unavailable
@@ -17,13 +17,12 @@ _LATEST = 0.1
 
 
 class AdmissionQueue:
-    """Hands out tickets in the order of arrival. Used on the event loop only."""
+    """Hands out slots in the order of arrival. Used on the event loop only."""
 
     def __init__(self, slots: int, waiting_room: int) -> None:
         self._slots = slots
         self._room = waiting_room
-        #: Who waits, and since when.
-        self._queue: OrderedDict[asyncio.Future[Permit], float] = OrderedDict()
+        self._queue: deque[asyncio.Future[None]] = deque()
         self._mean_seconds = 1.0
         #: Is called with the seconds that each request waited for its slot.
         self.admitted: Callable[[float], None] = lambda _seconds: None
@@ -34,28 +33,26 @@ class AdmissionQueue:
     def waiting(self) -> int:
         return len(self._queue)
 
-    def resize(self, slots: int) -> None:
-        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is
-        sent away where there are fewer."""
-        self._slots = slots
-        while self._queue and self.running < slots:
-            self.running += 1
-            self._admit_next()
-
     @property
     def full(self) -> bool:
         """Whether the next one has to wait."""
         return self.running >= self._slots
+
+    def resize(self, slots: int) -> None:
+        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is
+        sent away where there are fewer."""
+        self._slots = slots
+        self._let_in()
 
     def check_open(self) -> None:
         """Raises `ApiError` (503) once closed."""
         if self.closed:
             raise unavailable("The server is shutting down.", "shutting_down")
 
-    def ask(
+    async def admit(
         self, since: float | None = None, patience_seconds: float | None = None, *, under_way: bool = False
-    ) -> asyncio.Future[Permit]:
-        """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
+    ) -> Permit:
+        """A slot, at once or after those who came before; being cancelled gives it up.
 
         `since` is when the request's first byte came, by the monotonic clock; None: now. Who has
         `patience_seconds` is refused if it would wait for longer, judged by the mean time of a slot, and
@@ -66,49 +63,46 @@ class AdmissionQueue:
         """
         if not under_way:
             self.check_open()
-        waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         since = time.monotonic() if since is None else since
-        if self.running < self._slots:
-            self.running += 1
-            self._admit(waiter, since)
-        elif len(self._queue) >= self._room or (
-            patience_seconds is not None and self._expected_seconds() > patience_seconds
-        ):
-            raise self._refusal()
+        if self.full:
+            impatient = patience_seconds is not None and self._expected_seconds() > patience_seconds
+            if impatient or len(self._queue) >= self._room:
+                raise self._refusal()
+            await self._turn(patience_seconds)
         else:
-            self._queue[waiter] = since
-            if patience_seconds is not None:
-                asyncio.get_running_loop().call_later(patience_seconds, self._expire, waiter)
-        return waiter
+            self.running += 1
+        permit = Permit(self, since)
+        self.admitted(permit.began_at - since)
+        return permit
 
-    def cancel(self, waiter: asyncio.Future[Permit]) -> None:
-        """Leaves the queue, or gives back the ticket that has come meanwhile."""
-        if waiter in self._queue:
-            del self._queue[waiter]
-            waiter.cancel()
-        elif not waiter.cancelled() and waiter.exception() is None:
-            waiter.result().let_go()
+    async def _turn(self, patience_seconds: float | None) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            async with asyncio.timeout(patience_seconds):
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            elif turn.done() and not turn.cancelled():
+                self.running -= 1
+                self._let_in()
+            if isinstance(error, TimeoutError):
+                raise self._refusal() from None
+            raise
 
     def leave(self, seconds: float) -> None:
         """Gives a slot back that was held for so long."""
         self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
-        if self._queue and self.running <= self._slots:
-            self._admit_next()
-        else:
-            self.running -= 1
+        self.running -= 1
+        self._let_in()
 
-    def _admit_next(self) -> None:
-        self._admit(*self._queue.popitem(last=False))
-
-    def _admit(self, waiter: asyncio.Future[Permit], since: float) -> None:
-        permit = Permit(self, since)
-        self.admitted(permit.began_at - since)
-        waiter.set_result(permit)
-
-    def _expire(self, waiter: asyncio.Future[Permit]) -> None:
-        if waiter in self._queue:
-            del self._queue[waiter]
-            waiter.set_exception(self._refusal())
+    def _let_in(self) -> None:
+        while self._queue and not self.full:
+            turn = self._queue.popleft()
+            if not turn.done():
+                self.running += 1
+                turn.set_result(None)
 
     def _refusal(self) -> ApiError:
         seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))

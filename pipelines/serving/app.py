@@ -10,17 +10,17 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from html import escape
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
 from pipelines.errors import NightjarError
-from pipelines.serving import cartesia, chat, errors, speech
+from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.cartesia import EventsRequest, SpeechFields
 from pipelines.serving.chat import ChatBody
@@ -28,11 +28,10 @@ from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody
 from pipelines.serving.streaming import Parts, Reply, Serving
-from pipelines.serving.voices import VoiceBody, Voices
+from pipelines.serving.voices import VoiceBody, VoicePage, Voices
 from pipelines.serving.websocket import WebSocketSpeech
 
 _VOICES = "/v1/audio/voices"
@@ -49,7 +48,7 @@ th, td { text-align: left; vertical-align: top; padding: .2rem .75rem .2rem 0; f
 
 
 def create_app(
-    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None
+    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None]
 ) -> ASGIApp:
     """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be
     done."""
@@ -140,13 +139,13 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
         """A text in Cartesia's words; its speech as bytes."""
-        cartesia.check_whole(serving, body)
+        cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
         """A text in Cartesia's words; its speech as events."""
-        cartesia.check_whole(serving, body)
+        cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving)))
@@ -165,9 +164,9 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
 
     @app.get("/voices")
-    def page(request: Request) -> dict[str, Any]:
+    def page(asked: Annotated[VoicePage, Query()]) -> dict[str, Any]:
         """Voices as Cartesia's clients list them, in pages."""
-        return voices.page(request.query_params)
+        return voices.page(asked)
 
     app.get("/voices/{name}", description="One voice in Cartesia's words.")(voices.card)
 

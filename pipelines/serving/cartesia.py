@@ -32,6 +32,8 @@ _TITLES = {
 }
 #: Fields that ask for what no model makes here.
 _ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
+#: What must stay the same in a context.
+SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
 #: Fields of Cartesia's clients that change nothing here.
 _IGNORED = frozenset({*_ABSENT, "locale", "normalization", "speed", "use_normalized_timestamps"})
 
@@ -100,11 +102,6 @@ class ContextMessage(SpeechFields):
     cancel: bool = False
     max_buffer_delay_ms: Annotated[float, Field(ge=0, le=_MAX_BUFFER_MS)] = DEFAULT_BUFFER_MS
 
-    def settings(self) -> dict[str, Any]:
-        """What must stay the same in a context, as far as it was given."""
-        names = ("model_id", "voice", "language", "output_format", "generation_config")
-        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
-
 
 def check_fields(fields: SpeechFields, *, strict: bool) -> None:
     """Raises `ApiError` (400) for what no model does here, and if `strict` for a field that nobody knows."""
@@ -127,7 +124,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
     serving.voices.check_model(fields.model_id, "model_id")
 
 
-def check_whole(serving: Serving, fields: SpeechFields) -> None:
+def check(serving: Serving, fields: SpeechFields) -> None:
     """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
     check_fields(fields, strict=serving.options.strict)
     check_speech(serving, fields)
@@ -139,7 +136,7 @@ async def request_of(serving: Serving, fields: SpeechFields, request_id: str) ->
     config = fields.generation_config
     # Clients name a language to models that have none to choose from, too.
     language = fields.language if serving.model.card.capabilities.languages else None
-    generation = Generation(language=language, **config.model_dump(exclude={"seed"}))
+    generation = Generation(language=language, **config.settings())
     asked = None if fields.voice is None else fields.voice.id
     return await serving.voices.request(
         request_id, config.seed_or_new(), asked, generation, fields.transcript

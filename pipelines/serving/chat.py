@@ -189,10 +189,12 @@ async def _written(
     try:
         async with aclosing(serving.model.chunks(request, permit, stream=stream)) as chunks:
             async for chunk in chunks:
-                heard.append(chunk.samples)
                 if isinstance(chunk, Done):
+                    heard.append(chunk.speech.samples)
                     speech = replace(chunk.speech, samples=np.concatenate(heard))
-                elif chunk.text:
+                    continue
+                heard.append(chunk.samples)
+                if chunk.text:
                     written += chunk.text
                     yield chunk.text
     except NoAudioError as error:
@@ -208,19 +210,12 @@ def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequ
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         message = "`max_tokens` and `max_completion_tokens` differ. Keep one of them."
         raise bad_request(message, "invalid_value", "max_tokens")
-    mode = _mode(body, able.modes)
     seconds = serving.options.max_audio_seconds
     messages = tuple(message for turn in body.messages for message in _messages(turn, seconds))
-    generation = Generation(
-        voice=None if own else body.audio.voice,
-        **body.settings(),
-        max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
-        mode=mode,
-        text_temperature=xargs.text_temperature,
-        audio_temperature=xargs.audio_temperature,
-        audio_top_k=None if xargs.audio_topk is None else max(xargs.audio_topk, 0),
-        cfg=xargs.cfg,
-    )
+    settings = {**body.settings(), **xargs.settings(), "mode": _mode(body, able.modes)}
+    settings["max_tokens"] = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    settings["audio_top_k"] = None if xargs.audio_topk is None else max(xargs.audio_topk, 0)
+    generation = Generation(voice=None if own else body.audio.voice, **settings)
     return SynthesisRequest(request_id, messages, generation, body.seed_or_new())
 
 

@@ -64,15 +64,15 @@ class Connections:
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
-        self._open: set[HttpProtocol] = set()
+        self._open: set[Connection] = set()
         #: Those that have sent no whole request yet, and those that wait for their next one; the oldest
         #: first.
-        self._silent: OrderedDict[HttpProtocol, None] = OrderedDict()
-        self._resting: OrderedDict[HttpProtocol, None] = OrderedDict()
+        self._silent: OrderedDict[Connection, None] = OrderedDict()
+        self._resting: OrderedDict[Connection, None] = OrderedDict()
         self._logged_at = -float("inf")
         self._unlogged = 0
 
-    def enter(self, connection: HttpProtocol) -> bool:
+    def enter(self, connection: Connection) -> bool:
         """Takes a new connection in, in the place of one without a request where all are taken; False:
         there is no place."""
         if len(self._open) >= self.maximum and not self._make_room():
@@ -82,20 +82,19 @@ class Connections:
         self._silent[connection] = None
         return True
 
-    def work(self, connection: HttpProtocol) -> None:
-        """The connection has a whole request."""
+    def change(self, connection: Connection, resting: bool) -> None:
+        """The connection is `resting`: its request is answered, and it may be closed for another; or it has a
+        whole request."""
         self._silent.pop(connection, None)
-        self._resting.pop(connection, None)
-
-    def rest(self, connection: HttpProtocol) -> None:
-        """The connection's request is answered."""
-        if connection in self._open:
+        if not resting:
+            self._resting.pop(connection, None)
+        elif connection in self._open:
             self._resting[connection] = None
 
-    def leave(self, connection: HttpProtocol) -> None:
+    def leave(self, connection: Connection) -> None:
         """The connection is closed."""
         self._open.discard(connection)
-        self.work(connection)
+        self.change(connection, False)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The event loop's exception handler: a socket that cannot be accepted makes room and is logged
@@ -222,68 +221,61 @@ class HttpProtocol(H11Protocol):
             scope[FIRST_BYTE], self._first_byte_at = self._first_byte_at, None
             self._cancel_deadline()
         if not self._idle() and not self.cycle.more_body:
-            self._all.work(self)
+            self._all.change(self, False)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """A WebSocket keeps the place of its connection; one without a context is closed to make room,
-        like one without a request."""
+        """A WebSocket takes the place of its connection."""
         self._cancel_deadline()
-        self._all.work(self)
+        self._all.leave(self)
         super().handle_websocket_upgrade(event)
-        protocol = self.transport.get_protocol()
-        assert isinstance(protocol, WebSocketProtocol)
-        protocol.on_lost = partial(self._all.leave, self)
-        protocol.on_change = lambda resting: (self._all.rest if resting else self._all.work)(self)
 
     def on_response_complete(self) -> None:
         """The connection may be closed for another from now on, unless it has its next request already."""
-        self._all.rest(self)
+        self._all.change(self, True)
         super().on_response_complete()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_headers(self) -> None:
-        self._deadline = self.loop.call_later(self._all.header_seconds, self._too_late)
+        self._deadline = self.loop.call_later(self._all.header_seconds, self.transport.abort)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _too_late(self) -> None:
-        self._deadline = None
-        if self._idle():
-            self.transport.abort()
-
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's connection, which lets the app end what is under way when the server stops, and says why
     it closes."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        #: Called once the connection is closed.
-        self.on_lost: Callable[[], None] = lambda: None
-        #: Called with whether nothing is done for the connection from now on.
-        self.on_change: Callable[[bool], None] = lambda _resting: None
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = connections
         self._failed = False
         self._unread = bytearray()
         self._turn: asyncio.TimerHandle | None = None
         #: When the frames that were read would have come at `FRAMES_A_SECOND`.
         self._due = 0.0
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A WebSocket without a context is closed to make room, like a connection without a request."""
+        super().connection_made(transport)
+        self._all.enter(self)
+        self._all.change(self, False)
+
     async def run_asgi(self) -> None:
         """Runs the app, which says when it rests."""
-        self.scope[RESTING] = self.on_change  # pyright: ignore[reportGeneralTypeIssues]
+        self.scope[RESTING] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
         await super().run_asgi()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the connection's place back."""
+        """Gives the place back."""
         super().connection_lost(exc)
         if self._turn is not None:
             self._turn.cancel()
-        self.on_lost()
+        self._all.leave(self)
 
     def data_received(self, data: bytes) -> None:
         """Reads the first bytes, and the rest in turn with other clients."""
@@ -380,20 +372,24 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
 
+Connection = HttpProtocol | WebSocketProtocol
+
+
 def connection_limit(maximum: int) -> int:
     """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it
     was raised for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = maximum + _RESERVED_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return maximum
-    room = max(soft - _RESERVED_DESCRIPTORS, soft // 4)
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    if raised == wanted:
+        return maximum
+    room = max(raised - _RESERVED_DESCRIPTORS, raised // 4)
     log.warning(
         "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
-        soft,
+        raised,
         room,
         maximum,
     )

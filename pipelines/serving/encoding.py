@@ -7,15 +7,13 @@ import base64
 import binascii
 import io
 import re
-import struct
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
 import soundfile
 import soxr
 
-from pipelines.audio import CONTAINERS, encode, read_header, resample
+from pipelines.audio import CONTAINERS, WAV_HEADER_BYTES, encode, read_header, resample, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
-#: Formats that take time to write.
-COMPRESSED: frozenset[SpeechFormat] = frozenset({"flac", "mp3", "opus"})
-_HEADER_BYTES = 44
 #: Bare samples, as voice agents and telephony have them.
 Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
 MIN_RATE, MAX_RATE = 8_000, 48_000
@@ -39,9 +34,6 @@ _TAGS: dict[Encoding, tuple[int, int]] = {
     "pcm_mulaw": (7, 1),
     "pcm_alaw": (6, 1),
 }
-_WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-#: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
-_UNKNOWN = 0xFFFFFFFF
 #: Of an MP3 stream: 80 kbit/s at 24 kHz.
 _MP3_LEVEL = 0.5
 
@@ -62,33 +54,15 @@ def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
 
 def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> bytes:
     """Mono samples [samples] in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
-    linear = encode(samples, MAX_RATE, "wav")[_HEADER_BYTES:]
+    linear = encode(samples, MAX_RATE, "wav")[WAV_HEADER_BYTES:]
     if encoding == "pcm_s16le":
         return linear
     if encoding == "pcm_f32le":
         return np.clip(samples, np.float32(-1), np.float32(1)).astype("<f4").tobytes()
-    return _law(encoding)[np.frombuffer(linear, "<u2")].tobytes()
-
-
-@lru_cache(maxsize=2)
-def _law(encoding: Encoding) -> NDArray[np.uint8]:
-    """The companded byte of each 16-bit sample, by its bits without a sign [65536]."""
     buffer = io.BytesIO()
-    soundfile.write(
-        buffer,
-        np.arange(1 << 16, dtype=np.uint16).view(np.int16),
-        MAX_RATE,
-        format="RAW",
-        subtype=_LAWS[encoding],
-    )
-    return np.frombuffer(buffer.getvalue(), np.uint8)
-
-
-def stream_header(sample_rate: int, encoding: Encoding) -> bytes:
-    """The header of a WAV stream of unknown length."""
-    tag, width = _TAGS[encoding]
-    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
-    return _WAV_HEADER.pack(b"RIFF", _UNKNOWN, b"WAVE", b"fmt ", *facts, b"data", _UNKNOWN)
+    pcm = np.frombuffer(linear, "<i2")
+    soundfile.write(buffer, pcm, MAX_RATE, format="RAW", subtype=_LAWS[encoding])
+    return buffer.getvalue()
 
 
 class PcmStream:
@@ -106,7 +80,7 @@ class PcmStream:
     ) -> None:
         self._rates = sample_rate, wanted_rate
         self._encoding: Encoding = encoding
-        self._header = stream_header(wanted_rate, encoding) if with_header else b""
+        self._header = wav_header(wanted_rate, None, *_TAGS[encoding]) if with_header else b""
         self._resampler: soxr.ResampleStream | None = None
         self.bytes_per_second = _TAGS[encoding][1] * wanted_rate
 

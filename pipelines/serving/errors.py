@@ -32,6 +32,8 @@ _STATUSES = {
         (ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN), 422
     ),
     ErrorCode.SYNTH_TIMEOUT: 504,
+    # The folder of voices cannot be written.
+    ErrorCode.CONFIG_INVALID: 500,
 }
 
 

@@ -40,13 +40,15 @@ _LISTENING_SECONDS = (
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """The metrics of this process, in a registry of their own."""
 
     def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
+        self._model = model
+        self._gate = gate
         self._registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
-        registry.register(_Now(model, gate))
+        registry.register(self)
         registry.register(EngineMetrics(model.pipelines))
         ProcessCollector(registry=registry)
         counter = partial(Counter, registry=registry)
@@ -94,15 +96,8 @@ class ServerMetrics:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _Now(Collector):
-    """What is read at the moment of a scrape: the gate, and the engine's own stats."""
-
-    def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
-        self._model = model
-        self._gate = gate
-
     def collect(self) -> Iterable[Metric]:
+        """What is read at the moment of a scrape: the queue, and the engine's own stats."""
         stats = self._model.stats()
         for name, text, value in (
             ("speech_server_running", "Requests that hold a slot of the server.", self._gate.running),

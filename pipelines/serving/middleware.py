@@ -11,15 +11,16 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelines.serving import ServeOptions, is_loopback
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
-from pipelines.serving.options import ServeOptions, is_loopback
 from pipelines.serving.request_body import BodyMemory, LimitedBody, before_client_leaves, too_large
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ WEBSOCKET = "/tts/websocket"
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client left before its answer, as nginx has it.
 CLIENT_LEFT = 499
+_ACCEPTED = 101
 #: In the scope of a request: what gives it a slot, called with whether it is answered while it is made.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Admit = Callable[[bool], Awaitable[Permit]]
@@ -57,93 +59,77 @@ class RequestMiddleware:
         begin = time.monotonic()
         status, request_id = CLIENT_LEFT, f"req-{secrets.token_hex(12)}"
         scope[REQUEST_ID] = request_id
-        is_http = scope["type"] == "http"
 
         async def tell(message: Message) -> None:
             nonlocal status
-            if message["type"].endswith("http.response.start"):
+            if message["type"] == "websocket.accept":
+                status = _ACCEPTED
+            elif message["type"].endswith("http.response.start"):
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            if is_http:
-                body = LimitedBody(receive, self._memory, self._options.body_seconds)
-                await self._answer(scope, body, tell)
-            else:
-                await self._connect(scope, receive, tell)
+            await self._answer(scope, receive, tell)
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
             # The drain is over. Where the status is out, the answer breaks off.
-            if is_http and status == CLIENT_LEFT:
+            if status == CLIENT_LEFT:
                 shutting_down = unavailable("The server is shutting down.", "shutting_down")
                 await shutting_down.response()(scope, receive, tell)
         finally:
-            seconds = time.monotonic() - begin
-            if is_http or status != CLIENT_LEFT:
-                path = self._metrics.answered(scope["path"], status, seconds)
-                level = logging.DEBUG if path == HEALTH else logging.INFO
-                method = scope.get("method", "WebSocket")
-                log.log(level, "%s %s %d in %.0f ms, %s", method, path, status, 1000 * seconds, request_id)
-            else:
-                log.info("WebSocket %s open for %.0f ms", scope["path"], 1000 * seconds)
+            seconds, path = time.monotonic() - begin, scope["path"]
+            # Contexts are counted, and not what they share.
+            if status != _ACCEPTED:
+                path = self._metrics.answered(path, status, seconds)
+            level = logging.DEBUG if path == HEALTH else logging.INFO
+            method = scope.get("method", "WebSocket")
+            log.log(level, "%s %s %d in %.0f ms, %s", method, path, status, 1000 * seconds, request_id)
 
-    async def _connect(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket, or the answer that there is none; its contexts take slots of their own."""
-        try:
-            if scope["type"] != "websocket" or scope["path"] != WEBSOCKET:
-                raise ApiError(404, "Not Found.", "not_found")
-            headers = dict(scope["headers"])
-            self._check(scope["path"], headers, *parse_qs(scope["query_string"]).get(b"api_key", [])[:1])
-            if not self._keys:
-                _check_origin(headers)
-            self._gate.check_open()
-        except ApiError as api_error:
-            await api_error.response()(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app's answer, or why there is none. Contexts of a WebSocket take slots of their own."""
         permits: list[Permit] = []
-
-        async def admit(streams: bool) -> Permit:
-            permits.append(await self._admit(streams, body, scope.get(FIRST_BYTE)))
-            body.release()
-            return permits[0]
-
+        body = LimitedBody(receive, self._memory, self._options.body_seconds)
+        is_http = scope["type"] == "http"
         try:
-            headers = dict(scope["headers"])
-            self._check(scope["path"], headers)
-            # Where no route is, forms too get the answer that says so.
-            if scope["method"] == "POST" and scope["path"] in ROUTES:
-                _check_type(headers)
-            scope[ADMIT] = admit
-            await self._app(scope, body, send)
+            self._check(scope, dict(scope["headers"]))
+            scope[ADMIT] = partial(self._admit, permits, body=body, since=scope.get(FIRST_BYTE))
+            await self._app(scope, body if is_http else receive, send)
         except ApiError as api_error:
-            await body.discard()
-            await api_error.response(connection="close")(scope, body, send)
+            if is_http:
+                await body.discard()
+            await api_error.response(connection="close")(scope, receive, send)
         finally:
             body.release()
             for permit in permits:
                 permit.let_go()
 
-    def _check(self, path: str, headers: Headers, *more_keys: bytes) -> None:
-        """Raises `ApiError`: 401 without a key that fits, 403 for a host that a server without keys does
-        not answer to, 404 for a path with control characters, 400 for a body that is too large."""
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raises `ApiError`: 401 without a key that fits, 403 for a host or a site that a server without keys
+        does not answer to, 404 for a path with control characters and for another WebSocket, 400 for a body
+        that is too large, 415 for one of another type, 503 for a WebSocket once the server stops."""
+        path, is_http = scope["path"], scope["type"] == "http"
+        if not (is_http or (scope["type"] == "websocket" and path == WEBSOCKET)):
+            raise ApiError(404, "Not Found.", "not_found")
         if not self._keys:
             self._check_host(headers)
-        elif path != HEALTH and not self._fits(headers, *more_keys):
-            message = (
-                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
-            )
-            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+            if not is_http:
+                _check_origin(headers)
+        elif path != HEALTH:
+            in_query = [] if is_http else parse_qs(scope["query_string"]).get(b"api_key", [])
+            self._check_key(headers, *in_query[:1])
         if not path.isprintable():
             # A route matches a path with a newline at its end, too, and what stands here would take it for
             # another path.
             raise ApiError(404, "Not Found.", "not_found")
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
+        if not is_http:
+            self._gate.check_open()
+        # Where no route is, forms too get the answer that says so.
+        elif scope["method"] == "POST" and path in ROUTES:
+            _check_type(headers)
 
     def _check_host(self, headers: Headers) -> None:
         """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send
@@ -154,28 +140,41 @@ class RequestMiddleware:
             message = f"This server has no key, and {host[:100]!r} is no name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
             raise ApiError(403, message, "host_forbidden")
 
-    def _fits(self, headers: Headers, *more_keys: bytes) -> bool:
+    def _check_key(self, headers: Headers, *more_keys: bytes) -> None:
         """Compares what was given with every key, in a time that tells nothing of them."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = [headers.get(b"x-api-key", b""), *more_keys]
         if scheme.lower() == b"bearer":
             given.append(bearer.strip())
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
-        return any(fitting)
+        if not any(fitting):
+            message = (
+                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
+            )
+            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _admit(self, streams: bool, body: LimitedBody, since: float | None) -> Permit:
-        """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client
-        leaves while it waits."""
-        waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
-        admitted = waiter.done()
-        try:
-            admitted = admitted or await before_client_leaves(body, waiter)
-            if not admitted:
-                raise ApiError(CLIENT_LEFT, "The client left.")
-            return waiter.result()
-        finally:
-            if not admitted:
-                self._gate.cancel(waiter)
+    async def _admit(
+        self, permits: list[Permit], streams: bool, body: LimitedBody, since: float | None
+    ) -> Permit:
+        """A slot for a request that is whole, which becomes one of `permits`. Raises `ApiError` where the
+        queue does, and where the client leaves while it waits."""
+        patience_seconds = self._options.stream_queue_seconds if streams else None
+
+        async def enter() -> None:
+            permits.append(await self._gate.admit(since, patience_seconds))
+
+        if self._gate.full:
+            entering = asyncio.create_task(enter())
+            try:
+                if not await before_client_leaves(body, entering):
+                    raise ApiError(CLIENT_LEFT, "The client left.")
+                entering.result()
+            finally:
+                entering.cancel()
+        else:
+            await enter()
+        body.release()
+        return permits[-1]
 
 
 def _check_type(headers: Headers) -> None:

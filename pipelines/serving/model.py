@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -54,7 +56,6 @@ class Progress:
         self._stuck_seconds = stuck_seconds
         self._clock = clock
         self._under_way = 0
-        self._moves = 0
         self._seen: tuple[object, ...] = ()
         self._moved_at = clock()
 
@@ -64,7 +65,7 @@ class Progress:
 
     def moved(self) -> None:
         """A call gave something, or failed in the pipeline."""
-        self._moves += 1
+        self._moved_at = self._clock()
 
     def ended(self) -> None:
         """A call is over. That says nothing of the engine: its client may have left."""
@@ -73,9 +74,10 @@ class Progress:
     def is_stuck(self, stats: EngineStats) -> bool:
         """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and
         then. `stats`: the engine's."""
-        now = (self._moves, stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
+        now = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
         if not self._under_way or now != self._seen:
-            self._seen, self._moved_at = now, self._clock()
+            self._seen = now
+            self.moved()
         return self._clock() - self._moved_at >= self._stuck_seconds
 
 
@@ -93,29 +95,21 @@ class Playback:
         return late
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """A request inside the pipeline. No thread waits for it: what the pipeline tells comes to the event loop,
     where it is kept until it is asked for."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        request: SynthesisRequest,
-        permit: Permit,
-        opened: Callable[[Handle], None] | None,
-        *,
-        stream: bool,
-    ) -> None:
-        self._model = model
-        self._request = request
-        self._permit = permit
-        self._opened = opened
-        self._stream = stream
-        self._playback = Playback()
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._given_up = False
-        self._settled = False
+    _model: ServedModel
+    _request: SynthesisRequest
+    _permit: Permit
+    _opened: Callable[[Handle], None] | None
+    _stream: bool
+    _playback: Playback = field(default_factory=Playback)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue[Event])
+    _given_up: bool = False
+    _settled: bool = False
 
     async def events(self) -> AsyncGenerator[AudioChunk | Done, None]:
         """The chunks and the end. Every event says that the engine came further, and every error but one of
@@ -198,7 +192,9 @@ class _Call:
 
 
 def _bytes(event: Event) -> int:
-    return 0 if isinstance(event, Failed) else event.samples.nbytes
+    if isinstance(event, Failed):
+        return 0
+    return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
 class ServedModel:
@@ -266,7 +262,7 @@ class ServedModel:
         The slot of a stream is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
         """
         stream = stream and self.card.capabilities.streaming
-        return _Call(self, request, permit, opened, stream=stream).events()
+        return _Call(self, request, permit, opened, stream).events()
 
     @property
     def takes_text(self) -> bool:
@@ -277,7 +273,7 @@ class ServedModel:
         """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at
         all."""
         try:
-            await self._open_beside()
+            await self.open()
         except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
             self.failure = error
             failed()
@@ -286,54 +282,48 @@ class ServedModel:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
             if (state := self.state) in ("broken", "stuck"):
-                log.error("the engine is %s", state)
+                log.error("the engine is %s and given up; the model is opened again", state)
                 await self._renew()
 
-    def close(self) -> bool:
-        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
-        False: it does not end."""
-        pipeline, self._pipeline = self._pipeline, None
-        ended = True
-        if pipeline is not None:
-            closer = DaemonThreads(1, "close")
-            closing = closer.submit(pipeline.close)
-            closer.shutdown()
-            try:
-                closing.result(_CLOSE_SECONDS)
-            except TimeoutError:
-                log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
-                ended = False
-        for threads in self.threads.values():
-            threads.shutdown(cancel_futures=True)
-        return ended
+    async def open(self) -> None:
+        """Opens the pipeline in a thread, while the server answers."""
+
+        def opened() -> Pipeline:
+            # In the thread, so that a model that is still loading when the server ends is there to be closed.
+            self._pipeline = pipeline = self._open()
+            return pipeline
+
+        pipeline = await asyncio.to_thread(opened)
+        # A new engine has all its time.
+        self.progress.moved()
+        log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
+        self._opened(pipeline)
 
     async def _renew(self) -> None:
         broken, self._pipeline = self._pipeline, None
+        if broken is not None:
+            await asyncio.to_thread(broken.close)
         pause_seconds = 1.0
         while self._pipeline is None:
-            log.error("the engine is given up; the model is opened again")
             try:
-                if broken is not None:
-                    await asyncio.to_thread(broken.close)
-                    broken = None
-                await self._open_beside()
+                await self.open()
             except NightjarError as error:
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
-    async def _open_beside(self) -> None:
-        """Opens the pipeline in a thread, while the server answers."""
-        await asyncio.to_thread(self._open_now)
-        # A new engine has all its time.
-        self.progress.moved()
-        if (pipeline := self._pipeline) is not None:
-            log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
-            self._opened(pipeline)
-
-    def _open_now(self) -> None:
-        # In the thread, so that a model that is still loading when the server ends is there to be closed.
-        self._pipeline = self._open()
+    def close(self) -> bool:
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once.
+        False: it does not end."""
+        pipeline, self._pipeline = self._pipeline, None
+        closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
+        for threads in self.threads.values():
+            threads.shutdown(cancel_futures=True)
+        return not closing.is_alive()
 
     def living(self) -> Pipeline:
         pipeline = self._pipeline

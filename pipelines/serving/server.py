@@ -16,6 +16,7 @@ import uvicorn
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
 from pipelines.request import EngineInfo, Pipeline
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import (
@@ -27,7 +28,6 @@ from pipelines.serving.connections import (
     connection_limit,
 )
 from pipelines.serving.model import Progress, ServedModel
-from pipelines.serving.options import ServeOptions
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is
@@ -38,7 +38,7 @@ _UNKNOWN_SLOTS = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Server:
+class Server(uvicorn.Server):
     """One model behind one address. `run` serves until `stop` or a signal."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Server:
             access_log=False,
             server_header=False,
             http=partial(HttpProtocol, connections),  # pyright: ignore[reportArgumentType]
-            ws=WebSocketProtocol,
+            ws=partial(WebSocketProtocol, connections),  # pyright: ignore[reportArgumentType]
             ws_max_size=options.message_bytes,
             ws_ping_interval=PING_SECONDS,
             ws_ping_timeout=PONG_SECONDS,
@@ -74,7 +74,8 @@ class Server:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
         )
-        self._uvicorn = _Uvicorn(config, self._gate, connections)
+        super().__init__(config)
+        self._connections = connections
         #: The model did not end: its threads or processes may keep this process from ending by itself.
         self.hangs = False
 
@@ -84,13 +85,13 @@ class Server:
         address, port = self._socket.getsockname()[:2]
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
-    def run(self) -> None:
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves; requests that are under way at the end are finished for `drain_seconds`, then aborted.
 
         Raises what kept the model from being opened.
         """
         try:
-            self._uvicorn.run(sockets=[self._socket])
+            super().run(sockets or [self._socket])
         finally:
             self.hangs = not self._model.close()
             self._socket.close()
@@ -111,15 +112,7 @@ class Server:
     def stop(self) -> None:
         """Takes nothing more in and ends once what is under way is done. May be called from any thread,
         and again."""
-        self._gate.closed = True
-        self._uvicorn.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, gate: AdmissionQueue, connections: Connections) -> None:
-        super().__init__(config)
-        self._gate = gate
-        self._connections = connections
+        self._gate.closed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's own, on a loop whose accept errors are the connections' to handle."""

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Done, Handle, Message, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import before_client_leaves
 from pipelines.serving.voices import Voices
 
@@ -94,10 +95,11 @@ async def spoken(
         for request in requests:
             async with aclosing(serving.model.chunks(request, permit, opened)) as chunks:
                 async for chunk in chunks:
-                    if len(chunk.samples):
+                    audio = chunk.speech if isinstance(chunk, Done) else chunk
+                    if len(audio.samples):
                         heard = True
-                        serving.metrics.spoke(len(chunk.samples) / chunk.sample_rate)
-                    if piece := await ready(encoder.add, chunk.samples, isinstance(chunk, Done)):
+                        serving.metrics.spoke(len(audio.samples) / audio.sample_rate)
+                    if piece := await ready(encoder.add, audio.samples, isinstance(chunk, Done)):
                         yield piece
     finally:
         if held:
@@ -176,11 +178,8 @@ class Reply(Response):
                 assert head is not None
                 first, self._started = not self._started, True
                 if first:
-                    headers = {"content-type": head.media_type, **head.headers}
-                    raw = [
-                        (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
-                    ]
-                    await send({"type": "http.response.start", "status": 200, "headers": raw})
+                    headers = Headers({"content-type": head.media_type, **head.headers}).raw
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 if first and "content-length" not in head.headers:
                     self._serving.metrics.began(path, time.monotonic() - self._permit.since)

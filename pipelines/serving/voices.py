@@ -4,19 +4,19 @@ services."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.model import ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import Body
 from pipelines.stored_voices import (
     MAX_TEXT_CHARACTERS,
@@ -40,6 +40,15 @@ class VoiceBody(Body):
     recording: str
     text: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] = ""
     replace: bool = False
+
+
+class VoicePage(Body):
+    """Which voices Cartesia's clients want to see: so many behind the one that they name."""
+
+    model_config = ConfigDict(strict=False)
+
+    limit: Annotated[int, Field(ge=1, le=_PAGE)] = _PAGE
+    starting_after: str | None = None
 
 
 class Voices:
@@ -75,14 +84,27 @@ class Voices:
         text: str,
         recordings: Sequence[str] = (),
     ) -> SynthesisRequest:
-        """A request for a text in the voice of this name, or in those of the recordings that the request
-        brought along. Raises `InputError` as `spoken_by`, and for a bad setting or recording."""
+        """A request for a text in the voice of this name, or in those of the recordings that it brought along.
+
+        Raises `InputError` for a bad setting or recording, where there are recordings and the name is that of
+        another one, and for a name that neither a model that clones nor the folder has.
+        """
         check_generation(generation)
 
         def build() -> SynthesisRequest:
             seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
-            before = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
-            messages, spoken = self.spoken_by(asked, generation, before, text)
+            messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
+            messages.append(Message("user", "text", text))
+            voice = self.named(asked)
+            if not isinstance(voice, StoredVoice):
+                if voice is not None and not recordings and self._able.cloning and not self._is_own(voice):
+                    raise self._unknown(voice)
+                spoken = msgspec.structs.replace(generation, voice=voice)
+            elif recordings:
+                message = f"The voice {asked!r} has a recording, and the request another one."
+                raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+            else:
+                messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed)
 
         # A recording is read beside the event loop; a hop between threads costs more than a request without.
@@ -105,26 +127,6 @@ class Voices:
             return stored
         return None if asked in RESERVED else asked
 
-    def spoken_by(
-        self, asked: str | None, generation: Generation, before: Sequence[Message], text: str
-    ) -> tuple[list[Message], Generation]:
-        """The messages and the settings of a text in the voice of this name. `before`: recordings that the
-        request brought along.
-
-        Raises `InputError` where there are such recordings and the name is that of another one, and for a
-        name that neither a model that clones nor the folder has.
-        """
-        voice = self.named(asked)
-        messages = [*before, Message("user", "text", text)]
-        if isinstance(voice, StoredVoice):
-            if not before:
-                return in_voice_of(messages, generation, voice.recording, voice.text)
-            message = f"The voice {asked!r} has a recording, and the request another one."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
-        if voice is not None and not before and self._able.cloning and not self._is_own(voice):
-            raise self._unknown(voice)
-        return messages, msgspec.structs.replace(generation, voice=voice)
-
     def _names(self) -> dict[str, str]:
         """All voices that may be asked for by their own names, and whose they are."""
         stored = self._folder.names() if self._folder is not None else []
@@ -136,30 +138,20 @@ class Voices:
         cards = [{"id": name, "object": "voice", "kind": kind} for name, kind in names.items()]
         return {"object": "list", "data": cards, "voices": list(names)}
 
-    def page(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """A page of them for Cartesia's clients: `limit` voices behind the one that `starting_after`
-        names. Raises `ApiError` (400, 404)."""
-        for name in asked:
-            if name not in ("limit", "starting_after"):
-                message = f"Voices cannot be chosen by `{name[:100]}` here. Remove it."
-                raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name[:100])
-        given = asked.get("limit", str(_PAGE))
-        limit = int(given) if given.isdecimal() and len(given) <= len(str(_PAGE)) else 0
-        if not 1 <= limit <= _PAGE:
-            raise bad_request(f"`limit` is a number from 1 to {_PAGE}.", "invalid_value", "limit")
-        names, begin = list(self._names()), 0
-        if "starting_after" in asked:
-            begin = names.index(self.card(asked["starting_after"])["id"]) + 1
-        end = begin + limit
-        return {"data": [self.card(name) for name in names[begin:end]], "has_more": end < len(names)}
+    def page(self, asked: VoicePage) -> dict[str, Any]:
+        """A page of them for Cartesia's clients. Raises `ApiError` (404)."""
+        cards = [_card(name, kind) for name, kind in self._names().items()]
+        begin = 0
+        if asked.starting_after is not None:
+            begin = cards.index(self.card(asked.starting_after)) + 1
+        end = begin + asked.limit
+        return {"data": cards[begin:end], "has_more": end < len(cards)}
 
     def card(self, name: str) -> dict[str, Any]:
         """One of them for Cartesia's clients. Raises `ApiError` (404)."""
         if (kind := self._names().get(name)) is None:
             raise _no_voice(name)
-        own = kind == "stored"
-        facts = {"is_owner": own, "access": "private" if own else "public"}
-        return {"id": name, "name": name, "description": "", **facts}
+        return _card(name, kind)
 
     def add(self, body: VoiceBody) -> dict[str, object]:
         """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder
@@ -180,21 +172,14 @@ class Voices:
         try:
             voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
         except VoiceExistsError:
-            raise ApiError(
-                409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name"
-            ) from None
-        except ConfigError as error:
-            raise _not_kept(error) from error
+            message = f"There is a voice {body.name!r}. Delete it, or send `replace`."
+            raise ApiError(409, message, "voice_exists", "name") from None
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
-        """Forgets a stored voice. Raises `ApiError`: 404 where there is none, 500 where the folder cannot
-        be written."""
-        try:
-            deleted = self._folder is not None and self._folder.delete(name)
-        except ConfigError as error:
-            raise _not_kept(error) from error
-        if not deleted:
+        """Forgets a stored voice. Raises `ApiError` (404) where there is none, and `ConfigError` where the
+        folder cannot be written."""
+        if self._folder is None or not self._folder.delete(name):
             raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}
 
@@ -213,9 +198,11 @@ class Voices:
         return own_voice(name, self._able.voices) is not None
 
 
+def _card(name: str, kind: str) -> dict[str, Any]:
+    own = kind == "stored"
+    facts = {"is_owner": own, "access": "private" if own else "public"}
+    return {"id": name, "name": name, "description": "", **facts}
+
+
 def _no_voice(name: str, what: str = "voice") -> ApiError:
     return ApiError(404, f"There is no {what} {name[:100]!r}.", "voice_not_found", "name")
-
-
-def _not_kept(error: ConfigError) -> ApiError:
-    return ApiError(500, str(error), error.code)

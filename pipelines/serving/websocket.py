@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.utils import ClientDisconnected
 
 from pipelines.errors import ErrorCode
 from pipelines.request import Handle, SynthesisRequest
@@ -103,11 +104,10 @@ class Context:
     def add(self, message: cartesia.ContextMessage) -> None:
         """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must
         stay the same."""
-        for name, value in message.settings().items():
-            if getattr(self._first, name) != value:
-                raise bad_request(
-                    f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name
-                )
+        for name in cartesia.SETTINGS & message.model_fields_set:
+            if getattr(self._first, name) != getattr(message, name):
+                text = f"`{name}` cannot change in a context. Begin another context."
+                raise bad_request(text, "invalid_value", name)
         if self._ended:
             if message.transcript.strip():
                 text = "The context has ended: nothing can follow `continue: false`."
@@ -151,7 +151,10 @@ class Context:
                 if isinstance(todo, int):
                     await self._send(cartesia.flush_done(self.id, todo))
                     continue
-                permit = await self._admitted()
+                # A wait may not leave the listener without sound for longer.
+                ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
+                patience_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
+                permit = await self._serving.gate.admit(None, patience_seconds, under_way=True)
                 seconds = self._serving.options.request_seconds
                 try:
                     async with asyncio.timeout(seconds):
@@ -180,19 +183,6 @@ class Context:
                 self._extend(self._text.add("", final=True))
                 self._ended = True
         return bool(self._todo)
-
-    async def _admitted(self) -> Permit:
-        """A slot. Raises `ApiError` (429) for a wait that leaves the listener without sound for
-        `stream_queue_seconds`."""
-        ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
-        patience_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
-        waiter = self._serving.gate.ask(patience_seconds=patience_seconds, under_way=True)
-        try:
-            await asyncio.wait((waiter,))
-            return waiter.result()
-        except asyncio.CancelledError:
-            self._serving.gate.cancel(waiter)
-            raise
 
     async def _say(self, said: Passage, permit: Permit) -> None:
         step = time.monotonic()
@@ -230,10 +220,6 @@ class Context:
         self._changed.set()
 
 
-class _ClientLeftError(Exception):
-    """The connection is gone: nobody hears what is sent."""
-
-
 class WebSocketSpeech:
     """An ASGI app, which stands behind the check of the key."""
 
@@ -246,7 +232,7 @@ class WebSocketSpeech:
         """Serves one connection until it ends."""
         await receive()
         await send({"type": "websocket.accept"})
-        await _Connection(self, send, scope.get(RESTING, lambda _resting: None)).run(receive)
+        await _Connection(self, send, scope[RESTING]).run(receive)
 
 
 class _Connection:
@@ -275,7 +261,7 @@ class _Connection:
                 await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
             else:
                 reading.result()
-        except _ClientLeftError:
+        except ClientDisconnected:
             log.debug("a client left")
         finally:
             tasks = [reading, *(task for _, task in self._contexts.values())]
@@ -322,25 +308,20 @@ class _Connection:
                 context_id = named
             said = cartesia.ContextMessage.model_validate(given)
             cartesia.check_fields(said, strict=self._options.strict)
-            await self._act(said)
-        except _ClientLeftError:
+            if said.cancel:
+                if not await self._end(said.context_id):
+                    text = "The context is not open: it has ended, or never began."
+                    raise ApiError(404, text, "context_not_found", "context_id")
+                await self._send(cartesia.done(said.context_id))
+            elif said.context_id in self._contexts:
+                self._contexts[said.context_id][0].add(said)
+            else:
+                await self._begin(said)
+        except ClientDisconnected:
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the client waits for an answer
             await self._end(context_id)
             await self._send(cartesia.failure(error, context_id))
-
-    async def _act(self, message: cartesia.ContextMessage) -> None:
-        name = message.context_id
-        if not message.cancel:
-            if name in self._contexts:
-                self._contexts[name][0].add(message)
-            else:
-                await self._begin(message)
-        elif await self._end(name):
-            await self._send(cartesia.done(name))
-        else:
-            text = "The context is not open: it has ended, or never began."
-            raise ApiError(404, text, "context_not_found", "context_id")
 
     async def _begin(self, message: cartesia.ContextMessage) -> None:
         """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what
@@ -370,23 +351,20 @@ class _Connection:
     async def _run(self, context: Context) -> int:
         """Speaks a context and says how it ended; its status."""
         try:
-            try:
-                await context.run()
-            except _ClientLeftError:
-                raise
-            except Exception as error:  # noqa: BLE001  # as above
-                last = cartesia.failure(error, context.id)
-                await self._send(last)
-                return last["status_code"]
-            await self._send(cartesia.done(context.id))
-            return 200
-        except _ClientLeftError:
-            return CLIENT_LEFT
+            await context.run()
+        except ClientDisconnected:
+            raise
+        except Exception as error:  # noqa: BLE001  # as above
+            last = cartesia.failure(error, context.id)
+            await self._send(last)
+            return last["status_code"]
+        await self._send(cartesia.done(context.id))
+        return 200
 
     def _over(self, context_id: str, begin: float, task: asyncio.Task[int]) -> None:
         del self._contexts[context_id]
         self._route.contexts -= 1
-        status = CLIENT_LEFT if task.cancelled() else task.result()
+        status = CLIENT_LEFT if task.cancelled() or task.exception() else task.result()
         self._serving.metrics.answered(WEBSOCKET, status, time.monotonic() - begin)
         self._rest()
 
@@ -399,8 +377,5 @@ class _Connection:
         return task is not None
 
     async def _send(self, view: dict[str, Any]) -> None:
-        text = msgspec.json.encode(view).decode()
-        try:
-            await self._asgi_send({"type": "websocket.send", "text": text})
-        except OSError as error:
-            raise _ClientLeftError from error
+        """Raises `ClientDisconnected` where nobody hears what is sent."""
+        await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})

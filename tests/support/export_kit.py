@@ -15,7 +15,7 @@ import numpy as np
 import soundfile
 
 from jobs.ingest import SubmitOptions, submit
-from jobs.layout import audio_key, pack_index_name, pack_key
+from jobs.layout import item_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, Draw, Failed, JobSpec, Lease, Score, WorkerInfo
 from jobs.packs import PackBuilder
@@ -106,7 +106,7 @@ def run_all(
                     ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
                     continue
                 key, data = (
-                    audio_key(job_id, index, example_id, extension),
+                    item_key(job_id, "audio", index, example_id, extension),
                     wav(index, seconds, extension.upper(), sample_rate),
                 )
                 info = store.put(key, data).info
@@ -144,7 +144,7 @@ def _run_packed(
             ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
             continue
         key, data = (
-            audio_key(lease.job.id, index, example_id, extension),
+            item_key(lease.job.id, "audio", index, example_id, extension),
             wav(index, seconds, extension.upper(), sample_rate),
         )
         audio[key], sha256 = data, hashlib.sha256(data).hexdigest()

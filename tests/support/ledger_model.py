@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import CommitResult, Failed, ItemState, JobState, Lease, Outcome, ShardState, Ticket
-from jobs.ledger.states import (
+from jobs.ledger.records import (
     OUTAGES,
+    CommitResult,
+    Failed,
+    ItemState,
+    JobState,
+    Lease,
+    Outcome,
+    ShardState,
+    Ticket,
     Verdict,
     after_crash,
     after_failure,

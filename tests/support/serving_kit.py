@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipelines.registry import ModelCard
 from pipelines.request import Pipeline
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from pipelines.serving.server import Server
 
 #: How long a test waits for what comes at once on a quiet machine.

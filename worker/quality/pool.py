@@ -8,6 +8,7 @@ import os
 import queue
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
@@ -65,10 +66,8 @@ class _SpoolFile:
     def __init__(self) -> None:
         with tempfile.TemporaryFile(prefix="nightjar-draws-") as file:
             self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
         self.end = 0
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)

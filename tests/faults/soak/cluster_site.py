@@ -326,11 +326,11 @@ class ClusterSite:
     def _empty_files(self, chance: random.Random) -> None:
         """Files without content under the keys of items that are not done, as a file system may leave them
         after a power cut."""
-        from jobs.layout import audio_key
+        from jobs.layout import item_key
 
         pending = [row for row in self.ledger.items(self.job) if row.state is ItemState.PENDING]
         for row in chance.sample(pending, min(5, len(pending))):
-            path = self._cluster.objects / audio_key(self.job, row.index, row.example_id, "wav")
+            path = self._cluster.objects / item_key(self.job, "audio", row.index, row.example_id, "wav")
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.touch()

@@ -20,7 +20,7 @@ from typing import Any
 
 import redis
 
-from jobs.layout import audio_key
+from jobs.layout import item_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState
 from jobs.store import FolderStore
@@ -289,7 +289,7 @@ class EmbeddedSite:
         after a power cut."""
         pending = [row for row in self.ledger.items(self.job) if row.state is ItemState.PENDING]
         for row in chance.sample(pending, min(5, len(pending))):
-            path = self._home / audio_key(self.job, row.index, row.example_id, "wav")
+            path = self._home / item_key(self.job, "audio", row.index, row.example_id, "wav")
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.touch()

@@ -16,7 +16,8 @@ import pytest
 
 from jobs.ledger import Ledger
 from jobs.ledger.records import SCHEMA_REVISION
-from jobs.ledger.status import find_job, read_with_driver, status_and_errors
+from jobs.ledger.status import find_job, status_and_errors
+from jobs.ledger.transaction import read_with_driver
 from pipelines.errors import NotFoundError
 from tests.support.cli_kit import CLOSED_PORT, LINE, call, error_code
 from tests.support.ledger_kit import execute
@@ -184,7 +185,6 @@ def test_doctor(folder: Path, valkey_url: str) -> None:
         "store",
         "disk",
         "models",
-        "audio",
         "workers",
         "gpu",
         "compilers",

@@ -21,11 +21,11 @@ from jobs.cli import cli
 from jobs.export import export, parse_splits
 from jobs.export.items import AudioItem, audio_items
 from jobs.export.manifest import put_manifest
-from jobs.layout import text_key
+from jobs.layout import item_key
 from jobs.ledger.records import Artifact, Done
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
-from tests.services.jobs.test_s3_store import Access
+from tests.services.jobs.test_s3_store import access_of
 from tests.support.export_kit import Finished, finished_job
 from tests.support.manifests import read_manifest
 from tests.support.services import MotoS3
@@ -180,7 +180,7 @@ def test_standard_output(finished: Finished, capfdbinary: pytest.CaptureFixture[
 def test_an_audio_root_is_filled_from_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}")
     finished = finished_job(
-        tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES
+        tmp_path, open_store(f"s3://{bucket}/p", access_of(moto.endpoint, moto.secret_key)), LINES
     )
     plain = exported(finished, "espnet")
     root = tmp_path / "local"
@@ -278,7 +278,7 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
     lease = finished.ledger.claim(ticket, "w", 60)
     assert lease is not None
     ((index, (example_id, _)),) = lease.open_items.items()
-    key = text_key(finished.job_id, index, example_id)
+    key = item_key(finished.job_id, "text", index, example_id, "txt")
     info = finished.store.put(key, b"drei").info
     finished.ledger.commit(
         lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))]

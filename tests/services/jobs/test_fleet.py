@@ -14,7 +14,8 @@ import pytest
 from jobs.cli import main
 from jobs.doctor import workers
 from jobs.ledger import Ledger
-from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, read_with_driver, worker_statuses
+from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
+from jobs.ledger.transaction import read_with_driver
 from jobs.ledger.workers import Quarantine
 from jobs.settings import Settings
 from tests.support.ledger_kit import done, execute, expire, failed, lease_next, rows, submit, worker

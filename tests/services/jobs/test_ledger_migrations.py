@@ -10,8 +10,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.util import CommandError
 
-from jobs.ledger import Ledger, migrate
-from jobs.ledger.database import Database
+from jobs.ledger import Ledger
+from jobs.ledger.database import Database, check, upgrade
 from jobs.ledger.records import SCHEMA_REVISION
 from jobs.ledger.schema import metadata
 from pipelines.errors import ErrorCode, ServiceError
@@ -28,10 +28,10 @@ def differences(database: Database) -> list[object]:
 def test_a_new_ledger_has_the_tables_of_the_schema(ledger_url: str) -> None:
     database = Database(ledger_url)
     with pytest.raises(ServiceError) as caught:
-        migrate.check(database)
+        check(database)
     assert caught.value.code is ErrorCode.LEDGER_SCHEMA
-    migrate.upgrade(database)
-    migrate.check(database)
+    upgrade(database)
+    check(database)
     assert differences(database) == []
     assert set(sa.inspect(database.engine).get_table_names()) == {*metadata.tables, "alembic_version"}
     database.close()

@@ -10,6 +10,7 @@ import pytest
 
 from jobs.ledger import Ledger
 from jobs.ledger.database import TRANSACTION_TRIES
+from jobs.ledger.transaction import Transaction
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import assert_exact, done, lease_next, submit
 from tests.support.services import Postgres, running_postgres
@@ -60,13 +61,12 @@ def test_a_connection_that_was_cut_is_replaced(ledger: Ledger, postgres_url: str
 
 def test_a_connection_cut_in_a_transaction_is_unreachable(ledger: Ledger, postgres_url: str) -> None:
 
-    def cut(connection: object) -> None:
+    def cut(sql: Transaction) -> None:
         with psycopg.connect(postgres_url, autocommit=True) as admin:
             admin.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
-        ledger_now = connection.exec_driver_sql("SELECT 1")  # type: ignore[attr-defined]
-        raise AssertionError(ledger_now)
+        raise AssertionError(sql.value("SELECT 1"))
 
     with pytest.raises(ServiceError) as caught:
         ledger.database.write(cut)
@@ -80,13 +80,13 @@ def test_deadlocks_are_tried_again(ledger: Ledger) -> None:
     barrier = threading.Barrier(2)
     tries: list[str] = []
 
-    def cross(connection: object, first: str, second: str) -> None:
+    def cross(sql: Transaction, first: str, second: str) -> None:
         tries.append(first)
-        lock = "SELECT 1 FROM jobs WHERE id = %s FOR UPDATE"
-        connection.exec_driver_sql(lock, (first,))  # type: ignore[attr-defined]
+        lock = "SELECT 1 FROM jobs WHERE id = :job FOR UPDATE"
+        sql.value(lock, job=first)
         if len(tries) <= 2:
             barrier.wait(240)
-        connection.exec_driver_sql(lock, (second,))  # type: ignore[attr-defined]
+        sql.value(lock, job=second)
 
     ids = [job.id for job in jobs]
     threads = [

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from pydantic import SecretStr
 
-from jobs.ledger import Ledger, migrate
+from jobs.ledger import Ledger
 from jobs.ledger.database import LedgerLimits
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, ServiceError
@@ -27,7 +27,7 @@ from tests.support.worker_process import REPOSITORY
 #: it again.
 STOPPED = """
 import os, signal, sys
-from jobs.ledger import Ledger, dispatch, leases
+from jobs.ledger import Ledger, leases, workers
 from jobs.ledger.database import LedgerLimits
 from jobs.ledger.records import Ticket
 from pipelines.errors import ServiceError
@@ -37,7 +37,7 @@ def work(connection):
     if what == "finish":
         made = leases.finish_shard(connection, Ticket(ticket[0], int(ticket[1]), int(ticket[2])), None, None)
     else:
-        made = dispatch.take_ready(connection, 1, 2)
+        made = workers.take_ready(connection, 1, 2)
     if not stopped:
         stopped.append(True)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
 def test_a_statement_takes_no_longer_than_set(postgres_url: str) -> None:
     ledger = Ledger.open(postgres_url, limits=LedgerLimits(statement_seconds=0.1))
     with pytest.raises(ServiceError, match="statement timeout") as caught:
-        ledger.database.read(lambda connection: connection.execute(sa.text("SELECT pg_sleep(60)")))
+        ledger.read(lambda sql: sql.value("SELECT pg_sleep(60)"))
     assert caught.value.code.retryable
     ledger.close()
 
@@ -141,9 +141,7 @@ def session(ledger: Ledger) -> dict[str, str]:
         "tcp_keepalives_idle",
     )
     names += ("tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
-    return ledger.database.read(
-        lambda connection: {name: str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names}
-    )
+    return ledger.read(lambda sql: {name: str(sql.value(f"SHOW {name}")) for name in names})
 
 
 def test_the_limits_reach_every_session(postgres_url: str) -> None:
@@ -169,7 +167,7 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
 
     monkeypatch.setattr(command, "stamp", stamp)
     ledger = Ledger.open(postgres_url)
-    migrate.upgrade(ledger.database)
+    ledger.migrate()
     assert seen == [["0", "0", "0"]]
     assert session(ledger)["lock_timeout"] == "30s"
     ledger.close()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 from jobs.ledger import Ledger
-from jobs.ledger.notification import OLDEST_END_SECONDS, JobEnd
+from jobs.ledger.control import OLDEST_END_SECONDS, JobEnd
 from tests.support.ledger_kit import execute, failed, lease_next, submit
 from tests.support.run_kit import Shell, write_input
 

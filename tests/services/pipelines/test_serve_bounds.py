@@ -255,7 +255,7 @@ class TestConnections:
 #: process.
 PROCESS = """
 import logging, sys
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from pipelines.serving.server import Server
 from tests.services.pipelines.test_serve_bounds import Voice
 from tests.support.serving_kit import card_of

@@ -15,7 +15,7 @@ import soundfile
 
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, Done, NewShard, Outcome, RejectedLine, Ticket
-from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.references import ReferenceReader, put_reference
 from jobs.spec import item_seed
 from jobs.store import FolderStore
 from jobs.store import folder as folder_module
@@ -142,10 +142,11 @@ def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     soundfile.write(tmp_path / "voice.wav", np.full(800, 0.1), 16_000)
-    key = ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav")
+    audio = ReferenceReader(tmp_path, [], store).read("voice.wav")
+    key = put_reference(store, "job", audio)
     whole = store.get(key)
     os.truncate(store.uri(key), 0)
-    assert ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav") == key
+    assert put_reference(store, "job", audio) == key
     assert store.get(key) == whole
 
 

@@ -16,7 +16,7 @@ from jobs.cli import COMMANDS, cli
 from jobs.cli.admin import markdown_rows
 from jobs.settings import ServeSettings
 from pipelines.errors import ErrorCode
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from tests.support.docs_kit import PAGES, ROOT, check_call, name_of
 from worker.__main__ import cli as worker_cli
 

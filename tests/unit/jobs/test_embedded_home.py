@@ -14,7 +14,8 @@ import pytest
 from jobs.embedded import EmbeddedHome, _open_log, _write_own
 from jobs.ledger import Ledger
 from jobs.ledger.records import Reading, ShardState
-from jobs.ledger.status import newest_jobs, read_with_driver
+from jobs.ledger.status import newest_jobs
+from jobs.ledger.transaction import read_with_driver
 from jobs.recent_jobs import homes_of, remember
 from jobs.report import default_place
 from jobs.settings import Settings, embedded_broker_url
@@ -84,7 +85,9 @@ def test_a_planted_record_is_refused(state: Path, how: str, name: str) -> None:
 @pytest.mark.parametrize("ending", ["", "-wal", "-shm", "-journal", ".migrate"])
 def test_a_planted_file_of_the_ledger_is_refused(state: Path, how: str, ending: str) -> None:
     if ending:
-        ledger_of(state).migrate()
+        # Closed: SQLite removes `-wal` and `-shm` with its last connection, also a planted one.
+        with closing(ledger_of(state)) as ledger:
+            ledger.migrate()
         (state / f"ledger.sqlite{ending}").unlink(missing_ok=True)
     plant(state / f"ledger.sqlite{ending}", how)
     before = set(state.parents[1].iterdir())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.layout import audio_key, numbered_key, put_numbered, slug
+from jobs.layout import item_key, numbered_key, put_numbered, slug
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.shard_file import compress, encode_lines, read_raw_shard, read_shard
 from jobs.store import FolderStore
@@ -49,7 +49,7 @@ def job_record() -> Job:
 
 
 def test_an_audio_key() -> None:
-    assert audio_key("01J", 12_345, "utt-1", "wav") == "jobs/01J/audio/00001/000012345-utt-1.wav"
+    assert item_key("01J", "audio", 12_345, "utt-1", "wav") == "jobs/01J/audio/00001/000012345-utt-1.wav"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_slugs(example_id: str, expected: str) -> None:
 
 @given(st.text(min_size=1, max_size=400))
 def test_no_example_id_makes_a_bad_key_or_leaves_its_folder(example_id: str) -> None:
-    segments = split_key(audio_key("01J", 7, example_id, "wav"))
+    segments = split_key(item_key("01J", "audio", 7, example_id, "wav"))
     assert segments[:4] == ["jobs", "01J", "audio", "00000"]
     assert len(segments) == 5
     assert segments[4].isascii()

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from jobs.ledger.records import ItemState, JobState
-from jobs.ledger.states import (
+from jobs.ledger.records import (
     AfterCrash,
+    ItemState,
+    JobState,
     Verdict,
     after_crash,
     after_failure,

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from jobs.cli import cli
 from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
-from jobs.ledger.status import find_job, read_with_driver
+from jobs.ledger.status import find_job
+from jobs.ledger.transaction import read_with_driver
+from jobs.own_files import located, recorded
 from jobs.recent_jobs import (
     homes_of,
     keep_remembered,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.layout import audio_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
+from jobs.layout import item_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
 from jobs.ledger.records import ArtifactFacts
 from jobs.packs import KEPT_PIECES, PIECE_BYTES, ArtifactReader, PackBuilder, read_artifact
 from pipelines.errors import ErrorCode, StoreError
@@ -60,7 +60,7 @@ def test_members_begin_where_they_are_said_to(members: dict[str, bytes]) -> None
 def test_ten_thousand_members_with_names_longer_than_the_old_format_takes() -> None:
     long = "x" * 60
     members = {
-        audio_key(JOB, number, f"{number}-{long}", "flac", draw=1): b"%d" % number * (number % 7)
+        item_key(JOB, "audio", number, f"{number}-{long}", "flac", draw=1): b"%d" % number * (number % 7)
         for number in range(10_000)
     }
     assert max(map(len, members)) > 100

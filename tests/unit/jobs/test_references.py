@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from jobs.references import MAX_REFERENCE_BYTES, ReferenceReader, ReferenceUploader, load_reference
+from jobs.references import MAX_REFERENCE_BYTES, ReferenceReader, load_reference, put_reference
 from jobs.store import FolderStore
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import describe
@@ -113,11 +114,11 @@ def test_what_is_refused(
 
 def test_a_voice_of_many_lines_is_put_once(folder: Path, reader: ReferenceReader, store: FolderStore) -> None:
     (folder / "same.wav").write_bytes(sound())
-    shelf = ReferenceUploader(reader, store, "01J")
-    keys = {shelf.key(content) for content in ("voices/a.wav", "voices/a.wav", "same.wav")}
+    key_of = reader.keys(partial(put_reference, store, "01J"))
+    keys = {key_of(content) for content in ("voices/a.wav", "voices/a.wav", "same.wav")}
     assert [info.key for info in store.list("jobs/01J/references/")] == sorted(keys)
     (folder / "voices" / "a.wav").unlink()
-    assert {shelf.key("voices/a.wav")} == keys
+    assert {key_of("voices/a.wav")} == keys
     assert load_reference(store, "01J", keys.pop()) == sound()
 
 
@@ -170,12 +171,11 @@ def test_a_reference_that_the_model_would_refuse_is_refused_before(
         assert caught.value.code is code
 
 
-def test_each_content_is_checked_once(folder: Path, store: FolderStore) -> None:
+def test_each_audio_is_checked_once(folder: Path, store: FolderStore) -> None:
     checked: list[bytes] = []
     reader = ReferenceReader(folder, (), store, checked.append)
-    (folder / "same.wav").write_bytes(sound())
-    for content in ("voices/a.wav", "same.wav", "voices/a.wav"):
-        reader.read(content)
+    key_of = reader.keys(lambda audio: audio.sha256)
+    assert key_of("voices/a.wav") == key_of("voices/a.wav")
     assert checked == [sound()]
 
 

@@ -15,7 +15,7 @@ from jobs.settings import EngineSettings, ServeSettings, VllmSettings, load_sett
 from pipelines.options import read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from pipelines.registry import PUBLISHED, describe
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from pipelines.speechlm.pipeline import SpeechLmOptions
 from tests.support.field_tables import changed, fields_of
 

@@ -15,7 +15,7 @@ from jobs.spec import resolve, spec_sha
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Message
-from pipelines.serving.options import ServeOptions
+from pipelines.serving import ServeOptions
 from pipelines.serving.voices import Voices
 from pipelines.validation import OPENAI_VOICES, speech_task
 from tests.support.fake_worker import fake_card

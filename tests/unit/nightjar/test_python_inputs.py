@@ -266,7 +266,7 @@ def test_none_is_the_default_and_options_may_be_paths_and_mappings_of_any_kind(t
 def test_a_job_is_not_found_where_there_is_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="There is no ledger") as caught:
         nightjar.find_job("01m8", out=tmp_path)
-    assert "`out`" in caught.value.advice
+    assert "--out" in caught.value.advice
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from pipelines.audio import loudness
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.hibari.utterance import Utterance, WholeUtterance
+from pipelines.hibari.pipeline import HibariPipeline, Utterance
 from pipelines.registry import open_pipeline
 from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
@@ -103,7 +102,7 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
-    dash = WholeUtterance(request("—"), "—", Listener(print, lambda _done: None))
+    dash = Utterance(request("—"), "—", Listener(print, lambda _done: None))
     dash.pieces = iter([voice._reader.voice.ids("—")])
     while dash.advance(voice._reader.voice):
         continue

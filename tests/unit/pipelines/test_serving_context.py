@@ -13,10 +13,10 @@ import pytest
 
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Done, Generation, Message, Speech, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.cartesia import ContextMessage
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.streaming import Serving, unit_request, unit_seed
 from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, units_of
 from pipelines.serving.websocket import Context
@@ -61,8 +61,8 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
 
     async def play() -> list[str]:
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        others: list[asyncio.Future[Permit]] = []
-        model = Model(seconds, lambda: others.append(gate.ask()))
+        others: list[asyncio.Task[Permit]] = []
+        model = Model(seconds, lambda: others.append(asyncio.create_task(gate.admit())))
         message = ContextMessage(context_id="a", transcript="First one. Second one.")
         context = context_of(model, gate, message, stream_queue_seconds=0.0)
         context.add(message)

@@ -21,12 +21,12 @@ from pipelines.request import (
     Speech,
     SynthesisRequest,
 )
+from pipelines.serving import ServeOptions
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
 from pipelines.serving.model import Progress, ServedModel
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
@@ -57,7 +57,7 @@ class _AtOnce:
 
 async def served(pipeline: Any) -> ServedModel:
     model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
-    await model._open_beside()
+    await model.open()
     return model
 
 
@@ -66,7 +66,7 @@ def test_audio_of_a_client_that_left_counts_as_unread_no_longer() -> None:
         pipeline = _AtOnce()
         model = await served(pipeline)
         gate = AdmissionQueue(slots=1, waiting_room=1)
-        async with aclosing(model.chunks(REQUEST, gate.ask().result())) as chunks:
+        async with aclosing(model.chunks(REQUEST, await gate.admit())) as chunks:
             await anext(chunks)
             counts = [model.unread_bytes]
         counts.append(model.unread_bytes)
@@ -94,7 +94,7 @@ def test_contexts_that_were_refused_take_no_place(refused: dict[str, Any]) -> No
 def test_a_stream_is_over_once_it_is_made() -> None:
     async def listen() -> int:
         model, gate = await served(_AtOnce(whole=True)), AdmissionQueue(slots=1, waiting_room=1)
-        permit = gate.ask().result()
+        permit = await gate.admit()
         async with aclosing(model.chunks(REQUEST, permit)) as chunks:
             async for _ in chunks:
                 pass
@@ -113,7 +113,7 @@ def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(
     async def listen() -> int:
         model = await served(_AtOnce(whole=True))
         gate = AdmissionQueue(slots=1, waiting_room=1)
-        async with aclosing(model.chunks(REQUEST, gate.ask().result())) as chunks:
+        async with aclosing(model.chunks(REQUEST, await gate.admit())) as chunks:
             await anext(chunks)
             return gate.running
 
@@ -129,11 +129,11 @@ def test_a_stream_that_would_wait_too_long_is_refused() -> None:
             return {}
 
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        gate.ask()
+        await gate.admit()
         metrics: Any = SimpleNamespace()
         server = RequestMiddleware(metrics, ServeOptions(("m",), stream_queue_seconds=0.5), gate, metrics)
         async with asyncio.timeout(10):
-            await server._admit(True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
+            await server._admit([], True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
 
     with pytest.raises(ApiError) as caught:
         asyncio.run(ask())

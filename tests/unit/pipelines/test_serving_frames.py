@@ -10,7 +10,7 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from pipelines.serving.connections import FRAMES_A_SECOND, MAX_FRAMES, WebSocketProtocol
+from pipelines.serving.connections import FRAMES_A_SECOND, MAX_FRAMES, Connections, WebSocketProtocol
 from tests.support.fakes import FakeClock
 
 UPGRADE = (
@@ -76,7 +76,8 @@ async def opened() -> tuple[WebSocketProtocol, Transport, Loop]:
     loop, transport = Loop(), Transport()
     config = Config(app, log_config=None, ws_per_message_deflate=False, ws_ping_interval=None)
     config.load()
-    protocol = WebSocketProtocol(config, ServerState(), {}, loop)
+    given: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}, "_loop": loop}
+    protocol = WebSocketProtocol(Connections(8, header_seconds=1.0), **given)
     protocol.connection_made(transport)
     protocol.data_received(UPGRADE)
     while not transport.written:

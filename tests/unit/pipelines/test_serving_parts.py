@@ -9,6 +9,7 @@ import io
 import json
 import threading
 import wave
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -17,13 +18,12 @@ import soundfile
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
-from pipelines.serving import request_body
-from pipelines.serving.admission import AdmissionQueue
+from pipelines.serving import ServeOptions, request_body
+from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
-from pipelines.serving.options import ServeOptions
 from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
 from tests.support.fakes import FakeClock
 from tests.support.serving_kit import b64, heard, wav
@@ -33,24 +33,38 @@ def tone(samples: int) -> np.ndarray:
     return (0.3 * np.sin(np.arange(samples) / 20)).astype(np.float32)
 
 
+async def asked(gate: AdmissionQueue, count: int) -> list[asyncio.Task[Permit]]:
+    turns = [asyncio.create_task(gate.admit()) for _ in range(count)]
+    await turned()
+    return turns
+
+
+async def turned() -> None:
+    """Gives those who were let in, or gave up, their turn on the loop."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
     async def play() -> None:
         gate = AdmissionQueue(slots=2, waiting_room=2)
-        first, second, third, fourth = (gate.ask() for _ in range(4))
-        assert [turn.done() for turn in (first, second, third, fourth)] == [True, True, False, False]
+        first, second, third, fourth = turns = await asked(gate, 4)
+        assert [turn.done() for turn in turns] == [True, True, False, False]
         with pytest.raises(ApiError) as caught:
-            gate.ask()
+            await gate.admit()
         assert caught.value.status_code == 429
         assert int((caught.value.headers or {})["retry-after"]) >= 1
         first.result().release()
+        await turned()
         assert (third.done(), fourth.done(), gate.running, gate.waiting) == (True, False, 2, 1)
-        gate.cancel(fourth)
-        gate.cancel(third)
+        fourth.cancel()
+        third.result().release()
         second.result().release()
+        await turned()
         assert (gate.running, gate.waiting) == (0, 0)
         gate.closed = True
         with pytest.raises(ApiError) as caught:
-            gate.ask()
+            await gate.admit()
         assert caught.value.status_code == 503
 
     asyncio.run(play())
@@ -59,8 +73,9 @@ def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
 def test_a_gate_that_grows_lets_waiters_in_and_one_that_shrinks_sends_nobody_away() -> None:
     async def play() -> None:
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        turns = [gate.ask() for _ in range(5)]
+        turns = await asked(gate, 5)
         gate.resize(3)
+        await turned()
         assert ([turn.done() for turn in turns], gate.running, gate.waiting) == (
             [True, True, True, False, False],
             3,
@@ -69,8 +84,10 @@ def test_a_gate_that_grows_lets_waiters_in_and_one_that_shrinks_sends_nobody_awa
         gate.resize(1)
         turns[0].result().release()
         turns[1].result().release()
+        await turned()
         assert (turns[3].done(), gate.running) == (False, 1)
         turns[2].result().release()
+        await turned()
         assert (turns[3].done(), turns[4].done(), gate.running) == (True, False, 1)
 
     asyncio.run(play())
@@ -79,12 +96,13 @@ def test_a_gate_that_grows_lets_waiters_in_and_one_that_shrinks_sends_nobody_awa
 def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
     async def play() -> None:
         gate = AdmissionQueue(slots=1, waiting_room=1)
-        permit = gate.ask().result()
+        permit = await gate.admit()
         permit.hold()
         permit.release()
         assert gate.running == 1
-        waiting = gate.ask()
+        (waiting,) = await asked(gate, 1)
         permit.release()
+        await turned()
         assert waiting.done()
         waiting.result().release()
         assert gate.running == 0
@@ -94,16 +112,13 @@ def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
 
 def test_random_comings_and_goings_leave_no_slot_taken() -> None:
     async def visit(gate: AdmissionQueue, dice: np.random.Generator) -> None:
-        try:
-            turn = gate.ask()
-        except ApiError:
-            return
+        turn = asyncio.create_task(gate.admit())
         await asyncio.wait((turn,), timeout=float(dice.uniform(0, 0.004)))
-        if not turn.done() or dice.random() < 0.3:
-            gate.cancel(turn)
-            return
-        await asyncio.sleep(float(dice.uniform(0, 0.002)))
-        turn.result().release()
+        turn.cancel()
+        with suppress(ApiError, asyncio.CancelledError):
+            permit = await turn
+            await asyncio.sleep(float(dice.uniform(0, 0.002)))
+            permit.release()
 
     async def play() -> None:
         gate, dice = AdmissionQueue(slots=3, waiting_room=20), np.random.default_rng(7)

@@ -47,9 +47,9 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: 
     async def leave_early() -> None:
         pipeline: Any = _Refusing()
         model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
-        await model._open_beside()
+        await model.open()
         gate = AdmissionQueue(slots=1, waiting_room=1)
-        permit = gate.ask().result()
+        permit = await gate.admit()
 
         async def listen() -> None:
             async with aclosing(model.chunks(REQUEST, permit, stream=stream)) as chunks:

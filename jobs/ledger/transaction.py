@@ -1,0 +1,192 @@
+"""A transaction on the ledger. Its statements are plain SQL, the same for SQLite and PostgreSQL.
+
+`Ledger` runs them on a connection of SQLAlchemy's pool. `nightjar status` and `nightjar list` run theirs by
+the bare driver, since the import of SQLAlchemy takes longer than the whole command should.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from jobs.ledger.records import SCHEMA_REVISION
+from jobs.own_files import own_ledger, place_of
+
+CONNECT_SECONDS = 5
+BUSY_SECONDS = 30
+
+#: UTC epoch seconds by each engine's clock, the same value throughout one statement.
+NOW = {
+    "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
+    "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
+}
+_LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
+#: Columns of JSON.
+_JSON = frozenset({"spec", "labels", "meta", "scores"})
+
+T = TypeVar("T")
+#: A named tuple of the columns.
+Row = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Runs statements with parameters by name (`:name`), of which a list stands in an IN, and with `<now>`
+    for the database's clock. Locks (`FOR UPDATE`) are PostgreSQL's alone: SQLite has one writer."""
+
+    execute: Callable[[str, Any], Any]
+    #: `sqlite` or `postgresql`.
+    engine: str
+    #: The folder that the ledger records stores relative to; None for a ledger that is no file.
+    place: Path | None = None
+    #: The first pause of a shard that failed.
+    backoff_seconds: float = 1.0
+    #: SQLAlchemy's, for migrations.
+    connection: Any = None
+
+    def rows(self, statement: str, **values: object) -> list[Row]:
+        return self._run(statement, values).fetchall()
+
+    def row(self, statement: str, **values: object) -> Row | None:
+        """The first row, if there is one."""
+        rows = self.rows(statement, **values)
+        return rows[0] if rows else None
+
+    def column(self, statement: str, **values: object) -> list[Any]:
+        """The first column of the rows."""
+        return [row[0] for row in self.rows(statement, **values)]
+
+    def value(self, statement: str, **values: object) -> Any:
+        """The first column of the first row, or None."""
+        row = self.row(statement, **values)
+        return None if row is None else row[0]
+
+    def change(self, statement: str, **values: object) -> int:
+        """Runs a statement that changes rows; how many there were."""
+        return self._run(statement, values).rowcount
+
+    def insert(
+        self, table: str, rows: Sequence[Mapping[str, object]], conflict: str = "", **expressions: str
+    ) -> int:
+        """Adds rows with the same columns, and with columns that are SQL; `conflict`: what becomes of
+        those whose keys are there already."""
+        if not rows:
+            return 0
+        columns = {**{name: f":{name}" for name in rows[0]}, **expressions}
+        statement = (
+            f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(columns.values())}) {conflict}"
+        )
+        return self.execute(_for_engine(statement, self.engine), rows).rowcount
+
+    @property
+    def now(self) -> float:
+        """The database's clock."""
+        return self.value("SELECT <now>")
+
+    def _run(self, statement: str, values: dict[str, object]) -> Any:
+        for name, value in list(values.items()):
+            if isinstance(value, Enum):
+                values[name] = value.value
+            elif isinstance(value, list | tuple | set):
+                del values[name]
+                listed = {
+                    f"{name}_{number}": one.value if isinstance(one, Enum) else one
+                    for number, one in enumerate(value)
+                }
+                statement = statement.replace(
+                    f"(:{name})", f"({', '.join(f':{one}' for one in listed) or 'NULL'})"
+                )
+                values |= listed
+        return self.execute(_for_engine(statement, self.engine), values)
+
+
+@lru_cache(maxsize=256)
+def _for_engine(statement: str, engine: str) -> str:
+    statement = statement.replace("<now>", NOW[engine])
+    if engine == "sqlite":
+        return _LOCKS.sub("", statement)
+    # The names of parameters as psycopg wants them.
+    return re.sub(r":(\w+)", r"%(\1)s", statement)
+
+
+def words(*values: Enum) -> str:
+    """Words of ours in an IN of a statement: SQLite uses a partial index only where its condition is no
+    parameter."""
+    return ", ".join(f"'{value.value}'" for value in values)
+
+
+def decoded(value: Any) -> Any:
+    """The value of a column of JSON, which SQLite gives as text."""
+    return msgspec.json.decode(value) if isinstance(value, str) else value
+
+
+def record(kind: type[T], row: Row, **changes: object) -> T:
+    """A row as a record: the columns that are its fields, with these changes."""
+    values = row._asdict() | changes
+    for name in _JSON.intersection(values, kind.__annotations__):
+        values[name] = decoded(values[name])
+    return msgspec.convert(values, kind)
+
+
+def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
+    """What `work` reads by the bare driver, in one snapshot.
+
+    None where it cannot be read so: another schema, a database that is away, a driver that is missing.
+    `Ledger` then raises the error that says why.
+    """
+    scheme = url.partition(":")[0]
+    opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
+    if opened is None:
+        return None
+    try:
+        with opened(url) as transaction:
+            if transaction.column("SELECT version_num FROM alembic_version") == [SCHEMA_REVISION]:
+                return work(transaction)
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:
+        # Only what the drivers say; anything else is a bug of ours.
+        if type(error).__module__.partition(".")[0] not in {"sqlite3", "psycopg"}:
+            raise
+    return None
+
+
+@lru_cache(maxsize=64)
+def _row_type(*names: str) -> Callable[..., Row]:
+    return namedtuple("Row", names, rename=True)
+
+
+@contextmanager
+def _sqlite(url: str) -> Iterator[Transaction]:
+    path = Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
+    uri = f"file:{quote(str(own_ledger(path)))}?mode=rw"
+    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+        connection.row_factory = lambda cursor, row: _row_type(*(name for name, *_ in cursor.description))(
+            *row
+        )
+        connection.execute("BEGIN")
+        yield Transaction(connection.execute, "sqlite", place_of(path))
+
+
+@contextmanager
+def _postgresql(url: str) -> Iterator[Transaction]:
+    import psycopg
+    from psycopg.rows import namedtuple_row
+
+    with psycopg.connect(
+        url, connect_timeout=CONNECT_SECONDS, application_name="nightjar", row_factory=namedtuple_row
+    ) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        execute: Any = connection.execute
+        yield Transaction(execute, "postgresql")
