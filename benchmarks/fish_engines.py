@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
@@ -19,16 +17,15 @@ from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
-from pipelines.engine.token_host import NativeHost
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.engines import model_spec, prompt_of, shared_prefixes
+from pipelines.fish_speech.engines import model_spec, native_host
 from pipelines.fish_speech.model import FishModel, take_weights
-from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
+from pipelines.fish_speech.pipeline import FishPipeline, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 
 #: A reference of six seconds, a text and ten seconds of speech; and positions of a page.
 CONTEXT, PAGE_SIZE = 1024, 64
@@ -100,10 +97,9 @@ class NativeFish:
             2 * slow.layers * slow.kv_heads * slow.head_dim * PAGE_SIZE * dtype.itemsize,
             1_600_000,
         )
-        self.sizes = plan_engine(
-            needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.frames_per_second,
-        )  # fmt: skip
+        self.sizes = NativeModelOptions(
+            slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE
+        ).plan(needs, bench.device, CONTEXT, CONTEXT, frame_seconds=1 / config.frames_per_second)
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)
         self.watched = Watched(self.executor)
@@ -114,15 +110,8 @@ class NativeFish:
         parts, config = self.parts, self.parts.config
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(parts.codec.decoder)
-        ids = np.array([*config.semantic, config.end], np.int64)
-        engine, prefixes = (
-            Engine(self.watched, sizes, sizes.slots, stage),
-            partial(shared_prefixes, semantic=config.semantic),
-        )
-        host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
-        return FishPipeline(
-            config, parts.vocabulary, parts.codec, host, stage, NativeFishStreamer, keep_unfinished=True
-        )
+        host = native_host(config, Engine(self.watched, sizes, sizes.slots, stage))
+        return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)
 
 
 def prompt_positions() -> dict[str, float]:
@@ -146,4 +135,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> 
     )
     spec = model_spec(parts.config, kept_voices, **parts.load_format)
     host = VllmHost(spec, replace(chosen, max_context=CONTEXT))
-    return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)
+    stage = open_stage(parts.codec.decoder)
+    return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)

@@ -80,7 +80,8 @@ def with_planted_audio(on_event: OnEvent) -> OnEvent:
 
     def planted(event: Event) -> None:
         if isinstance(event, Done):
-            event = Done(replace(event.speech, samples=speech_like(event.sample_rate)[: len(event.samples)]))
+            said = event.speech
+            event = Done(replace(said, samples=speech_like(said.sample_rate)[: len(said.samples)]))
         on_event(event)
 
     return planted

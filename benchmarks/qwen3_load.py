@@ -32,9 +32,10 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.execution import open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.pipeline import FrameRequestInfo, FrameUtterance
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.qwen3_tts.pipeline import FrameRequestInfo
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from pipelines.request import Done, Event, Failed, Listener
+from pipelines.results import Utterance
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMES_PER_SECOND = 12.5
@@ -75,7 +76,7 @@ def requests(
         frames = max(round(seconds * FRAMES_PER_SECOND), 3)
         body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1) + load.more_text).tolist()
         prompt = build_prompt(
-            model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan")
+            model.config, TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
         )
         made.append(
             (
@@ -136,7 +137,7 @@ class Counter:
 
 def uttered(
     loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False
-) -> FrameUtterance:
+) -> Utterance[CodecState]:
     """The receiver of the real pipeline, whose speech is counted."""
 
     def heard(event: Event) -> None:
@@ -149,7 +150,7 @@ def uttered(
             loop.tally.heard(frames, whole and frames == wanted and speech.meta["finish"] == "eos")
         loop.room.release()
 
-    kind = _Probe if probe else FrameUtterance
+    kind = _Probe if probe else Utterance[CodecState]
     utterer = kind(
         FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True),
         stage,
@@ -160,7 +161,7 @@ def uttered(
     return utterer
 
 
-class _Probe(FrameUtterance):
+class _Probe(Utterance[CodecState]):
     """An utterance that is asked for again and again; its codes must not depend on when."""
 
     tally: Tally

@@ -33,9 +33,8 @@ from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Loa
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched_executor import Watched
-from pipelines.engine.opening import open_executor
+from pipelines.engine.opening import NativeModelOptions, open_executor
 from pipelines.errors import NightjarError
-from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.execution import engine_options, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel

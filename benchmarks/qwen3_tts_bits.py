@@ -26,7 +26,7 @@ from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 
 PAGE_SIZE = 64
 Codes = dict[str, NDArray[np.int64]]
@@ -57,7 +57,7 @@ def varied_requests(
     made: list[GenerationRequest] = []
     for index in range(count):
         tokens = int(draw.integers(3, longest if index % 4 == 3 else 50))
-        parts = PromptParts(
+        parts = TokenizedTask(
             [151644, 77091, 198],
             draw.integers(0, 150_000, tokens).tolist(),
             language="english",

@@ -24,8 +24,7 @@ from benchmarks.qwen3_load import ClosedLoop, Load, requests
 from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.watched_executor import Watched
-from pipelines.engine.opening import open_executor
-from pipelines.nn.options import NativeModelOptions
+from pipelines.engine.opening import NativeModelOptions, open_executor
 from pipelines.qwen3_tts.execution import engine_options
 
 MIB = 2**20

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
@@ -21,22 +20,20 @@ from benchmarks.random_models.weights import DummyWeights
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import MemoryNeeds, open_executor, plan_engine
-from pipelines.engine.token_host import NativeHost
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.nn.checkpoint import Checkpoint, TensorSource
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.request import SynthesisRequest
-from pipelines.results import Meta
-from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
+from pipelines.spark_tts import pipeline
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
+from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, LmConfig, SparkConfig
-from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, sized, take_weights
+from pipelines.spark_tts.language_model import Drawable, SparkModel, sized, take_weights
 from pipelines.spark_tts.pipeline import (
-    NativeSparkStreamer,
     SparkPipeline,
     SparkRequestInfo,
-    SparkStreamer,
     model_spec,
+    open_host,
     open_stage,
 )
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
@@ -93,24 +90,15 @@ class Endless(SparkPipeline):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(pipeline.Parts):
     """What both engines share: everything but the LM."""
 
-    config: SparkConfig
-    vocabulary: Vocabulary
-    references: ReferenceEncoder
-    codec: BiCodec
     #: The LM's folder for vLLM, and where the native engine takes its tensors from.
     spec: ModelSpec
     weights: TensorSource
 
-    def pipeline(
-        self, host: TokenHost, meta: Meta, streamer: type[SparkStreamer] = SparkStreamer, stage: Any = None
-    ) -> SparkPipeline:
-        stage = open_stage(self.codec) if stage is None else stage
-        return Endless(
-            self.config, self.vocabulary, self.references, stage, host, meta, streamer, keep_unfinished=True
-        )
+    def pipeline(self, host: TokenHost, stage: Any = None) -> SparkPipeline:
+        return Endless(self, stage or open_stage(self.codec), host, keep_unfinished=True)
 
     @property
     def text_ids(self) -> int:
@@ -209,10 +197,9 @@ class NativeSpark:
             2 * lm.layers * lm.kv_heads * lm.head_dim * PAGE_SIZE * dtype.itemsize,
             250_000,
         )
-        sizes = plan_engine(
-            needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.tokens_per_second,
-        )  # fmt: skip
+        sizes = NativeModelOptions(
+            slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE
+        ).plan(needs, bench.device, CONTEXT, CONTEXT, frame_seconds=1 / config.tokens_per_second)
         self.sizes = sized(sizes, bench.device)
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)
@@ -224,14 +211,8 @@ class NativeSpark:
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(self.parts.codec)
         engine = Engine(self.watched, sizes, sizes.slots, stage)
-        host = NativeHost(engine, self.drawable.ids, self.drawable.ends, _prompt)
-        return self.parts.pipeline(
-            host, {"engine": "native", "executor": self.executor.name}, NativeSparkStreamer, stage
-        )
-
-
-def _prompt(request: TokenRequest) -> Prompt:
-    return Prompt(np.asarray(request.prompt_ids, np.int64))
+        host = open_host(engine, self.drawable)
+        return self.parts.pipeline(host, stage)
 
 
 def vllm_pipeline(bench: Bench, parts: Parts, slots: Sequence[int], memory_share: float) -> SparkPipeline:
@@ -240,4 +221,4 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: Sequence[int], memory_share
 
     chosen = TokenModelOptions(memory_share=memory_share, slots=max(slots), max_context=2 * CONTEXT)
     host = VllmHost(parts.spec, chosen)
-    return parts.pipeline(host, {"engine": "vllm", "dtype": host.dtype})
+    return parts.pipeline(host)

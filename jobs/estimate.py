@@ -15,9 +15,9 @@ import msgspec
 
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import MAX_REFUSED_LINES, GoodLine, aborted_by, refusals_left, repeated_lines
+from jobs.line_check import GoodLine, aborted_by, repeated_lines
 from jobs.references import ReferenceReader
-from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
+from jobs.source import open_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
@@ -91,20 +91,17 @@ def dry_run(
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
-    refusals = MAX_REFUSED_LINES
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         reference_key = reader.keys(lambda audio: audio.sha256)
         resolved = resolved.of_input(opened)
         checker = resolved.checker
         records = resolved.records(opened)
-        for batch in records.batches(BATCH_LINES, BATCH_BYTES):
-            good, bad = checker.check(batch, reference_key)
+        for _, good, bad in checker.checked(records, reference_key):
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:
                 raise aborted_by(bad[0], "Nothing would be submitted")
-            refusals = refusals_left(refusals, good, bad)
             items += sum(line.items for line in good)
             milliseconds += sum(line.estimated_ms for line in good)
             rejected.update(line.code for line in bad)

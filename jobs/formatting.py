@@ -3,7 +3,11 @@ that drives a terminal."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from itertools import pairwise
+from typing import Any
 
 #: Takes the place of a secret.
 MASK = "********"
@@ -69,3 +73,13 @@ def bytes_text(count: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The docstrings that stand below the fields of a class, each on one line."""
+    found: Any = ast.parse(inspect.getsource(kind)).body[0]
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
+        for field, text in pairwise(found.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }

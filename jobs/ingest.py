@@ -20,18 +20,10 @@ from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples, Ledger
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
-from jobs.line_check import (
-    MAX_REFUSED_LINES,
-    GoodLine,
-    LineChecker,
-    ReferenceKey,
-    aborted_by,
-    refusals_left,
-    repeated_lines,
-)
+from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, repeated_lines
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
-from jobs.source import BATCH_BYTES, BATCH_LINES, no_records, open_source
+from jobs.source import no_records, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
@@ -189,14 +181,9 @@ class _Ingest:
         ):
             write_all = writers.map if self.store.remote else map
             staging: Future[None] | None = None
-            refusals = MAX_REFUSED_LINES
-            for batch in self.records.batches(BATCH_LINES, BATCH_BYTES, self.lines):
-                good, rejected = self.checker.check(batch, self.reference_key)
-                refusals = refusals_left(refusals, good, rejected)
+            for last, good, rejected in self.checker.checked(self.records, self.reference_key, self.lines):
                 self._staged(staging)
-                staging = stager.submit(
-                    self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1
-                )
+                staging = stager.submit(self._stage, write_all, good, rejected, last)
             self._staged(staging)
         self.records.source.check_unchanged()
 

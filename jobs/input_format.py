@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -145,22 +144,12 @@ def _looks_like(head: bytes) -> InputFormat | None:
         return None
     # The last one may be cut off.
     whole = lines[:-1] or lines
-    if _is_table([line.count(b"\t") + 1 for line in whole]):
-        return "tsv"
-    return "csv" if any(_is_table([_fields(line, mark) for line in whole]) for mark in ",;") else "text"
-
-
-def _is_table(fields: list[int]) -> bool:
-    """Whether most lines have as many fields as the first, and more than one."""
-    return fields[0] > 1 and 2 * fields.count(fields[0]) > len(fields)
-
-
-def _fields(line: bytes, delimiter: str) -> int:
-    """How many fields a line has as CSV; 0: it is none."""
-    try:
-        return len(next(csv.reader([line.decode(errors="replace")], delimiter=delimiter), []))
-    except csv.Error:
-        return 0
+    marks: dict[bytes, InputFormat] = {b"\t": "tsv", b",": "csv", b";": "csv"}
+    for mark, kind in marks.items():
+        counts = [line.count(mark) for line in whole]
+        if counts[0] and 2 * counts.count(counts[0]) > len(counts):
+            return kind
+    return "text"
 
 
 def _json_kind(line: bytes) -> InputFormat | None:

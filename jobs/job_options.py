@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from jobs.checks import DEFAULT, quality_of
+from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
 from pipelines.audio_format import AudioFormat
@@ -26,154 +27,136 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 DEFAULT_MODEL = "hibari"
-#: Headings of `nightjar run --help`, in their order.
-HEADINGS = INPUT, MODEL, CHECKS, JOB, KEYS, MESSAGES = (
-    "Input and output",
-    "Model and voice",
-    "Checks",
-    "Job",
-    "Keys of --set",
-    "Messages",
-)
+JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages"
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How the command line shows an option."""
+class InputOptions(TypedDict, total=False):
+    """What is read, and how the audio is written."""
 
-    #: Under which heading it stands; empty: it is said with `--set`.
-    heading: str
-    help: str
-    #: What stands for its value, where that is not a choice.
-    metavar: str = ""
-    #: Its name there, where it has another one than in Python.
-    flag: str = ""
-    kind: Any = None
+    format: AudioFormat
+    """Audio format: wav, flac, mp3 or opus."""
+    input_format: AskedFormat
+    """How INPUT is written. `auto`: as its first lines or its name say."""
+    columns: Mapping[str, str]
+    """Column of a table that holds a field, for example text=sentence. Can be given more than once."""
+    limit: Annotated[int, Field(ge=1)]
+    """Use the first N lines of INPUT only."""
+    sample: Annotated[int, Field(ge=1)]
+    """Use N lines of INPUT only, chosen by --seed."""
+    on_error: Literal["skip", "abort"]
+    """`skip`: leave bad lines out and list them. `abort`: refuse the whole file."""
+
+
+class ModelOptions(TypedDict, total=False):
+    """Who speaks, and how."""
+
+    model: str | Path
+    """Name of a model, or path of a checkpoint folder. See `nightjar models`."""
+    voice: str
+    """Voice for lines without a voice."""
+    language: str
+    """Language for lines without a language."""
+    instruct: str
+    """Style instruction for lines without one."""
+    voice_of: Mapping[SpokenRole, str]
+    """Voice for one role, for example assistant=heart. Can be given more than once."""
+    voice_for: Mapping[str, str]
+    """Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given
+    more than once."""
+    speak: Literal["auto", "user", "assistant", "all"]
+    """Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has
+    none, the user's texts."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    """Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible
+    mode."""
+
+
+class CheckOptions(TypedDict, total=False):
+    """What the speech has to pass."""
+
+    qa: Literal["off", "basic", "strict"]
+    """Quality checks: off, basic or strict."""
+    qa_config: str | Path
+    """TOML file with changes to the checks."""
+    qa_set: Sequence[str]
+    """Change one value of the checks, for example bounds.pause.high=2. Can be given more than once."""
+
+
+class OwnOptions(TypedDict, total=False):
+    """What is said of the job itself."""
+
+    sample_rate: Annotated[int, Field(ge=8_000, le=48_000)]
+    """Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the
+    model's]"""
+    pack: bool
+    """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by
+    object."""
+    name: str
+    """Display name of the job."""
+    labels: Mapping[str, str]
+    """Label of the job; `nightjar list --label` finds it. Can be given more than once."""
+    priority: Annotated[int, Field(ge=-100, le=100)]
+    """Jobs with a higher priority run first."""
+    idempotency_key: Annotated[str, Field(pattern=r"\S")]
+    """Key that identifies the job. Submitting the same key again creates no second job. [default: hash
+    of the file and the spec]"""
+
+
+class SetOptions(TypedDict, total=False):
+    """What the command line takes with `--set`."""
+
+    weight: Annotated[int, Field(ge=1, le=1000)]
+    """Share of the workers among jobs of the same priority."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)]
+    """Maximum attempts per item."""
+    max_in_flight: Annotated[int, Field(ge=1)]
+    """Maximum shards of this job that run at the same time."""
+    error_budget: Annotated[float, Field(ge=0, le=1)]
+    """Pause the job when more than this share of its items fails."""
 
 
 @with_config(ConfigDict(extra="forbid"))
-class JobOptions(TypedDict, total=False):
+class JobOptions(InputOptions, ModelOptions, CheckOptions, OwnOptions, SetOptions, total=False):
     """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
-    defaults."""
+    defaults. A docstring is the option's help."""
 
-    model: Annotated[
-        str | Path,
-        Shown(MODEL, "Name of a model, or path of a checkpoint folder. See `nightjar models`.", "MODEL"),
-    ]
-    voice: Annotated[str, Shown(MODEL, "Voice for lines without a voice.", "NAME")]
-    language: Annotated[str, Shown(MODEL, "Language for lines without a language.", "NAME")]
-    instruct: Annotated[str, Shown(MODEL, "Style instruction for lines without one.", "TEXT")]
-    voice_of: Annotated[
-        Mapping[SpokenRole, str],
-        Shown(
-            MODEL,
-            "Voice for one role, for example assistant=heart. Can be given more than once.",
-            "ROLE=NAME",
-        ),
-    ]
-    voice_for: Annotated[
-        Mapping[str, str],
-        Shown(
-            MODEL,
-            "Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given more than once.",
-            "SPEAKER=NAME",
-        ),
-    ]
-    #: Other keys of `generation`, such as `temperature` or `max_seconds`.
     generation: Mapping[str, Any]
-    speak: Annotated[
-        Literal["auto", "user", "assistant", "all"],
-        Shown(
-            MODEL,
-            "Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has none, the user's texts.",
-        ),
-    ]
-    seed: Annotated[
-        int,
-        Field(ge=0, le=2**63 - 1),
-        Shown(
-            MODEL,
-            "Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.",
-            "N",
-        ),
-    ]
-    format: Annotated[AudioFormat, Shown(INPUT, "Audio format: wav, flac, mp3 or opus.")]
-    sample_rate: Annotated[
-        int,
-        Field(ge=8_000, le=48_000),
-        Shown(
-            JOB,
-            "Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]",
-            "HZ",
-        ),
-    ]
-    input_format: Annotated[
-        AskedFormat, Shown(INPUT, "How INPUT is written. `auto`: as its first lines or its name say.")
-    ]
-    columns: Annotated[
-        Mapping[str, str],
-        Shown(
-            INPUT,
-            "Column of a table that holds a field, for example text=sentence. Can be given more than once.",
-            "FIELD=NAME",
-            "--column",
-        ),
-    ]
-    limit: Annotated[int, Field(ge=1), Shown(INPUT, "Use the first N lines of INPUT only.", "N")]
-    sample: Annotated[int, Field(ge=1), Shown(INPUT, "Use N lines of INPUT only, chosen by --seed.", "N")]
-    pack: Annotated[
-        bool,
-        Shown(
-            JOB,
-            "Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object.",
-        ),
-    ]
-    qa: Annotated[Literal["off", "basic", "strict"], Shown(CHECKS, "Quality checks: off, basic or strict.")]
-    qa_config: Annotated[str | Path, Shown(CHECKS, "TOML file with changes to the checks.", "FILE")]
-    qa_set: Annotated[
-        Sequence[str],
-        Shown(
-            CHECKS,
-            "Change one value of the checks, for example bounds.pause.high=2. Can be given more than once.",
-            "KEY=VALUE",
-        ),
-    ]
-    on_error: Annotated[
-        Literal["skip", "abort"],
-        Shown(INPUT, "`skip`: leave bad lines out and list them. `abort`: refuse the whole file."),
-    ]
-    name: Annotated[str, Shown(JOB, "Display name of the job.", "NAME")]
-    labels: Annotated[
-        Mapping[str, str],
-        Shown(
-            JOB,
-            "Label of the job; `nightjar list --label` finds it. Can be given more than once.",
-            "KEY=VALUE",
-            "--label",
-        ),
-    ]
-    priority: Annotated[
-        int, Field(ge=-100, le=100), Shown(JOB, "Jobs with a higher priority run first.", "N")
-    ]
-    weight: Annotated[
-        int, Field(ge=1, le=1000), Shown("", "Share of the workers among jobs of the same priority.")
-    ]
-    max_attempts: Annotated[int, Field(ge=1, le=100), Shown("", "Maximum attempts per item.")]
-    max_in_flight: Annotated[
-        int, Field(ge=1), Shown("", "Maximum shards of this job that run at the same time.")
-    ]
-    error_budget: Annotated[
-        float, Field(ge=0, le=1), Shown("", "Pause the job when more than this share of its items fails.")
-    ]
-    idempotency_key: Annotated[
-        str,
-        Field(pattern=r"\S"),
-        Shown(
-            JOB,
-            "Key that identifies the job. Submitting the same key again creates no second job. [default: hash of the file and the spec]",
-            "KEY",
-        ),
-    ]
+    """Other keys of `generation`, such as `temperature` or `max_seconds`."""
+
+
+#: The options by the headings under which `nightjar run --help` has them, and other headings there, in order.
+GROUPS: dict[str, Any] = {
+    "Input and output": InputOptions,
+    "Model and voice": ModelOptions,
+    "Checks": CheckOptions,
+    JOB: OwnOptions,
+    KEYS: SetOptions,
+    MESSAGES: None,
+}
+#: What stands for a value, where it is no NAME, number N or choice.
+_METAVARS = {
+    "model": "MODEL",
+    "instruct": "TEXT",
+    "qa_config": "FILE",
+    "sample_rate": "HZ",
+    "idempotency_key": "KEY",
+    "voice_of": "ROLE=NAME",
+    "voice_for": "SPEAKER=NAME",
+    "columns": "FIELD=NAME",
+    "labels": "KEY=VALUE",
+    "qa_set": "KEY=VALUE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the command line shows an option."""
+
+    #: Its type, without its bounds.
+    kind: Any
+    heading: str
+    flag: str
+    metavar: str | None
 
 
 #: Of `Generation`: what has an option of its own, and what `--set` takes.
@@ -289,24 +272,30 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 @cache
-def rows() -> dict[str, Shown]:
-    """The options that the command line shows, each with its type and its flag."""
-    return {
-        name: replace(mark, kind=hint.__origin__, flag=mark.flag or f"--{name.replace('_', '-')}")
-        for name, hint in hints().items()
-        for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, Shown)
-    }
+def flags() -> dict[str, Flag]:
+    """The options that have a flag of their own."""
+    found: dict[str, Flag] = {}
+    for heading, group in GROUPS.items():
+        for name, kind in get_type_hints(group).items() if group not in (None, SetOptions) else ():
+            is_many = get_origin(kind) is Mapping
+            flag = f"--{(name.removesuffix('s') if is_many else name).replace('_', '-')}"
+            usual = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
+            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, usual))
+    return found
 
 
-def flags() -> dict[str, Shown]:
-    """Those that have a flag of their own."""
-    return {name: row for name, row in rows().items() if row.heading}
+@cache
+def help_of(name: str) -> str:
+    """The help of an option, with its default."""
+    helps = {key: text for group in GROUPS.values() if group for key, text in field_docs(group).items()}
+    usual = usual_options().get(name)
+    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
+    return f"{helps[name]} [default: {usual}]" if is_text else helps[name]
 
 
 def settable() -> dict[str, str]:
     """What `--set` takes, with its help: options without a flag, and settings of a generation."""
-    return {name: row.help for name, row in rows().items() if not row.heading} | GENERATION
+    return field_docs(SetOptions) | GENERATION
 
 
 def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:

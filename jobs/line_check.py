@@ -3,14 +3,15 @@ reference audio can be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
 
 from jobs.dialogue import Dialogue, clean, parse_line
+from jobs.input_records import Records
 from jobs.ledger.records import RejectedLine
-from jobs.source import LineBatch, overlong, refused
+from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, overlong, refused
 from jobs.turns import Speak, spoken_and_heard, turn_messages
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
@@ -56,11 +57,8 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     references: Mapping[int, str]
     #: Places of the messages that are spoken; None: the item is the whole dialogue.
     turns: tuple[int, ...] | None = None
-
-    @property
-    def items(self) -> int:
-        """How many items it becomes."""
-        return 1 if self.turns is None else len(self.turns)
+    #: How many items it becomes.
+    items: int = 1
 
 
 class LineChecker:
@@ -83,7 +81,7 @@ class LineChecker:
         self._capabilities = card.capabilities
         self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
-        self._check_text = card.check_text or _any_text
+        self._check_text = card.check_text
         self._defaults = defaults
         self._speak: Speak = speak
         self.id_key = id_key
@@ -107,6 +105,21 @@ class LineChecker:
                 raise
             return False
         return True
+
+    def checked(
+        self, records: Records, reference_key: ReferenceKey, after_line: int = 0
+    ) -> Iterator[tuple[int, list[GoodLine], list[RejectedLine]]]:
+        """The records after the first `after_line` lines, as `check` does of some at a time; number of the
+        last line. Raises `input.wrong_format` where hardly any line is good."""
+        left = MAX_REFUSED_LINES
+        for batch in records.batches(BATCH_LINES, BATCH_BYTES, after_line):
+            good, rejected = self.check(batch, reference_key)
+            left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
+            if left < 0:
+                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
+                advice = f"See what the file is. Line {rejected[-1].line}: {rejected[-1].message}"
+                raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
+            yield batch.first + len(batch.lines) - 1, good, rejected
 
     def check(
         self, batch: LineBatch, reference_key: ReferenceKey
@@ -142,9 +155,8 @@ class LineChecker:
                 rejected.append(refused(line_no, error, example_id))
                 continue
             seen.add(example_id)
-            good.append(
-                GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns)
-            )
+            estimated_ms, items = int(characters * ms_per_character), 1 if turns is None else len(turns)
+            good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items))
         return good, rejected
 
     def _accept(
@@ -155,9 +167,7 @@ class LineChecker:
         turns, heard = spoken_and_heard(messages, self._speak)
         if turns is None:
             whole = generation.over(self._defaults)
-            text = speech_task(dialogue.typed_messages(), whole, self._capabilities).text
-            self._check_text(text)
-            characters = len(text)
+            characters = self._spoken(speech_task(dialogue.typed_messages(), whole, self._capabilities))
         elif turns:
             characters = sum(self._characters(dialogue, generation, turn, len(turns) > 1) for turn in turns)
         else:
@@ -175,16 +185,19 @@ class LineChecker:
         role = cast("SpokenRole", dialogue.messages[turn][0])
         try:
             own = generation.of(role)
-            task = self._task(
-                turn_messages(dialogue.messages, turn), own.over(self._defaults.of(role)), own.voice
-            )
-            self._check_text(task.text)
+            messages = turn_messages(dialogue.messages, turn)
+            return self._spoken(self._task(messages, own.over(self._defaults.of(role)), own.voice))
         except InputError as error:
             advice = error.advice
             if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
                 advice = "Add a system audio message with the assistant's voice, or speak the user's text with --speak user."
             where = f"Message {turn}: " if numbered else ""
             raise InputError(error.code, f"{where}{error.message}", advice) from None
+
+    def _spoken(self, task: SpeechTask) -> int:
+        """Characters of a text that the model speaks. Raises `InputError`."""
+        if self._check_text is not None:
+            self._check_text(task.text)
         return len(task.text)
 
     def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:
@@ -229,7 +242,8 @@ class LineChecker:
         text = dialogue.messages[turn][2]
         if not text or len(text) > self._max_characters or not ("!" <= text[0] <= "~" or is_visible(text)):
             return None
-        self._check_text(text)
+        if self._check_text is not None:
+            self._check_text(text)
         return (turn,)
 
 
@@ -249,22 +263,3 @@ def aborted_by(line: RejectedLine, outcome: str) -> InputError:
     return InputError(
         line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out."
     )
-
-
-def refusals_left(left: int, good: Sequence[GoodLine], rejected: Sequence[RejectedLine]) -> int:
-    """How many more lines may be refused after these. Raises `input.wrong_format` where hardly any line is
-    good."""
-    left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
-    if left < 0:
-        last = rejected[-1]
-        message = (
-            f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
-        )
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT, message, f"See what the file is. Line {last.line}: {last.message}"
-        )
-    return left
-
-
-def _any_text(_: str) -> None:
-    """Of a model that says nothing of texts."""

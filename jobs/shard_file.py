@@ -102,23 +102,16 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a
     #: key of the store.
     messages: tuple[Message, ...]
-    #: The line's own settings; the job's defaults are not in it.
+    #: The line's own settings, of a turn those of its role; the job's defaults are not in it.
     generation: Generation
     #: Place of the spoken message, or of the answer, among the dialogue's; part of the seed.
     message_index: int
     #: Whose turn it is; None: the item is the whole dialogue.
     role: SpokenRole | None = None
 
-    @property
-    def seed(self) -> int | None:
-        """The seed that the line gives its turn."""
-        return self.generation.seed if self.role is None else self.generation.of(self.role).seed
-
     def generation_over(self, defaults: Generation) -> Generation:
-        """The line's settings before the job's, and in each those of its role before those of all."""
-        if self.role is None:
-            return self.generation.over(defaults)
-        return self.generation.of(self.role).over(defaults.of(self.role))
+        """The line's settings before the job's, which are those of its role."""
+        return self.generation.over(defaults if self.role is None else defaults.of(self.role))
 
 
 Line = TypeVar("Line", "ShardLine", "RawLine")
@@ -172,7 +165,31 @@ def compress(lines: Iterable[bytes]) -> bytes:
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
     """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not
     those that were staged."""
-    return [_shard_line(line) for line in read_raw_shard(store, key, sha256)]
+    lines: list[ShardLine] = []
+    for stored in read_raw_shard(store, key, sha256):
+        dialogue, turn, references = (
+            _decode_dialogue(stored.dialogue),
+            stored.message_index,
+            stored.references,
+        )
+        generation = dialogue.generation or NO_GENERATION
+        role: SpokenRole | None = None
+        if turn is None:
+            turn = speech_position(dialogue.messages)
+            messages = tuple(
+                [
+                    Message(whose, modality, references.get(place, text))
+                    for place, (whose, modality, text) in enumerate(dialogue.messages)
+                ]
+            )
+        else:
+            role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
+            messages = turn_messages(dialogue.messages, turn, references)
+            if generation is not NO_GENERATION:
+                generation = generation.of(role)
+        place = stored.index, stored.line, dialogue.example_id
+        lines.append(ShardLine(*place, messages, generation, turn, role))
+    return lines
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
@@ -192,27 +209,6 @@ def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     return {
         reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
     }
-
-
-def _shard_line(stored: RawLine) -> ShardLine:
-    dialogue, references, turn = _decode_dialogue(stored.dialogue), stored.references, stored.message_index
-    generation = dialogue.generation or NO_GENERATION
-    if turn is not None:
-        messages = turn_messages(dialogue.messages, turn, references)
-        role: SpokenRole = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
-        return ShardLine(stored.index, stored.line, dialogue.example_id, messages, generation, turn, role)
-    whole = [
-        Message(role, modality, references.get(place, text))
-        for place, (role, modality, text) in enumerate(dialogue.messages)
-    ]
-    return ShardLine(
-        stored.index,
-        stored.line,
-        dialogue.example_id,
-        tuple(whole),
-        generation,
-        speech_position(dialogue.messages),
-    )
 
 
 class ShardLines(Generic[Line]):

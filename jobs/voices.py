@@ -182,10 +182,10 @@ def item_request(
 ) -> SynthesisRequest:
     """The request of an item, in its stored voice where it has one; `load` reads recordings of users, and
     of that voice, by their keys in the store. Audio of other roles is not used."""
-    messages, voices = line.messages, stored_voices(job.spec)
-    if line.role is not None and generation.voice in voices:
-        own = line.generation.of(line.role).voice
-        messages, generation = in_stored_voice(messages, generation, own, voices, references_prefix(job.id))
+    messages, voices = line.messages, job.spec.stored_voices
+    if voices is not msgspec.UNSET and line.role is not None:
+        own, prefix = line.generation.voice, references_prefix(job.id)
+        messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
     loaded = [
         msgspec.structs.replace(message, content=load(message.content))
         if message.role == "user" and message.modality == "audio" and isinstance(message.content, str)
@@ -202,8 +202,8 @@ def stored_voices(spec: JobSpec) -> Mapping[str, FrozenVoice]:
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
     """The name of the stored voice that speaks an item; None: it is in another voice."""
-    voices = stored_voices(spec)
-    if not voices or any(message.modality == "audio" for message in line.messages):
+    voices = spec.stored_voices
+    if voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
         return None
     name = line.generation_over(spec.generation).voice
     return name if name in voices else None

@@ -29,33 +29,16 @@ class EngineMetrics(Collector):
                 (pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {}
             )
         yield opened
-        yield _gauge(
-            "speech_engine_slots",
-            "Utterances that can run at the same time.",
-            sum(info.slots for info in infos),
-        )
-        yield _gauge(
-            "speech_engine_waiting_room",
-            "Requests that can wait for a slot.",
-            sum(info.waiting_room for info in infos),
-        )
-        yield _gauge(
-            "speech_engine_batch_size",
-            "Requests in the engine's running batch.",
-            sum(one.running for one in stats),
-        )
-        yield _gauge(
-            "speech_engine_waiting",
-            "Requests that wait for a slot of the engine.",
-            sum(one.waiting for one in stats),
-        )
-        yield _gauge("speech_engine_kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos))
-        yield _gauge(
-            "speech_engine_kv_use",
-            "Share of KV cache in use.",
-            max((one.kv_use for one in stats), default=0.0),
-        )
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, float(value))
+        for name, text, value in (
+            ("slots", "Utterances that can run at the same time.", sum(info.slots for info in infos)),
+            ("waiting_room", "Requests that can wait for a slot.", sum(info.waiting_room for info in infos)),
+            (
+                "batch_size",
+                "Requests in the engine's running batch.",
+                sum(one.running for one in stats),
+            ),
+            ("waiting", "Requests that wait for a slot of the engine.", sum(one.waiting for one in stats)),
+            ("kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos)),
+            ("kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0)),
+        ):
+            yield GaugeMetricFamily(f"speech_engine_{name}", text, float(value))

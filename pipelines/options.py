@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode, nearest
 
 #: Of what there must be one at least.
@@ -39,3 +40,66 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out."
         ) from error
+
+
+#: The option that chooses the engine of a model that both can run.
+ENGINE = "engine"
+#: Positions of a sequence where nobody chose: a minute of reference, a minute of speech, and their texts.
+CONTEXT = 8192
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineOption:
+    engine: EngineKind = "auto"
+
+
+def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
+    """The engine that the option `engine` chooses where both can run a model, and the other options.
+    Raises as `read_options`."""
+    rest = dict(options)
+    given = {ENGINE: rest.pop(ENGINE)} if ENGINE in rest else {}
+    chosen = read_options(_EngineOption, given).engine
+    return "native" if chosen == "auto" else chosen, rest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a checkpoint is opened, on either engine; None means the best for the device."""
+
+    #: On vLLM of the codec and the reference encoder: vLLM takes the device it was built for.
+    device: str | None = None
+    dtype: Precision | None = None
+    codec_dtype: Precision | None = None
+    #: A request's codes are the same bits alone and in any company, for some throughput. Refused by vLLM.
+    reproducible: bool = False
+    #: Sequences that run at once, and that wait before `submit` blocks.
+    slots: Count | None = None
+    waiting_room: Count | None = None
+    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on
+    #: vLLM for the LM.
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    max_context: Count | None = None
+    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of
+    #: failing.
+    keep_unfinished: bool = False
+    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same
+    #: bits in any batch with one.
+    threads: Count | None = None
+
+    def context(self, default: int) -> int:
+        """Positions of a sequence at most; `default`: where nobody chose."""
+        return default if self.max_context is None else self.max_context
+
+
+@dataclass(frozen=True, slots=True)
+class TokenModelOptions(ModelOptions):
+    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device."""
+
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
+    cpu_kv_gib: Count = 1
+    #: Tokens of one engine step.
+    step_tokens: Count | None = None
+    tensor_parallel: int = 1
+    #: Without compilation and CUDA graphs.
+    eager: bool | None = None

@@ -194,14 +194,9 @@ class RecordingFiles:
         self._warned = False
         threading.Thread(target=self._identify, args=(identity,), name="fingerprint", daemon=True).start()
 
-    def get(
-        self, recording: bytes, variant: str, make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
-    ) -> Arrays:
+    def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The arrays that were made of this recording in this variant, or else what `make` makes of it
-        now, which is kept.
-
-        Arrays that do not pass `fits` count as damaged. Raises what `make` raises; then nothing is kept.
-        """
+        now, which is kept. Raises what `make` raises; then nothing is kept."""
         from safetensors import SafetensorError
 
         try:
@@ -211,8 +206,7 @@ class RecordingFiles:
             return make()
         path = self._folder / f"{hashlib.sha256(recording).hexdigest()}-{model[:32]}{_SUFFIX}"
         try:
-            found = self._read(path)
-            if found is not None and fits(found):
+            if (found := self._read(path)) is not None:
                 return found
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             log.info("a kept voice is damaged and is made again: %s", error)

@@ -6,20 +6,18 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, nearest
+from pipelines.nn.config_keys import bad_checkpoint, read_table
 from pipelines.request import Capabilities, Frontend, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
-_CONFIG_BYTES = 4 << 20
 _WEIGHT_FILES = ("*.json", "*.txt", "*.jinja", "*.safetensors")
 _DESCRIPTION_FILES = ("*.json",)
 
@@ -99,7 +97,7 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch;
+    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch;
     #: its pipeline takes what that prepared.
     frontend: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
@@ -119,7 +117,7 @@ class Family:
     def open_frontend(self, folder: Path) -> Frontend | None:
         """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing
         does."""
-        return self._module("frontend").open_frontend(folder) if self.frontend else None
+        return self._module("prompt").open_frontend(folder) if self.frontend else None
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{name}")
@@ -264,18 +262,18 @@ def open_frontend(model: str) -> Frontend | None:
 
 def model_names() -> list[str]:
     """All registry names; imports none of their modules."""
-    return sorted({*PUBLISHED, *BUILT_IN, *_registered, *_entry_point_names()})
+    added = (entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
+    return sorted({*PUBLISHED, *BUILT_IN, *_registered, *added})
 
 
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, by name. Touches no network: published checkpoints show what was
     published."""
-    cards = {name: published.card for name, (_, published) in PUBLISHED.items()}
-    for name in (*_entry_point_names(), *BUILT_IN, *_registered):
-        provider = _provider(name)
-        if provider is not None:
-            cards[name] = replace(provider.describe(), name=name)
-    return [cards[name] for name in sorted(cards)]
+    providers = {name: _provider(name) for name in model_names()}
+    return [
+        PUBLISHED[name][1].card if provider is None else replace(provider.describe(), name=name)
+        for name, provider in providers.items()
+    ]
 
 
 def recognise(folder: Path, families: Sequence[Family]) -> Family:
@@ -286,42 +284,13 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
     for family in families:
         if family.subfolders and all((folder / name).is_dir() for name in family.subfolders):
             return family
-    model_type = _model_type(folder / "config.json")
+    model_type = read_table(folder / "config.json").get("model_type")
     for family in families:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted(name for family in families for name in family.model_types))
-    raise _bad_checkpoint(
-        folder, f"has the unknown model_type {model_type[:80]!r}", f"Supported are: {known}."
-    )
-
-
-class _Config(msgspec.Struct):
-    model_type: str
-
-
-_decode_config = msgspec.json.Decoder(_Config).decode
-
-
-def _model_type(path: Path) -> str:
-    folder = path.parent
-    try:
-        # A FIFO or a device would block or never end, so only a plain file is opened.
-        if not path.is_file():
-            raise _bad_checkpoint(
-                folder, "has no config.json", "Give the folder that was published, with all its files."
-            )
-        with path.open("rb") as file:
-            data = file.read(_CONFIG_BYTES + 1)
-        if len(data) > _CONFIG_BYTES:
-            raise _bad_checkpoint(folder, f"has a config.json over {_CONFIG_BYTES >> 20} MiB")
-        return _decode_config(data).model_type
-    except OSError as error:
-        raise _bad_checkpoint(
-            folder, f"has a config.json that cannot be read ({error.strerror})", "Check its permissions."
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad_checkpoint(folder, f"has a config.json that is not a model's ({error})") from error
+    message = f"The folder {_short(str(folder))} has the unknown model_type {str(model_type)[:80]!r}."
+    raise bad_checkpoint(message, f"Supported are: {known}.")
 
 
 def _provider(name: str) -> Provider | None:
@@ -345,24 +314,16 @@ def _provider(name: str) -> Provider | None:
     return None
 
 
-def _entry_point_names() -> set[str]:
-    return {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
-
-
 def _folder(model: str) -> Path:
     """The checkpoint folder that `model` names; raises `model.unknown` for anything else."""
     looks_like_path = os.sep in model or model in (".", "..") or model.startswith("~")
-    try:
-        folder = Path(model).expanduser().resolve(strict=True)
-        if folder.is_dir():
+    with suppress(OSError, ValueError, RuntimeError):
+        if (folder := Path(model).expanduser().resolve()).is_dir():
             return folder
-        reason = "is not a folder"
-    except (OSError, ValueError, RuntimeError):
-        reason = "does not exist or cannot be read"
     if looks_like_path:
         raise ModelError(
             ErrorCode.MODEL_UNKNOWN,
-            f"{_short(model)} {reason}.",
+            f"{_short(model)} is not a folder that can be read.",
             "Give the folder that holds the checkpoint's config.json.",
         )
     names = model_names()
@@ -407,10 +368,6 @@ def _download(hub_id: str, patterns: Sequence[str]) -> Path:
             f"The checkpoint {hub_id} is not in the hub's cache and could not be fetched ({type(error).__name__}).",
             "Connect to the hub (or set HF_ENDPOINT to a mirror), or download the folder elsewhere and give its path as the model.",
         ) from error
-
-
-def _bad_checkpoint(folder: Path, fault: str, advice: str = "Download the checkpoint again.") -> ModelError:
-    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"The folder {_short(str(folder))} {fault}.", advice)
 
 
 def _short(text: str) -> str:

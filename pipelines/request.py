@@ -157,14 +157,6 @@ class Done:
 
     speech: Speech
 
-    @property
-    def samples(self) -> NDArray[np.float32]:
-        return self.speech.samples
-
-    @property
-    def sample_rate(self) -> int:
-        return self.speech.sample_rate
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -258,8 +250,7 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
     kv_use: float = 0.0
-    #: `starting`: requests wait until the engine is there (again); `broken`: it is given up, and the pipeline
-    #: must be opened anew.
+    #: `starting`: there is no pipeline yet; `broken`: the engine is gone, and the pipeline must be opened anew.
     state: EngineState = "ready"
 
 
@@ -382,7 +373,8 @@ class Listener:
             if not (self._open if isinstance(event, AudioChunk) else self._end()):
                 return
             if not isinstance(event, Failed):
-                self.seconds += len(event.samples) / event.sample_rate
+                heard = event.speech if isinstance(event, Done) else event
+                self.seconds += len(heard.samples) / heard.sample_rate
             try:
                 self._on_event(event)
             finally:

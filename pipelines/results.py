@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,40 +33,6 @@ Meta = dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """What is known of a request before its codes come. A family adds what its own receivers need."""
-
-    text: str
-    sample_rate: int
-    meta: Meta
-    #: Whether speech that reached its limit without an end is handed over instead of failing with
-    #: `synth.no_eos`.
-    keep_unfinished: bool
-
-    def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
-        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted
-        without an end."""
-        if finish == "length" and not self.keep_unfinished:
-            advice = "Try another seed, a shorter text or a larger max_seconds."
-            raise SynthesisError(
-                ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice
-            )
-
-    def speech(
-        self, samples: NDArray[np.float32], frames: int, finish: str, text_out: str | None = None
-    ) -> Speech:
-        """The result, of so many frames, with how it ended in the engine's word."""
-        return Speech(
-            samples, self.sample_rate, self.text, text_out, {**self.meta, "frames": frames, "finish": finish}
-        )
-
-
-def no_audio(message: str) -> SynthesisError:
-    """The error for a request that the model answered without speech."""
-    return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
-
-
-@dataclass(frozen=True, slots=True)
 class FinishedCodes(Generic[S]):
     """A whole utterance as the codec takes it."""
 
@@ -80,42 +46,108 @@ class FinishedCodes(Generic[S]):
     text_out: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestInfo(Generic[S]):
+    """What is known of a request before its codes come, and how a family reads what the engine made."""
+
+    text: str
+    sample_rate: int
+    meta: Meta
+    #: Whether speech that reached its limit without an end is handed over instead of failing with
+    #: `synth.no_eos`.
+    keep_unfinished: bool
+
+    def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
+        """The utterance in what the engine told at the end.
+
+        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
+        (`no_audio`) when it holds no speech.
+        """
+        raise NotImplementedError
+
+    def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted
+        without an end."""
+        if finish == "length" and not self.keep_unfinished:
+            advice = "Try another seed, a shorter text or a larger max_seconds."
+            raise SynthesisError(
+                ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice
+            )
+
+    def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
+        """The result, with how it ended in the engine's word."""
+        meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
+        return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
+
+
+def no_audio(message: str) -> SynthesisError:
+    """The error for a request that the model answered without speech."""
+    return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
+
+
 class Receiver(Generic[S]):
     """Hears of one request from the engine, and has its codes decoded for a listener."""
 
-    def __init__(self, info: RequestInfo, stage: CodecStage[S], listener: Listener) -> None:
+    #: Whether the engine hands on what it makes while a request grows.
+    streamed = False
+    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
+    #: fewer calls. Empty: frames are decoded as they come.
+    chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
+    #: Who was asked for this speech, and for what last.
+    engine: SpeechEngine[Any]
+    current: Any
+
+    def __init__(self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
         self._info = info
         self._stage = stage
         self._listener = listener
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """The next tokens, where they are `streamed`."""
+
+    def finished(self, *made: Any, **_: Any) -> None:
+        """The engine has made all; what it tells is for `RequestInfo.read`."""
+        raise NotImplementedError
 
     def failed(self, error: NightjarError) -> None:
         """The engine could not do it."""
         self._listener(Failed(error))
 
-    def hang_up(self) -> None:
-        """Nobody listens any longer. A family that asks its engine for more than one thing ends that here."""
+    def go_on(self, request: Any) -> None:
+        """Asks the engine for more of this speech, unless nobody listens any longer."""
+        self.current = request
+        if self._listener.is_open:
+            self.engine.submit(request, self)
+        if not self._listener.is_open:  # perhaps meanwhile, before the engine knew the request
+            self.engine.cancel(request)
 
-    def end_state(self) -> None:
-        """The request is over: what the codec keeps for it goes back at once, and not when the garbage
-        collector finds it."""
+    def over(self) -> None:
+        """The request has ended, or nobody listens any longer: what it holds elsewhere goes back at once."""
 
 
 class Utterance(Receiver[S]):
     """Has one whole utterance decoded."""
 
-    def done(self, speech: Speech) -> None:
-        """Ends the request."""
-        self._listener(Done(speech))
+    def finished(self, *made: Any, **_: Any) -> None:
+        try:
+            self.decode(self._info.read(*made))
+        except SynthesisError as error:
+            self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
         """Has an utterance decoded; its audio ends the request."""
-        self._stage.decode(made.codes, lambda heard: self._decoded(heard, made), made.start)
 
-    def _decoded(self, heard: NDArray[np.float32] | NightjarError, made: FinishedCodes[S]) -> None:
-        if isinstance(heard, NightjarError):
-            self.failed(heard)
-        else:
-            self.done(self._info.speech(heard, len(made.codes), made.finish, made.text_out))
+        def decoded(heard: NDArray[np.float32] | NightjarError) -> None:
+            if isinstance(heard, NightjarError):
+                self.failed(heard)
+            else:
+                self.done(self._info.speech(heard, made))
+
+        self._stage.decode(made.codes, decoded, made.start)
+
+    def done(self, speech: Speech) -> None:
+        """Ends the request."""
+        self._listener(Done(speech))
 
 
 class Streamer(Receiver[S]):
@@ -125,12 +157,12 @@ class Streamer(Receiver[S]):
     way.
     """
 
-    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
-    #: fewer calls. None: frames are decoded as they come.
-    chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
+    streamed = True
+    #: Whether the codec looks ahead, so that empty codes must tell it of the end.
+    looks_ahead = False
 
     def __init__(
-        self, info: RequestInfo, stage: CodecStage[S], listener: Listener, state: S | None = None
+        self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
     ) -> None:
         super().__init__(info, stage, listener)
         #: Where the codec is; frames are kept while it is not known.
@@ -139,18 +171,38 @@ class Streamer(Receiver[S]):
         self._chunks = 0
         self._lock = threading.Lock()
         self._decoding = 0
-        self._end: list[Done | Failed] = []
+        self._end: Done | Failed | None = None
 
-    def push(self, codes: NDArray[np.int64]) -> None:
-        """The next frames [frames, codebooks]; they are decoded in chunks of `chunk_frames`."""
-        self._buffer.extend(codes)
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """The next tokens; their frames are decoded in chunks of `chunk_frames`."""
+        frames = self.frames_of(ids, codes)
+        if self._state is None and (len(frames) or self._buffer):
+            self._state = self.first_state()
+        self._buffer.extend(frames)
         while self._state is not None and len(self._buffer) >= (size := self._next_size()):
             self._decode_buffered(size)
 
-    def flush(self) -> None:
-        """Has all frames that are left decoded."""
+    def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """The frames [frames, codebooks] that are whole with these tokens; by itself those of every step."""
+        assert codes is not None
+        return codes
+
+    def first_state(self) -> S | None:
+        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked
+        once there is a frame."""
+        return self._stage.new_state()
+
+    def finished(self, *made: Any, **_: Any) -> None:
+        try:
+            whole = self._info.read(*made)
+        except SynthesisError as error:
+            self._close(Failed(error))
+            return
         if self._buffer:
             self._decode_buffered(len(self._buffer))
+        if self.looks_ahead:
+            self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
+        self._close(Done(self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None))))
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
         """Has the next frames [frames, codebooks] decoded as one chunk; see `CodecStage.decode_chunk`."""
@@ -159,23 +211,7 @@ class Streamer(Receiver[S]):
             self._decoding += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
-    def mark_end(self, codebooks: int) -> None:
-        """Tells a codec that looks ahead that no frame follows: it hands out what it held back."""
-        self.decode(np.zeros((0, codebooks), np.int64))
-
-    def close(self, end: Done | Failed) -> None:
-        """Ends the stream once all its audio is decoded."""
-        with self._lock:
-            self._end.append(end)
-            over = not self._decoding
-        if over:
-            self._listener(end)
-
-    def complete(self, frames: int, finish: str) -> None:
-        """Ends a stream of so many frames, in the engine's word for how, once all its audio is decoded."""
-        self.close(Done(self._info.speech(np.zeros(0, np.float32), frames, finish)))
-
-    def end_state(self) -> None:
+    def over(self) -> None:
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -196,14 +232,24 @@ class Streamer(Receiver[S]):
             self._listener(AudioChunk(outcome, self._info.sample_rate))
         with self._lock:
             self._decoding -= 1
-            over = bool(self._end) and not self._decoding
-        if over:
-            self._listener(self._end[0])
+        self._tell_end()
+
+    def _close(self, end: Done | Failed) -> None:
+        with self._lock:
+            self._end = end
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Ends the request once all its audio is decoded; a listener hears no second end."""
+        with self._lock:
+            end = None if self._decoding else self._end
+        if end is not None:
+            self._listener(end)
 
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
-O = TypeVar("O", bound=RequestInfo)  # noqa: E741
+O = TypeVar("O", bound=RequestInfo[Any])  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
@@ -221,7 +267,7 @@ class SpeechPipeline(Generic[R, O]):
     """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own
     `_prepare`.
 
-    `utterance` and `streamer` make the engine's receivers of one request, whole and streamed.
+    `streamer` and `utterance` make the engine's receivers of one request, streamed and whole.
     """
 
     name: str
@@ -233,13 +279,16 @@ class SpeechPipeline(Generic[R, O]):
         self,
         engine: SpeechEngine[R],
         stage: CodecStage[Any],
-        utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]],
-        streamer: Callable[[O, CodecStage[Any], Listener], Receiver[Any]],
+        streamer: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Streamer,
+        utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
+        cuts_chunks: bool = False,
     ) -> None:
+        """`cuts_chunks`: the engine hands on a stream in the chunks that are to be decoded."""
         self._engine = engine
         self._stage = stage
-        self._utterance = utterance
         self._streamer = streamer
+        self._utterance = utterance
+        self._cuts_chunks = cuts_chunks
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
@@ -270,23 +319,18 @@ class SpeechPipeline(Generic[R, O]):
         cannot do."""
         raise NotImplementedError
 
-    def _streamed(self, wanted: R) -> R:
-        """The engine's request of a stream, in families whose engine treats streams in a way of their own."""
-        return wanted
-
     def _begin(self, wanted: R, info: O, on_event: OnEvent, stream: bool) -> Listener:
-        if stream:
-            wanted = self._streamed(wanted)
-
         def over(done: bool) -> None:
             with self._lock:
                 self._audio_seconds += listener.seconds
             if not done:
-                receiver.hang_up()
-                self._engine.cancel(wanted)
-            receiver.end_state()
+                self._engine.cancel(receiver.current)
+            receiver.over()
 
         listener = Listener(on_event, over)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
+        if self._cuts_chunks:
+            receiver.chunk_frames = ()
+        receiver.engine, receiver.current = self._engine, wanted
         self._engine.submit(wanted, receiver)
         return listener

@@ -1,26 +1,23 @@
-"""Sequences of tokens: what an engine is asked for, how it is drawn, and its tokens as codes for the
-codec's stage."""
+"""Sequences of tokens: what an engine is asked for, how it is drawn, and what it tells."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
-from pipelines.request import Failed, Generation, Listener
-from pipelines.results import FinishedCodes, RequestInfo, SpeechEngine, Streamer, Utterance
+from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.nn.config_keys import Drawing
+from pipelines.request import Generation
+from pipelines.results import SpeechEngine
 from pipelines.validation import bounded, bounded_top_k, check_seed, either
 
 Finish = Literal["stop", "length"]
 #: The highest temperature that vLLM takes.
 MAX_TEMPERATURE = 2.0
-
-S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,95 +105,6 @@ class TokenHost(SpeechEngine[TokenRequest], Protocol):
     def max_context(self) -> int:
         """Positions of a sequence: prompt and new tokens."""
         ...
-
-    @property
-    def dtype(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequestInfo(RequestInfo, Generic[S]):
-    """A request's info, and what its tokens mean, which a family says."""
-
-    def read(self, tokens: Tokens) -> FinishedCodes[S]:
-        """The utterance that a finished sequence holds.
-
-        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
-        (`no_audio`) when it holds no speech.
-        """
-        raise NotImplementedError
-
-
-class TokenUtterance(Utterance[S]):
-    """A `TokenReceiver` of whole utterances."""
-
-    streamed = False
-
-    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
-        super().__init__(info, stage, listener)
-        self._read = info.read
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Whole utterances wait for their end."""
-
-    def finished(self, tokens: Tokens) -> None:
-        try:
-            made = self._read(tokens)
-        except SynthesisError as error:
-            self.failed(error)
-        else:
-            self.decode(made)
-
-
-class TokenStreamer(Streamer[S]):
-    """A `TokenReceiver` of streams."""
-
-    streamed = True
-    #: Whether the codec looks ahead, so that empty codes must tell it of the end.
-    looks_ahead: ClassVar[bool] = False
-
-    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
-        super().__init__(info, stage, listener)
-        self._read = info.read
-
-    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """The frames [frames, codebooks] that are whole with these tokens; by itself those of every step."""
-        assert codes is not None
-        return codes
-
-    def first_state(self) -> S | None:
-        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked
-        once there is a frame."""
-        return self._stage.new_state()
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        frames = self.frames(ids, codes)
-        if self._state is None and (len(frames) or self._buffer):
-            self._state = self.first_state()
-        self.push(frames)
-
-    def finished(self, tokens: Tokens) -> None:
-        try:
-            made = self._read(tokens)
-        except SynthesisError as error:
-            self.close(Failed(error))
-            return
-        self.flush()
-        if self.looks_ahead:
-            self.mark_end(made.codes.shape[1])
-        self.complete(len(made.codes), made.finish)
-
-
-class Drawing(Protocol):
-    """How a model draws by itself."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
 
 
 def token_sampling(

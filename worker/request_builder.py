@@ -72,5 +72,5 @@ class RequestBuilder:
             return self.held.retrying(lambda: self.references.get(self.store, job.id, key), DOUBTS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
-        seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed)
+        seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.generation.seed)
         return item_request(line, generation, job, request_id, seed, load)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -18,7 +14,7 @@ from pydantic import BaseModel, SecretStr
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
-from jobs.formatting import MASK, printable, redact
+from jobs.formatting import MASK, field_docs, printable, redact
 from jobs.job_options import hints
 from jobs.settings import load_settings, setting_fields, variable_of
 
@@ -149,18 +145,7 @@ def described() -> Iterator[tuple[str, str, str]]:
             continue
         field = group.model_fields[name]
         default = "" if field.default in (None, ()) else str(field.default)
-        yield variable_of(key), "required" if field.is_required() else default, _meanings(group)[name]
-
-
-@cache
-def _meanings(group: type[BaseModel]) -> dict[str, str]:
-    """The docstrings of the fields of a group."""
-    found: Any = ast.parse(inspect.getsource(group)).body[0]
-    return {
-        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
-        for field, text in pairwise(found.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+        yield variable_of(key), "required" if field.is_required() else default, field_docs(group)[name]
 
 
 def markdown_rows() -> list[str]:

@@ -22,7 +22,7 @@ from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
-    from jobs.job_options import Shown
+    from jobs.job_options import Flag
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,22 +33,28 @@ MESSAGES = "Messages"
 
 
 class Option(click.Option):
-    """An option that knows under which heading it stands."""
+    """An option that knows under which heading it stands; `about` gives its help where somebody asks."""
 
-    def __init__(self, *args: Any, heading: str = MESSAGES, **settings: Any) -> None:
+    def __init__(
+        self, *args: Any, heading: str = MESSAGES, about: Callable[[], str] | None = None, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
-        self.heading = heading
+        self.heading, self.about = heading, about
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        if self.about is not None:
+            self.help = self.about()
+        return super().get_help_record(ctx)
 
 
 class JobCommand(click.Command):
     """A command with the options of a job: its help shows them under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.job_options import HEADINGS, KEYS, settable
+        from jobs.job_options import GROUPS, KEYS, settable
 
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS} | {
-            KEYS: list(settable().items())
-        }
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+        records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 records[getattr(parameter, "heading", MESSAGES)].append(record)
@@ -144,9 +150,7 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 def job_options(function: F) -> F:
     """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
     `SubmitOptions` as `options`."""
-    from jobs.job_options import JOB, flags, job_of, user_name, usual_options
-
-    usual = usual_options()
+    from jobs.job_options import JOB, flags, job_of, user_name
 
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
@@ -160,7 +164,7 @@ def job_options(function: F) -> F:
     set_help = "Set one of the keys below. Can be given more than once."
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
-        *(_option(name, shown, usual.get(name)) for name, shown in flags().items()),
+        *(_option(name, flag) for name, flag in flags().items()),
         click.option(
             "--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help
         ),
@@ -171,32 +175,33 @@ def job_options(function: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
-def _option(name: str, shown: Shown, usual: object) -> Callable[[Any], Any]:
+def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
     """The option of a row of the table of `jobs.job_options`, which reads what is given."""
-    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
-    kind: Any = NamedPath(path_type=Path) if shown.metavar == "FILE" else None
+    from jobs.job_options import help_of
+
+    kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
     return click.option(
-        shown.flag,
+        flag.flag,
         name,
         cls=Option,
-        heading=shown.heading,
-        metavar=shown.metavar or None,
-        help=f"{shown.help} [default: {usual}]" if is_text else shown.help,
-        is_flag=shown.kind is bool,
+        heading=flag.heading,
+        about=lambda: help_of(name),
+        metavar=flag.metavar,
+        is_flag=flag.kind is bool,
         default=None,
-        multiple=get_origin(shown.kind) in (Mapping, Sequence),
-        type=click.Choice(get_args(shown.kind)) if get_origin(shown.kind) is Literal else kind,
+        multiple=get_origin(flag.kind) in (Mapping, Sequence),
+        type=click.Choice(get_args(flag.kind)) if get_origin(flag.kind) is Literal else kind,
         shell_complete={"model": models, "voice": voices}.get(name),
     )
 
 
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
-    from jobs.job_options import GENERATION, OptionError, checked_generation, read_options, rows, settable
+    from jobs.job_options import GENERATION, OptionError, checked_generation, flags, read_options, settable
     from pipelines.validation import check_generation
 
     asked = {
-        name: pairs(value, rows()[name].metavar) if get_origin(rows()[name].kind) is Mapping else value
+        name: pairs(value, str(flags()[name].metavar)) if get_origin(flags()[name].kind) is Mapping else value
         for name, value in given.items()
     }
     generation: dict[str, str] = {}

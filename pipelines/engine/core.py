@@ -92,11 +92,12 @@ class EngineCore:
     def check(self, request: GenerationRequest) -> None:
         """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called
         from any thread."""
-        if not self.scheduler.fits(request) or request.positions > self.options.max_context:
+        kv = self.executor.kv
+        room = min(kv.pages * kv.page_size, self.options.max_context)
+        if request.positions > room:
             raise SynthesisError(
                 ErrorCode.SYNTH_OOM,
-                f"The request needs up to {request.positions} positions; the engine has room for "
-                f"{min(self.executor.kv.pages * self.executor.kv.page_size, self.options.max_context)}.",
+                f"The request needs up to {request.positions} positions; the engine has room for {room}.",
                 "Shorten the text or the reference, lower max_seconds, or give the engine more pages.",
             )
 
@@ -104,7 +105,8 @@ class EngineCore:
         """Puts a request into the queue. Raises as `check` does."""
         self.check(request)
         listening = Listening(self._clock(), unheard=request.unheard) if request.stream else None
-        self.scheduler.add(Utterance(request, receiver, listening=listening))
+        queue = self.scheduler.waiting if listening is None else self.scheduler.waiting_streams
+        queue.append(Utterance(request, receiver, listening=listening))
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
         """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the
@@ -265,7 +267,8 @@ class EngineCore:
             self.executor.prefill(list(now.values()))
             runs = later
         for utterance, _ in chunks:
-            self.scheduler.keep_prefix(utterance)
+            if utterance.request.prefixes:
+                self.scheduler.keep_prefix(utterance)
         return there_were_any
 
     def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:

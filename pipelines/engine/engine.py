@@ -28,11 +28,6 @@ _REST_SECONDS = 0.001
 _IDLE_SECONDS = 1.0
 
 
-#: In the order in which it came: requests, and what is to be done for earlier ones, such as text for them, or
-#: their end.
-Inbox = list[tuple[GenerationRequest, FrameReceiver] | Callable[[], None]]
-
-
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
@@ -47,12 +42,20 @@ class Engine:
         options: EngineOptions,
         waiting_room: int = 64,
         follower: CodecStage[Any] | None = None,
+        codec: str = "",
     ) -> None:
+        """`codec`: what of it is not as by default, for `info`."""
         self.core = EngineCore(executor, options)
-        self._inbox: Inbox = []
+        #: Requests that came, how many of them are whole utterances, and what is to be done for earlier ones,
+        #: such as text for them, or their end.
+        self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
+        self._arrived_whole = 0
+        self._calls: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._room = waiting_room
         self._follower = follower
+        self._codec = codec
+        self._info: EngineInfo | None = None
         self._waiting = 0
         self._closing = False
         self._preparing = True
@@ -73,14 +76,12 @@ class Engine:
             inside = threading.current_thread() is self._thread or (
                 self._follower is not None and self._follower.is_current
             )
-            while (
-                not (request.stream or inside or self._closing)
-                and self._waiting + _whole(self._inbox) >= self._room
-            ):
-                self._wake.wait()
+            if not (request.stream or inside):
+                self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
             if self._closing:
                 raise _closed()
-            self._inbox.append((request, receiver))
+            self._arrived.append((request, receiver))
+            self._arrived_whole += not request.stream
             self._wake.notify_all()
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
@@ -94,27 +95,31 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the engine and how it runs a frame."""
+        """Sizes of the engine and how it runs a frame, which may have changed since it was opened."""
         executor, options = self.core.executor, self.core.options
-        return EngineInfo(
+        if self._info is not None and self._info.executor == executor.name:
+            return self._info
+        packed = ", packed prefill" if executor.packed else ""
+        self._info = EngineInfo(
             slots=options.slots,
             waiting_room=self._room,
             device=device_name(executor.kv.k.device),
             dtype=type_name(executor.kv.k.dtype),
             executor=executor.name,
-            kernels=executor.kernels + (", packed prefill" if executor.packed else ""),
+            kernels=executor.kernels + packed + (f", {self._codec}" if self._codec else ""),
             kv_pages=executor.kv.pages,
             page_size=executor.kv.page_size,
             max_context=options.max_context,
             reproducible=executor.reproducible,
             engine="native",
         )
+        return self._info
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler, slots = self.core.scheduler, self.core.options.slots
         running = len(scheduler.running)
         with self._wake:
-            waiting = self._waiting + len(scheduler.waiting_streams) + len(_requests(self._inbox))
+            waiting = self._waiting + len(scheduler.waiting_streams) + len(self._arrived)
         return EngineStats(
             # Those that start again are under way: they take no place in the waiting room. Those in spare
             # slots wait for a row.
@@ -136,31 +141,40 @@ class Engine:
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._wake:
-            self._inbox.append(call)
+            self._calls.append(call)
             self._wake.notify_all()
 
     def _run(self) -> None:
         executor = self.core.executor
         with on_device(executor.kv.k.device), torch.cuda.stream(executor.stream):
-            self._loop()
-
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                idle = not self._has_work and not self._wake.wait_for(
-                    lambda: self._has_work, _IDLE_SECONDS if self._preparing else None
-                )
-                while self._rests:
-                    self._wake.wait(_REST_SECONDS)
-                if self._closing:
-                    break
-                arrived, self._inbox = self._inbox, []
-                self._waiting += _whole(arrived)
-            if idle and not arrived:
-                self._prepare()
-            else:
-                self._turn(arrived)
+            while self._one():
+                continue
         self._stop()
+
+    def _one(self) -> bool:
+        """One turn, or one step of preparing for later ones; False where the engine is to end."""
+        with self._wake:
+            idle = not self._wake.wait_for(
+                lambda: self._arrived or self._calls or self._closing or not self.core.idle,
+                _IDLE_SECONDS if self._preparing else None,
+            )
+            while self._rests:
+                self._wake.wait(_REST_SECONDS)
+            if self._closing:
+                return False
+            arrived, calls = self._arrived, self._calls
+            self._arrived, self._calls = [], []
+            self._waiting += self._arrived_whole
+            self._arrived_whole = 0
+        if idle and not (arrived or calls):
+            self._prepare()
+            return True
+        for one in arrived:
+            self.core.add(*one)
+        for call in calls:
+            call()
+        self._turn()
+        return True
 
     @property
     def _behind(self) -> bool:
@@ -169,12 +183,8 @@ class Engine:
     @property
     def _rests(self) -> bool:
         """Whether all that could be done is batch work, and that waits for the follower."""
-        urgent = self._closing or self.core.has_streams or len(self._inbox) > _whole(self._inbox)
-        return not urgent and self._behind
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._inbox or self._closing or not self.core.idle)
+        streams = self.core.has_streams or len(self._arrived) > self._arrived_whole
+        return not (self._closing or self._calls or streams) and self._behind
 
     def _prepare(self) -> None:
         try:
@@ -183,12 +193,7 @@ class Engine:
             log.exception("the executor could not prepare for later batches")
             self._preparing = False
 
-    def _turn(self, arrived: Inbox) -> None:
-        for one in arrived:
-            if callable(one):
-                one()
-            else:
-                self.core.add(*one)
+    def _turn(self) -> None:
         worked = True
         try:
             worked = self.core.step(not self._behind)
@@ -198,25 +203,16 @@ class Engine:
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
-            if not (worked or self._inbox or self._closing):
+            if not (worked or self._arrived or self._calls or self._closing):
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
         self.core.fail_all(_closed())
         with self._wake:
-            left, self._inbox = self._inbox, []
+            left, self._arrived = self._arrived, []
             self._wake.notify_all()
-        for _, receiver in _requests(left):
+        for _, receiver in left:
             receiver.failed(_closed())
-
-
-def _requests(inbox: Inbox) -> list[tuple[GenerationRequest, FrameReceiver]]:
-    return [one for one in inbox if isinstance(one, tuple)]
-
-
-def _whole(inbox: Inbox) -> int:
-    """How many whole utterances came."""
-    return sum(not request.stream for request, _ in _requests(inbox))
 
 
 def _closed() -> SynthesisError:

@@ -8,9 +8,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import torch
 
 from kernels import lm_persistent
@@ -19,12 +19,15 @@ from kernels.frame import StackTensors, fused_fault
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import BATCH_FRAMES
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
+from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecutor
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.nn.config_keys import StackConfig
+from pipelines.options import CONTEXT, Count, ModelOptions
 
 if TYPE_CHECKING:
     from pipelines.engine.graph import GraphExecutor
@@ -126,11 +129,7 @@ def plan_memory(
     most = holds(LEAST_POSITIONS)
     if most < 1:
         message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            message,
-            "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.",
-        )
+        raise _cannot_run(message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
         slots = max(bucket for bucket in BUCKETS if bucket <= typical)
@@ -140,7 +139,7 @@ def plan_memory(
     elif slots > most:
         message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+        raise _cannot_run(message, advice)
     if pages is None:
         # What the slots typically need, and half of the rest, up to all that they could ever need.
         room = (free - slots_bytes(needs, slots)) // needs.page
@@ -169,87 +168,6 @@ def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
 def gib(size: int) -> str:
     """Bytes in words."""
     return f"{size / 2**30:.1f} GiB"
-
-
-def context_of(max_context: int, max_positions: int) -> int:
-    """Positions of an utterance at most. Raises `ConfigError` (`config.invalid`) for a context that is too
-    short for any prompt."""
-    context = min(max_context, max_positions)
-    if context < _LEAST_CONTEXT:
-        message = f"A context of {context} positions is too short for a prompt and a second of speech."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            message,
-            f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.",
-        )
-    return context
-
-
-def plan_engine(
-    needs: MemoryNeeds,
-    device: torch.device,
-    context: int,
-    *,
-    slots: int | None = None,
-    streams: int = 0,
-    pages: int | None = None,
-    page_size: int = 64,
-    memory_share: float | None = None,
-    frame_seconds: float = _DEFAULTS.frame_seconds,
-    wide: bool = False,
-) -> EngineOptions:
-    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs`
-    are those of its weights too.
-
-    wide: it may have more than 512 slots by default, and spare ones, where that was measured to be faster.
-
-    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and
-    `SynthesisError` (`synth.oom`) where it would hold them if no other program filled it.
-    """
-    if device.type == "cpu":
-        slots = slots or _CPU_SLOTS
-        pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
-        return EngineOptions(
-            slots,
-            pages,
-            page_size,
-            context,
-            frame_seconds=frame_seconds,
-            stream_slots=min(streams, slots // 2),
-        )
-    planned = partial(
-        plan_memory,
-        needs=needs,
-        page_size=page_size,
-        max_context=context,
-        slots=slots,
-        pages=pages,
-        wide=wide,
-    )
-    budget = memory_budget(device, memory_share)
-    try:
-        plan = planned(budget)
-    except ConfigError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
-        planned(_budget(total - LIBRARY_BYTES, total, memory_share))
-        message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
-        advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
-        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
-    many = plan.slots > BUCKETS[-1]
-    return EngineOptions(
-        plan.slots,
-        plan.pages,
-        page_size,
-        context,
-        frames_per_turn=_WIDE_FRAMES_PER_TURN if many else _FRAMES_PER_TURN,
-        admit_turns=_ADMIT_TURNS,
-        decode_frames=plan.decode_frames,
-        frame_seconds=frame_seconds,
-        stream_slots=min(streams, plan.slots // 2),
-        spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
-        prefill_tokens=_WIDE_PREFILL * plan.slots if many else _DEFAULTS.prefill_tokens,
-    )
 
 
 def memory_budget(device: torch.device, share: float | None) -> int:
@@ -292,56 +210,34 @@ def check_executor(
     """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks,
     cannot have, before anything is loaded."""
     on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
-    fault = _unknown_heads(stacks) if on_gpu and (graphs or reproducible) else None
-    unset = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
-    for wrong, message, advice in (
-        (
-            kind == "eager" and reproducible and on_gpu,
-            "The eager executor is not reproducible on a GPU.",
-            unset,
-        ),
-        (
-            kind == "megakernel" and reproducible and on_gpu,
-            "The megakernel executor is not reproducible.",
-            unset,
-        ),
-        (
-            graphs and not on_gpu,
-            f"The {kind} executor needs a CUDA device.",
-            "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it.",
-        ),
-        (
-            on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)),
-            f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}.",
-            "Leave the option page_size out, or set it to 64.",
-        ),
-        (
-            fault,
-            f"The graph executor cannot run this model. {fault}",
-            "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE.",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
-    if on_gpu and (graphs or reproducible) and (fault := triton_fault()) is not None:
-        raise _no_graphs(fault)
+    eager = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it"
+    if graphs and not on_gpu:
+        raise _cannot_run(f"The {kind} executor needs a CUDA device.", f"{eager}.")
+    if reproducible and on_gpu and kind in ("eager", "megakernel"):
+        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
+        raise _cannot_run(f"The {kind} executor is not reproducible on a GPU.", advice)
+    if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
+        message = f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
+        raise _cannot_run(message, "Leave the option page_size out, or set it to 64.")
+    if on_gpu and (graphs or reproducible):
+        if fault := _unknown_heads(stacks):
+            advice = f"{eager}, and unset SPEECH_ENGINE__REPRODUCIBLE."
+            raise _cannot_run(f"The graph executor cannot run this model. {fault}", advice)
+        if fault := triton_fault():
+            raise _no_graphs(fault)
 
 
 def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
-    return next(
-        (
-            fault
-            for stack in stacks
-            if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None
-        ),
-        None,
-    )
+    faults = (fused_fault(stack.heads, stack.kv_heads, stack.head_dim) for stack in stacks)
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _no_graphs(fault: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE
-    )
+    return _cannot_run(f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
+
+
+def _cannot_run(message: str, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
 
 
 def open_executor(
@@ -360,15 +256,23 @@ def open_executor(
     warning. Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or
     `reproducible` on a GPU without them.
     """
-    stacks = model.tensors.stacks
-    check_executor(model.device, kind, reproducible, sizes.page_size, stacks)
-    if kind == "eager" or model.device.type != "cuda":
+    device, stacks = model.device, model.tensors.stacks
+    check_executor(device, kind, reproducible, sizes.page_size, stacks)
+    if kind == "eager" or device.type != "cuda":
         return EagerExecutor(model, sizes)
-    with on_device(model.device):
-        fault = _unknown_heads(stacks) or triton_fault()
+    with on_device(device):
+        unknown = _unknown_heads(stacks)
+        fault = unknown or triton_fault()
         if fault is None:
+            persistent = kind == "megakernel" or (
+                sizes.persistent
+                and may_be_persistent(kind, reproducible, streams > 0, device)
+                and lm_persistent.predictor_cut(model.tensors) is not None
+            )
             try:
-                return _opened_graphs(model, sizes, kind, reproducible, streams > 0)
+                executor = graph_executor(model, sizes, reproducible, streams > 0, persistent=persistent)
+                executor.warm(everything=streams > 0)
+                return executor
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
@@ -377,21 +281,10 @@ def open_executor(
     if kind != "auto" or reproducible:
         raise _no_graphs(fault)
     log.warning(
-        "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
-        fault, "" if _unknown_heads(stacks) else f" {TRITON_ADVICE}",
+        "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower. %s",
+        fault, "" if unknown else TRITON_ADVICE,
     )  # fmt: skip
     return EagerExecutor(model, sizes)
-
-
-def _opened_graphs(
-    model: FrameModel, sizes: EngineOptions, kind: ExecutorKind, reproducible: bool, streams: bool
-) -> FrameExecutor:
-    """The graph executor with its first graphs. Raises what a lack of memory, or of a compiler, raises."""
-    wanted = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device)
-    persistent = kind == "megakernel" or (wanted and lm_persistent.predictor_cut(model.tensors) is not None)
-    executor = graph_executor(model, sizes, reproducible, streams, persistent=persistent)
-    executor.warm(everything=streams)
-    return executor
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:
@@ -421,3 +314,99 @@ def graph_executor(
     else:
         from pipelines.engine.graph import GraphExecutor as Chosen
     return Chosen(model, sizes, reproducible, first_on_device)
+
+
+#: Requests that wait for a slot on a CPU.
+_CPU_WAITING_ROOM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModelOptions(ModelOptions):
+    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
+
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels. "megakernel": as graphs,
+    #: with persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with
+    #: Triton, and those kernels where they were measured.
+    executor: ExecutorKind = "auto"
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU
+    #: everything that they, or any request, need is compiled and captured before the pipeline is open, which
+    #: takes a while.
+    streams: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: KV pages of `page_size` positions.
+    pages: Count | None = None
+    page_size: Count = 64
+
+    def plan(
+        self,
+        needs: MemoryNeeds,
+        device: torch.device,
+        max_positions: int,
+        context: int = CONTEXT,
+        frame_seconds: float = _DEFAULTS.frame_seconds,
+        wide: bool = False,
+    ) -> EngineOptions:
+        """Sizes of the engine of a model that is not loaded yet; `needs` are those of its weights too.
+
+        context: positions where nobody chose; wide: it may have more than 512 slots by default, and spare
+        ones, where that was measured to be faster.
+
+        Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and for a
+        context that is too short for any prompt, and `SynthesisError` (`synth.oom`) where it would hold
+        them if no other program filled it.
+        """
+        context = self.positions(max_positions, context)
+        if device.type == "cpu":
+            slots = self.slots or _CPU_SLOTS
+            needed = slots * math.ceil(context / self.page_size)
+            return EngineOptions(
+                slots,
+                self.pages or max(1, min(_CPU_KV_BYTES // needs.page, needed)),
+                self.page_size,
+                context,
+                frame_seconds=frame_seconds,
+                stream_slots=min(self.streams, slots // 2),
+            )
+
+        def planned(budget: int) -> MemoryPlan:
+            return plan_memory(budget, needs, self.page_size, context, self.slots, self.pages, wide)
+
+        try:
+            plan = planned(memory_budget(device, self.memory_share))
+        except ConfigError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
+            planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
+            message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
+            advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
+            raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
+        many = plan.slots > BUCKETS[-1]
+        return EngineOptions(
+            plan.slots,
+            plan.pages,
+            self.page_size,
+            context,
+            frames_per_turn=_WIDE_FRAMES_PER_TURN if many else _FRAMES_PER_TURN,
+            admit_turns=_ADMIT_TURNS,
+            decode_frames=plan.decode_frames,
+            frame_seconds=frame_seconds,
+            stream_slots=min(self.streams, plan.slots // 2),
+            spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
+            prefill_tokens=_WIDE_PREFILL * plan.slots if many else _DEFAULTS.prefill_tokens,
+        )
+
+    def positions(self, max_positions: int, context: int = CONTEXT) -> int:
+        """Positions of an utterance at most, of a model that has so many; `context`: where nobody chose."""
+        found = min(self.context(context), max_positions)
+        if found < _LEAST_CONTEXT:
+            message = f"A context of {found} positions is too short for a prompt and a second of speech."
+            advice = f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it."
+            raise _cannot_run(message, advice)
+        return found
+
+    def open_engine(
+        self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
+    ) -> Engine:
+        """The engine of a loaded model, whose speech goes on to `stage`. Raises as `open_executor`."""
+        executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
+        room = self.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
+        return Engine(executor, sizes, room, stage, codec)

@@ -94,9 +94,11 @@ class Utterance:
     request: GenerationRequest
     receiver: FrameReceiver
     slot: int = -1
-    #: In the order of positions: those of a prefix that it shares, then its own.
+    #: In the order of positions: those of a prefix that it shares, and how many these are, then its own, which
+    #: nobody else has.
     pages: list[int] = field(default_factory=list)
     shared: SharedPrefix | None = None
+    shared_pages: int = 0
     #: The prompt, [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
     #: Prompt positions whose keys are written; frames that were started, and that came back, as parts
@@ -129,30 +131,15 @@ class Utterance:
         return self.text_open and self.started >= len(self.trailing)
 
     @property
-    def own_pages(self) -> list[int]:
-        """Pages that nobody else has: all that are still written."""
-        return self.pages[self.shared_pages :]
-
-    @property
-    def shared_pages(self) -> int:
-        """How many pages are of prefixes."""
-        return 0 if self.shared is None else len(self.shared.all_pages)
-
-    @property
     def to_prefill(self) -> int:
         """Prompt positions not yet prefilled; the last one is the first frame's input."""
         return self.last - self.prefilled
 
-    @property
-    def context(self) -> int:
-        """Positions after the frames that were started."""
-        return self.last + self.started
-
     def restart(self) -> None:
-        self.slot, self.pages, self.embeddings = -1, [], None
+        """Begins anew, out of its slot."""
+        self.embeddings = None
         self.prefilled = self.started = self.made = 0
         self.parts = []
-        self.run += 1
         if self.listening is not None:
             self.listening.missing = self.listening.wanted + self.delivered
 
@@ -244,14 +231,6 @@ class Scheduler:
         """Whole utterances that have a slot, in the order in which they got it."""
         return [one for one in self.running if one.listening is None]
 
-    def fits(self, request: GenerationRequest) -> bool:
-        """Whether the request could run to its limit if it were alone."""
-        return self.kv.pages_for(request.positions) <= self.kv.pages
-
-    def add(self, utterance: Utterance) -> None:
-        """Puts a newcomer at the end of its queue."""
-        (self.waiting if utterance.listening is None else self.waiting_streams).append(utterance)
-
     def admit(self) -> list[Utterance]:
         """Gives slots and the pages of their prompts to waiting whole utterances, in order, as long as
         there is room beside streams."""
@@ -283,21 +262,24 @@ class Scheduler:
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
-        shared = self.prefixes.use(request.prefix_ends(self.kv.page_size))
+        shared = self._known_prefix(request) if request.prefixes else None
         known = [] if shared is None else shared.all_pages
-        wanted = self.kv.pages_for(
-            min(request.positions, len(request.prompt) + self._options.reserve_frames)
-        ) - len(known)
-        enough = not self.running or wanted <= self.prefixes.free
+        room = min(request.positions, len(request.prompt) + self._options.reserve_frames)
+        enough = not self.running or self.kv.pages_for(room) - len(known) <= self.prefixes.free
         pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
         if pages is None:
             if shared is not None:
                 self.prefixes.release(shared)
             return False
-        utterance.slot, utterance.pages, utterance.shared = self._free_slots.pop(), [*known, *pages], shared
+        utterance.slot, utterance.pages = self._free_slots.pop(), [*known, *pages]
+        utterance.shared, utterance.shared_pages = shared, len(known)
         utterance.prefilled = len(known) * self.kv.page_size
         self.running.append(utterance)
         return True
+
+    def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
+        """For one more user the longest prefix of a request that is known."""
+        return self.prefixes.use(request.prefix_ends(self.kv.page_size))
 
     def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
         """Lets those whose prefill has not begun share prefixes that came after them; returns them, since
@@ -308,19 +290,16 @@ class Scheduler:
         """
         adopted: list[Utterance] = []
         for utterance in (self.running if among is None else among) if len(self.prefixes) else ():
-            if (
-                utterance.prefilled == 0
-                and (shared := self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size)))
-                is not None
-            ):
-                known = shared.all_pages
-                count = len(known)
-                self.kv.give_back(utterance.pages[:count])
-                utterance.pages[:count], utterance.shared = known, shared
-                utterance.prefilled = count * self.kv.page_size
-                if utterance.to_prefill == 0:
-                    utterance.embeddings = None
-                adopted.append(utterance)
+            if utterance.prefilled or (shared := self._known_prefix(utterance.request)) is None:
+                continue
+            known = shared.all_pages
+            count = utterance.shared_pages = len(known)
+            self.kv.give_back(utterance.pages[:count])
+            utterance.pages[:count], utterance.shared = known, shared
+            utterance.prefilled = count * self.kv.page_size
+            if utterance.to_prefill == 0:
+                utterance.embeddings = None
+            adopted.append(utterance)
         return adopted
 
     def keep_prefix(self, utterance: Utterance) -> None:
@@ -332,7 +311,7 @@ class Scheduler:
                 longer = self.prefixes.keep(utterance.shared, content, utterance.pages[held:end])
                 if longer is None:
                     break
-                utterance.shared = longer
+                utterance.shared, utterance.shared_pages = longer, end
 
     def prefill(
         self, among: Iterable[Utterance] | None = None, share: int = 1
@@ -347,20 +326,13 @@ class Scheduler:
         chunks: list[tuple[Utterance, int]] = []
         budget = self._options.prefill_tokens // share
         for utterance in self.running if among is None else among:
-            left = utterance.last - utterance.prefilled
-            if left <= 0 or budget <= 0:
-                continue
-            at = utterance.prefilled
-            ends = [
-                pages * self.kv.page_size for _, pages in utterance.request.prefix_ends(self.kv.page_size)
-            ]
-            while left > 0 and budget > 0:
-                count = min(
-                    left, self._options.prefill_chunk, next((end - at for end in ends if end > at), left)
-                )
+            at, request, size = utterance.prefilled, utterance.request, self.kv.page_size
+            ends = [pages * size for _, pages in request.prefix_ends(size)] if request.prefixes else []
+            while at < utterance.last and budget > 0:
+                end = next((end for end in ends if end > at), utterance.last)
+                count = min(end - at, self._options.prefill_chunk)
                 chunks.append((utterance, count))
                 at += count
-                left -= count
                 budget -= count
         return chunks
 
@@ -384,10 +356,9 @@ class Scheduler:
         for utterance in batch:
             if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
                 continue
+            missing = self.kv.pages_for(utterance.last + utterance.started + frames) - len(utterance.pages)
             while utterance.slot >= 0:
-                pages = self.prefixes.take(
-                    self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
-                )
+                pages = self.prefixes.take(missing)
                 if pages is not None:
                     utterance.pages.extend(pages)
                     grown.append((utterance, pages))
@@ -415,16 +386,16 @@ class Scheduler:
         """Takes an utterance out of its slot; its frames under way are void."""
         self.running.remove(utterance)
         self._free_slots.append(utterance.slot)
-        self.kv.give_back(utterance.own_pages)
+        self.kv.give_back(utterance.pages[utterance.shared_pages :])
         if utterance.shared is not None:
             self.prefixes.release(utterance.shared)
-        utterance.slot, utterance.pages, utterance.shared = -1, [], None
+        utterance.slot, utterance.pages, utterance.shared, utterance.shared_pages = -1, [], None, 0
         utterance.run += 1
 
     def scrub(self, utterance: Utterance) -> None:
         """Zeroes the pages of a running utterance that can hold NaN; those of a prefix once nobody reads
         it."""
-        self.kv.scrub(utterance.own_pages)
+        self.kv.scrub(utterance.pages[utterance.shared_pages :])
         if utterance.shared is not None:
             self.prefixes.doubt(utterance.shared)
 

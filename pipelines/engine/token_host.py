@@ -13,9 +13,11 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.scheduler import Finish, GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import NightjarError
 from pipelines.request import EngineInfo
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
+
+#: Frames to ids, and to the codes of their steps.
+TokensOf = Callable[[NDArray[np.int64]], tuple[list[int], NDArray[np.int64] | None]]
 
 
 class NativeHost:
@@ -30,18 +32,14 @@ class NativeHost:
         self,
         engine: Engine,
         ids: NDArray[np.int64],
-        ends: tuple[int, ...],
         prompt: Callable[[TokenRequest], Any],
         prefixes: Callable[[Any], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`ends`: the codes that end a sequence of this model; `prompt`: what the model embeds for a
-        request; `prefixes`: the positions of that which other prompts begin with too; `codebooks`: of a
-        frame.
-        """
+        """`prompt`: what the model embeds for a request; `prefixes`: the positions of that which other
+        prompts begin with too; `codebooks`: of a frame."""
         self._engine = engine
         self._ids = ids
-        self._stop_ids = frozenset(ids[list(ends)].tolist())
         #: The code of each id that is one, for the penalty of what a prompt holds.
         self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
         self._prompt = prompt
@@ -57,10 +55,6 @@ class NativeHost:
         return min(info.kv_pages * info.page_size, info.max_context)
 
     @property
-    def dtype(self) -> str:
-        return self._engine.info.dtype
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a frame."""
         return self._engine.info
@@ -69,16 +63,10 @@ class NativeHost:
         """Queues a sequence; see `pipelines.tokens.TokenHost.submit`. A receiver may call it, and a stream
         never waits.
 
-        Raises `SynthesisError` as `Engine.submit`; ValueError for stop ids that are not the model's ends,
-        and for a shadow.
+        It ends at the model's own ends, whatever the stop ids, and has no shadow. Raises `SynthesisError`
+        as `Engine.submit`.
         """
         sampling = request.sampling
-        if request.shadow is not None:
-            raise ValueError("the native engine runs no shadow of a sequence")
-        if not sampling.ignore_end and frozenset(sampling.stop_ids) != self._stop_ids:
-            raise ValueError(
-                f"the native engine ends a sequence at {sorted(self._stop_ids)}, not at {sorted(sampling.stop_ids)}"
-            )
         # The engine's last draw only tells whether the sequence has ended.
         draws = sampling.max_tokens + 1
         prompt = self._prompt(request)
@@ -112,14 +100,10 @@ class _Receiver:
     """Tells a `TokenReceiver` what the engine says of its request, whose sequence has a maximum of so many
     tokens."""
 
-    def __init__(
-        self,
-        receiver: TokenReceiver,
-        tokens_of: Callable[[NDArray[np.int64]], tuple[list[int], NDArray[np.int64] | None]],
-        most: int,
-    ) -> None:
+    def __init__(self, receiver: TokenReceiver, tokens_of: TokensOf, most: int) -> None:
         self._receiver, self._tokens_of, self._most = receiver, tokens_of, most
         self._passed = 0
+        self.failed = receiver.failed
 
     def frames(self, codes: NDArray[np.int64]) -> None:
         self._passed += len(codes)
@@ -127,9 +111,6 @@ class _Receiver:
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
         if self._receiver.streamed and len(codes) > self._passed:
-            self._receiver.tokens(*self._tokens_of(codes[self._passed :]))
+            self.frames(codes[self._passed :])
         ids, columns = self._tokens_of(codes)
         self._receiver.finished(Tokens(ids, "length" if len(ids) == self._most else "stop", columns))
-
-    def failed(self, error: NightjarError) -> None:
-        self._receiver.failed(error)

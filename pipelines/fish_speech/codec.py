@@ -35,7 +35,7 @@ from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
-from pipelines.nn.checkpoint import Loader, PickledTensors, TensorSource, shown, take_normed
+from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
 from pipelines.recording import RecordingCache, check_recording, decode_recording
 
 log = logging.getLogger(__name__)
@@ -46,19 +46,19 @@ _UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
 _SNAKE_EPS = 1e-9
 
 
-def open_codec(folder: Path) -> PickledTensors:
+def open_codec(folder: Path) -> TensorTable:
     """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in
     their names.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the file.
     """
-    table = PickledTensors.read(folder / CODEC_WEIGHTS, ("state_dict", "generator"))
+    path = folder / CODEC_WEIGHTS
+    tensors = read_pickle(path, ("state_dict", "generator"))
     inside = {
-        name.rpartition("generator.")[2]: tensor
-        for name, tensor in table.tensors.items()
-        if "generator." in name
+        name.rpartition("generator.")[2]: tensor for name, tensor in tensors.items() if "generator." in name
     }
-    return PickledTensors(table.place, inside) if inside else table
+    found = inside or tensors
+    return TensorTable(path, found, found.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,39 +2,145 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from hibari import Hibari
+from numpy.typing import NDArray
 
-from pipelines.audio import normalize_loudness
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.hibari.config import CAPABILITIES, SAMPLE_RATE
+from pipelines.audio import PEAK_LIMIT, normalize_loudness
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
-from pipelines.hibari.utterance import (
-    SAMPLES_PER_FRAME,
-    Schedule,
-    StreamedUtterance,
-    Utterance,
-    WholeUtterance,
-)
 from pipelines.request import (
+    AudioChunk,
     Done,
     EngineInfo,
     EngineStats,
+    Event,
     Failed,
     Handle,
     Listener,
     OnEvent,
     PreparedRequest,
+    Speech,
     SynthesisRequest,
     check_start,
 )
 from pipelines.validation import speech_task
 
+log = logging.getLogger(__name__)
+
 _WAITING_PER_THREAD = 16
+SAMPLES_PER_FRAME = 300
+#: Speech peaks at 0.1 and above before it is normalized; what the model makes of nothing to say peaks at
+#: 0.02.
+_SILENT_PEAK = 0.03
+#: What a stream is multiplied by: sentences have -26.3 LUFS as the model makes them, and hardly more or less
+#: (standard deviation 0.4).
+STREAM_GAIN = np.float32(10 ** (3.3 / 20))
+#: A stream whose listener has more than this ahead lets whole utterances go first.
+DUE_SECONDS = 2.0
+
+
+class Utterance:
+    """A request and how far it is spoken. One thread at a time calls `advance`, `finish` and `tell`.
+
+    Whole speech has the loudness of everything that Nightjar writes. A stream's pieces come as soon as
+    they are made, multiplied by `STREAM_GAIN`, and the louder ones by what keeps their peak; they begin
+    and end in silence, so they follow each other without a click.
+    """
+
+    def __init__(
+        self,
+        request: SynthesisRequest,
+        text: str,
+        listener: Listener,
+        stream: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request = request
+        self.text = text
+        self.listener = listener
+        self.stream = stream
+        #: Phoneme ids, one list a piece of speech; may read the text as it goes.
+        self.pieces: Iterator[list[int]] = iter(())
+        #: Its place in the order of arrival.
+        self.arrival = 0
+        self.begun = False
+        #: Samples that were made.
+        self.samples = 0
+        #: When the listener of a stream that began with the first chunk will have heard all chunks; 0 before
+        #: the first one.
+        self.deadline = 0.0
+        self._clock = clock
+        self._generator = np.random.default_rng(request.seed)
+        #: What was made and not handed on.
+        self._parts: list[NDArray[np.float32]] = []
+        self._audible = False
+
+    def advance(self, voice: Hibari) -> bool:
+        """Speaks the next piece; False when there is none.
+
+        Raises `InputError` for a text that turns out unreadable or longer than it may be.
+        """
+        self.begun = True
+        piece = next(self.pieces, None)
+        if piece is None:
+            return False
+        samples = voice.from_ids(piece, 1.0, self._generator)
+        self.samples += len(samples)
+        limit = self.request.generation.max_seconds
+        if limit is not None and self.samples > limit * SAMPLE_RATE:
+            message = f"The speech is longer than max_seconds ({limit:g})."
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Shorten the text or raise the limit.")
+        if len(samples):
+            self._parts.append(samples)
+            self._audible = self._audible or _peak(samples) >= _SILENT_PEAK
+        # Text that makes no speech fails without a sound, as it does in a whole utterance.
+        while self.stream and self._audible and self._parts:
+            part = self._parts.pop(0)
+            gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(_peak(part), 1e-6)))
+            self.tell(AudioChunk(part * gain, SAMPLE_RATE))
+            self.deadline = max(self.deadline, self._clock()) + len(part) / SAMPLE_RATE
+        return True
+
+    def finish(self) -> Speech:
+        """What ends the request, after the last piece. Raises `SynthesisError` (`synth.silent`) for speech
+        without a voice."""
+        samples, lufs, more = np.zeros(0, np.float32), 0.0, dict[str, float]()
+        if self._audible and not self.stream:
+            samples, lufs = normalize_loudness(np.concatenate(self._parts), SAMPLE_RATE)
+            more = {"loudness_lufs": round(lufs, 2)}
+        if not self._audible or lufs == -math.inf:
+            message = "The voice made no audible speech of this text."
+            raise SynthesisError(ErrorCode.SYNTH_SILENT, message, "Check the text.")
+        meta = {"frames": self.samples // SAMPLES_PER_FRAME, "finish_reason": "stop", **more}
+        return Speech(samples, SAMPLE_RATE, self.text, meta=meta)
+
+    def turn(self, now: float) -> tuple[int, float, int]:
+        """When its next piece is spoken: smaller ones go first.
+
+        First come streams that nobody has heard anything of, in the order of their arrival, then those
+        whose listener has at most `DUE_SECONDS` left, the one that runs dry first at the head; then whole
+        utterances, the oldest one first, and behind them the other streams.
+        """
+        rank = 1 if not self.stream else 0 if self.deadline <= now + DUE_SECONDS else 2
+        return rank, self.deadline, self.arrival
+
+    def tell(self, event: Event) -> None:
+        try:
+            self.listener(event)
+        except Exception:
+            # Whoever listens is gone; the thread serves others too.
+            log.exception("the listener of a request failed, and the request is ended")
+            self.listener.cancel()
 
 
 class HibariPipeline:
@@ -43,7 +149,7 @@ class HibariPipeline:
     Two threads on two cores make 1.9 times the speech of one, as two processes do, in half their memory
     (240 MB). Each request is synthesized alone with its own seed, so its speech does not depend on what
     else runs. A thread speaks one piece, mostly a sentence, and then looks again whose turn it is
-    (`Schedule`). A whole utterance's text is read in `start`, so that what the voice cannot read is
+    (`Utterance.turn`). A whole utterance's text is read in `start`, so that what the voice cannot read is
     refused there; that takes about a second for the worst text of 5,000 characters. A stream's text is
     read by the threads, sentence by sentence.
     """
@@ -70,8 +176,10 @@ class HibariPipeline:
         self._room = waiting_room or count * _WAITING_PER_THREAD
         self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
         self._clock = clock
-        self._schedule = Schedule(clock)
-        self._running: set[Utterance] = set()
+        self._arrivals = itertools.count(1)
+        #: Those that wait for a thread to speak their next piece, and how many are being spoken.
+        self._queue: list[Utterance] = []
+        self._speaking = 0
         self._changed = threading.Condition()
         self._closed = False
         self._requests_done = 0
@@ -96,29 +204,32 @@ class HibariPipeline:
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
         text = speech_task(request.messages, request.generation, CAPABILITIES).text
         listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
-        utterance: Utterance
+        utterance = Utterance(request, text, listener, stream, self._clock)
         if stream:
             check_pronounceable(text)
-            utterance = StreamedUtterance(request, text, listener, self._clock)
             utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance))
         else:
-            utterance = WholeUtterance(request, text, listener)
-            utterance.pieces = iter(self._reader.read(text, lambda: self._closed))
+            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed)))
         with self._changed:
             if not stream:
-                self._changed.wait_for(lambda: self._closed or self._waiting() < self._room)
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed or sum(not (one.stream or one.begun) for one in self._queue) < self._room
+                    )
+                )
             if self._closed:
                 raise _aborted()
-            self._schedule.add(utterance)
+            utterance.arrival = next(self._arrivals)
+            self._queue.append(utterance)
             self._changed.notify_all()
         return listener
 
     def stats(self) -> EngineStats:
         with self._changed:
-            begun = sum(utterance.begun for utterance in self._schedule.utterances)
+            begun = sum(utterance.begun for utterance in self._queue)
             return EngineStats(
-                running=len(self._running) + begun,
-                waiting=len(self._schedule.utterances) - begun,
+                running=self._speaking + begun,
+                waiting=len(self._queue) - begun,
                 requests_done=self._requests_done,
                 frames=self._samples_made // SAMPLES_PER_FRAME,
                 audio_seconds=self._samples_made / SAMPLE_RATE,
@@ -128,17 +239,13 @@ class HibariPipeline:
         """Ends the threads; what waits or runs fails with `synth.aborted`. May be called more than once."""
         with self._changed:
             self._closed = True
-            ended, self._schedule.utterances = self._schedule.utterances, []
+            ended, self._queue = self._queue, []
             self._changed.notify_all()
         for utterance in ended:
             utterance.tell(Failed(_aborted()))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-    def _waiting(self) -> int:
-        """Whole utterances that were not begun."""
-        return sum(isinstance(one, WholeUtterance) and not one.begun for one in self._schedule.utterances)
 
     def _is_over(self, utterance: Utterance) -> bool:
         """Whether nobody waits for it any more."""
@@ -147,29 +254,29 @@ class HibariPipeline:
     def _ended(self, utterance: Utterance) -> None:
         """It was cancelled, or has failed."""
         with self._changed:
-            if utterance in self._schedule.utterances:
-                self._schedule.utterances.remove(utterance)
+            if utterance in self._queue:
+                self._queue.remove(utterance)
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while (utterance := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._queue)
+                if self._closed:
+                    return
+                now = self._clock()
+                utterance = min(self._queue, key=lambda one: one.turn(now))
+                self._queue.remove(utterance)
+                self._speaking += 1
+                self._changed.notify_all()
             goes_on = self._advance(utterance)
             with self._changed:
-                self._running.discard(utterance)
+                self._speaking -= 1
                 ended = goes_on and self._is_over(utterance)
                 if goes_on and not ended:
-                    self._schedule.add(utterance)
+                    self._queue.append(utterance)
             if ended:
                 utterance.tell(Failed(_aborted()))
-
-    def _next(self) -> Utterance | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._schedule.utterances)
-            utterance = None if self._closed else self._schedule.take()
-            if utterance is not None:
-                self._running.add(utterance)
-                self._changed.notify_all()
-            return utterance
 
     def _advance(self, utterance: Utterance) -> bool:
         """Speaks the next piece; False when the utterance is over, however it ended."""
@@ -208,3 +315,7 @@ def _failure(error: Exception) -> NightjarError:
         )
     failure.__cause__ = error
     return failure
+
+
+def _peak(samples: NDArray[np.float32]) -> float:
+    return max(float(samples.max()), -float(samples.min()))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipelines.engine_choice import VISIBLE, has_gpu
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.nn.config_keys import bad_checkpoint, read_table
+from pipelines.options import Precision
 
 if TYPE_CHECKING:
     import hashlib
@@ -48,15 +49,10 @@ class TensorSource(Protocol):
 
 
 class Shapes:
-    """A source of tensors without values, which keeps the shapes that were asked for by name; `held`:
-    which alternative names it has."""
-
-    def __init__(self, held: Collection[str] = ()) -> None:
-        self.taken: dict[str, tuple[int, ...]] = {}
-        self._held = held
+    """A source of tensors without values."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self._held
+        return False
 
     def take(
         self,
@@ -65,7 +61,6 @@ class Shapes:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        self.taken[name] = tuple(shape)
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
@@ -94,10 +89,11 @@ class Loader:
 class TensorTable:
     """Tensors of a folder or a file by name, taken out one by one; `finish` refuses what nobody took."""
 
-    def __init__(self, place: Path, names: Iterable[str]) -> None:
+    def __init__(self, place: Path, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self.place = place
         self._names = frozenset(names)
-        self._left = set(self._names)
+        self._left = set(names)
+        self._read = read
 
     def __enter__(self) -> Self:
         return self
@@ -119,19 +115,21 @@ class TensorTable:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one.
+        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one. Nothing is read where
+        the device is "meta".
 
         Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another
         shape, or is stored in a type that cannot be turned into `dtype` without scales.
         """
-        self._check_name(name)
+        if name not in self._names:
+            raise bad_checkpoint(f"Tensor {name} is missing from {self.place}.")
         tensor = self._read(name)
-        self._check_shape(name, tensor.shape, shape)
-        if (
-            dtype is not None
-            and dtype.is_floating_point
-            and not (tensor.is_floating_point() and tensor.element_size() > 1)
-        ):
+        if tuple(tensor.shape) != tuple(shape):
+            message = f"Tensor {name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}."
+            raise bad_checkpoint(message)
+        self._left.discard(name)
+        plain = tensor.is_floating_point() and tensor.element_size() > 1
+        if dtype is not None and dtype.is_floating_point and not plain:
             raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
         # What was read goes to the device as it is, and changes its type there.
         return tensor.to(device=device).to(dtype=dtype)
@@ -153,54 +151,30 @@ class TensorTable:
                 f"{self.place} holds tensors that the config does not account for: {shown(extra)}."
             )
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._names:
-            raise bad_checkpoint(f"Tensor {name} is missing from {self.place}.")
-
-    def _check_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
-        if tuple(found) != tuple(wanted):
-            raise bad_checkpoint(
-                f"Tensor {name} has shape {list(found)}, but the config asks for {list(wanted)}."
-            )
-        self._left.discard(name)
-
-    def _read(self, name: str) -> Tensor:
-        raise NotImplementedError
-
 
 def shown(names: Sequence[str]) -> str:
     """The first of these names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-class PickledTensors(TensorTable):
-    """The tensors of a pickled state dictionary, of which nothing but tensors is read, never code."""
+def read_pickle(path: Path, wrappers: Sequence[str] = (), mmap: bool = False) -> dict[str, Tensor]:
+    """The tensors of a pickled state dictionary, of which nothing but tensors is read, never code.
 
-    def __init__(self, place: Path, tensors: dict[str, Tensor]) -> None:
-        super().__init__(place, tensors)
-        self.tensors = tensors
-
-    @classmethod
-    def read(cls, path: Path, wrappers: Sequence[str] = ()) -> PickledTensors:
-        """`wrappers`: keys under which the dictionary may lie. Raises `ModelError`
-        (`model.bad_checkpoint`) that names the file."""
-        try:
-            held: Any = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise bad_checkpoint(f"{path} is missing.") from error
-        except (
-            Exception
-        ) as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
-            raise bad_checkpoint(f"{path} cannot be read as tensors: {str(error)[:200]}.") from error
-        for wrapper in wrappers:
-            if isinstance(held, dict) and isinstance(inner := held.get(wrapper), dict):
-                held = inner
-        if not isinstance(held, dict):
-            raise bad_checkpoint(f"{path} does not hold tensors by name.")
-        return cls(path, {str(name): tensor for name, tensor in held.items() if isinstance(tensor, Tensor)})
-
-    def _read(self, name: str) -> Tensor:
-        return self.tensors[name]
+    `wrappers`: keys under which the dictionary may lie; `mmap`: the file is new enough for its tensors to be
+    read when they are used. Raises `ModelError` (`model.bad_checkpoint`) that names the file.
+    """
+    try:
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError as error:
+        raise bad_checkpoint(f"{path} is missing.") from error
+    except Exception as error:  # many kinds, for a file that is none, or that holds more than tensors
+        raise bad_checkpoint(f"{path} cannot be read as tensors: {str(error)[:200]}.") from error
+    for wrapper in wrappers:
+        if isinstance(held, dict) and isinstance(inner := held.get(wrapper), dict):
+            held = inner
+    if not isinstance(held, dict):
+        raise bad_checkpoint(f"{path} does not hold tensors by name.")
+    return {str(name): tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 class Checkpoint(TensorTable):
@@ -214,76 +188,54 @@ class Checkpoint(TensorTable):
             weights.finish()
     """
 
-    def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        super().__init__(folder, files)
-        self._files = files
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._contexts = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            handle = self._contexts.enter_context(_opened(folder / file))
+            self._handles |= dict.fromkeys(handle.keys(), handle)
+        super().__init__(folder, self._handles, self._stored)
 
     @classmethod
     def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
         """Lists the tensors of a folder.
 
         Raises `ModelError` (`model.bad_checkpoint`) that names the file when one is missing, truncated or
-        damaged, when the index does not fit its shards or leads out of the folder, and when there is
-        nothing but pickle.
+        damaged, when the index leads out of the folder, and when there is nothing but pickle.
         """
         folder = Path(folder)
-        index = folder / f"{stem}.safetensors.index.json"
-        single = folder / f"{stem}.safetensors"
-        if single.is_file():
-            with _opened(single) as handle:
-                return cls(folder, dict.fromkeys(handle.keys(), single.name))
+        single, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if (folder / single).is_file():
+            return cls(folder, [single])
         if index.is_file():
-            return cls(folder, _read_index(index))
+            return cls(folder, _shards(index))
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:
             raise bad_checkpoint(
                 f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.",
                 "Convert the weights to safetensors first.",
             )
-        raise bad_checkpoint(f"{folder} has neither {single.name} nor {index.name}.")
+        raise bad_checkpoint(f"{folder} has neither {single} nor {index.name}.")
 
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
-        self._open.clear()
-
-    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Counts tensors of these shapes as taken without reading them; raises as `take`.
-
-        vLLM reads them in a process of its own, where an error would only be a dead engine.
-        """
-        for name, shape in shapes.items():
-            self._check_name(name)
-            self._check_shape(name, self._shape(name), shape)
 
     def values(self) -> int:
         """Numbers in all tensors together; reads no tensor."""
-        return sum(math.prod(self._shape(name)) for name in self._names)
+        return sum(math.prod(handle.get_slice(name).get_shape()) for name, handle in self._handles.items())
 
     def update_digest(self, digest: hashlib._Hash, prefix: str = "") -> None:
         """Adds all tensors under `prefix` to a digest: their names, types, shapes and contents."""
         for name in self.names(prefix):
-            tensor = self._read(name)
+            tensor = self._stored(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
-    def _read(self, name: str) -> Tensor:
+    def _stored(self, name: str) -> Tensor:
         try:
-            return self._handle(name).get_tensor(name)
+            return self._handles[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise bad_checkpoint(
-                f"Tensor {name} cannot be read from {self.place / self._files[name]}: {error}."
-            ) from error
-
-    def _shape(self, name: str) -> list[int]:
-        return self._handle(name).get_slice(name).get_shape()
-
-    def _handle(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._contexts.enter_context(_opened(self.place / file))
-        return self._open[file]
+            raise bad_checkpoint(f"Tensor {name} cannot be read from {self.place}: {error}.") from error
 
 
 #: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded
@@ -346,43 +298,17 @@ def _opened(path: Path) -> Any:
         raise bad_checkpoint(f"{path} is truncated or is not a safetensors file: {error}.") from error
 
 
-def _read_index(index: Path) -> dict[str, str]:
-    """The tensor-to-file table of an index, checked against the shards themselves."""
+def _shards(index: Path) -> set[str]:
+    """The files that an index sends tensors to. Which tensors there are the files themselves say."""
     table = read_table(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise bad_checkpoint(f"{index} has no weight_map.")
-    files: dict[str, str] = {}
     for name, file in table.items():
-        if (
-            not isinstance(file, str)
-            or file != Path(file).name
-            or "\\" in file
-            or not file.endswith(".safetensors")
-        ):
+        if not (isinstance(file, str) and re.fullmatch(r"[^/\\]+\.safetensors", file)):
             raise bad_checkpoint(
                 f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder."
             )
-        files[name] = file
-    for file in sorted(set(files.values())):
-        with _opened(index.parent / file) as handle:
-            _check_shard(index, file, handle.keys(), files)
-    return files
-
-
-def _check_shard(index: Path, file: str, stored: Iterable[str], files: dict[str, str]) -> None:
-    held = set(stored)
-    listed = {name for name, target in files.items() if target == file}
-    if listed - held:
-        raise bad_checkpoint(
-            f"Tensor {min(listed - held)} is listed in {index} but is missing from {index.parent / file}."
-        )
-    if held - listed:
-        raise bad_checkpoint(
-            f"Tensor {min(held - listed)} is in {index.parent / file} but is not listed in {index}."
-        )
-
-
-Precision = Literal["float32", "bfloat16", "float16"]
+    return set(table.values())
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
@@ -431,23 +357,11 @@ def _known_device(name: str) -> torch.device:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N."
         ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "PyTorch finds no GPU here.",
-            "Run `nightjar doctor`, or name the device cpu.",
-        )
-    if (
-        device.type == "cuda"
-        and device.index is not None
-        and device.index >= (count := torch.cuda.device_count())
-    ):
-        known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"There is no GPU {device.index}; this process sees {count}.",
-            f"Name {known}.",
-        )
+    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (not torch.cuda.is_available() or 0 < index >= count):
+        message = f"There is no GPU {index}; this process sees {count}."
+        known = {0: "cpu", 1: "cuda:0"}.get(count, f"cuda:0 to cuda:{count - 1}")
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Name {known}, or run `nightjar doctor`.")
     return device
 
 

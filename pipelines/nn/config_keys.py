@@ -20,6 +20,8 @@ from pipelines.errors import ErrorCode, ModelError
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
+#: Of a config file at most.
+_CONFIG_BYTES = 4 << 20
 
 #: The `description` is what an error says that a value must be.
 Size = Annotated[int, msgspec.Meta(ge=1, description="a whole number above 0")]
@@ -67,6 +69,16 @@ class StackConfig:
     def cached_values(self) -> int:
         """Keys and values of a position in all layers."""
         return 2 * self.layers * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How a model draws by itself."""
+
+    temperature: NotNegative = 1.0
+    top_k: Whole = 0
+    top_p: NotNegative = 1.0
+    repetition_penalty: NotNegative = 1.0
 
 
 class Keys:
@@ -182,11 +194,16 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
 def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
     """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
     names the file."""
+    # A FIFO or a device would block or never end, so only a plain file is opened.
+    if not path.is_file():
+        raise bad_checkpoint(f"{path} is missing.", advice)
     try:
-        values = _load(path)
-    except FileNotFoundError as error:
-        raise bad_checkpoint(f"{path} is missing.", advice) from error
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            data = file.read(_CONFIG_BYTES + 1)
+        if len(data) > _CONFIG_BYTES:
+            raise ValueError(f"it has over {_CONFIG_BYTES >> 20} MiB")
+        values = json.loads(data) if path.suffix == ".json" else _yaml(data)
+    except (OSError, ValueError, RecursionError) as error:
         raise bad_checkpoint(
             f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice
         ) from error
@@ -195,13 +212,10 @@ def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def _load(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        return json.loads(text)
+def _yaml(data: bytes) -> Any:
     import yaml  # an extra, and only where a family has such configs
 
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(data)
     except yaml.YAMLError as error:
         raise ValueError(error) from error

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pipelines.nn.config_keys import (
     DOWNLOAD_AGAIN,
+    Drawing,
     Keys,
     NotNegative,
     Positive,
@@ -58,14 +59,14 @@ class CodecIds:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
+class SamplingDefaults(Drawing):
     """`generation_config.json`, over the defaults of the published API."""
 
-    do_sample: bool = True
     temperature: NotNegative = 0.9
     top_k: Whole = 50
     top_p: NotNegative = 1.0
     repetition_penalty: NotNegative = 1.05
+    do_sample: bool = True
     predictor_do_sample: Annotated[bool, "subtalker_dosample"] = True
     predictor_temperature: Annotated[NotNegative, "subtalker_temperature"] = 0.9
     predictor_top_k: Annotated[Whole, "subtalker_top_k"] = 50
@@ -305,9 +306,7 @@ def describe(folder: Path) -> ModelCard:
         name=str(folder),
         family="qwen3_tts",
         engine="native",
-        sample_rate=Keys.read(folder / "speech_tokenizer" / "config.json", DOWNLOAD_AGAIN).value(
-            "output_sample_rate", Size
-        ),
+        sample_rate=CodecConfig.load(folder / "speech_tokenizer").output_sample_rate,
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,

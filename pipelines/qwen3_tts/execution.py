@@ -18,10 +18,9 @@ from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.opening import MemoryNeeds, context_of, may_be_persistent
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, may_be_persistent
 from pipelines.errors import ConfigError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, Shapes
-from pipelines.nn.options import CONTEXT, NativeModelOptions
 from pipelines.options import Count
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig, StackConfig
@@ -75,8 +74,8 @@ def plan_sizes(
     state, packed, streams = 0, 0, bool(options.streams)
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
-        graphs, state = stream_needs(decoder, codec_dtype) if streams else (0, 0)
-        taken += graphs + utterance_needs(decoder, codec_dtype, options.codec_rows)
+        graphs, state = codec_needs(decoder, codec_dtype, streams, options.codec_rows)
+        taken += graphs
         packed = packed_needs(config, dtype)
         if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
             packed = 0
@@ -104,9 +103,9 @@ def engine_options(
     """Sizes of the engine of a model that is not loaded yet.
 
     `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's
-    state in each slot; `wide`, and what it raises: as `plan_engine`.
+    state in each slot; `wide`, and what it raises: as `NativeModelOptions.plan`.
     """
-    positions = context_of(options.context(CONTEXT), config.talker.max_positions)
+    positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
     return options.plan(
         replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide
@@ -137,17 +136,14 @@ def memory_needs(
     )
 
 
-def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a GPU that a codec which is not loaded yet takes for streams: its graphs, and the state of
-    one stream."""
+def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, rows: int) -> tuple[int, int]:
+    """Bytes of a GPU that a codec which is not loaded yet takes beside its weights, for streams and for a
+    continuous batch of so many rows of whole utterances: all of its graphs, and the state of one stream."""
     decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
-    return decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
-
-
-def utterance_needs(config: CodecDecoderConfig, dtype: torch.dtype, rows: int) -> int:
-    """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of
-    whole utterances."""
-    return CodecDecoder(config, Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
+    taken = decoder.utterance_bytes(rows)
+    if not streams:
+        return taken, 0
+    return taken + decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
 
 
 def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
@@ -176,21 +172,21 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
     """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns
     waits for that."""
+
+    def warm() -> None:
+        """What fails here fails again, and is told, where speech is decoded."""
+        try:
+            with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
+                decoder.warm()
+                torch.cuda.current_stream().synchronize()
+        except Exception:
+            log.warning("the codec could not be made ready", exc_info=True)
+
+    thread = threading.Thread(target=warm, name="codec-warming", daemon=True)
     if decoder.device.type == "cpu":
         return lambda: None
-    thread = threading.Thread(target=_warm, args=(decoder,), name="codec-warming", daemon=True)
     thread.start()
     return thread.join
-
-
-def _warm(decoder: CodecDecoder) -> None:
-    """What fails here fails again, and is told, where speech is decoded."""
-    try:
-        with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
-            decoder.warm()
-            torch.cuda.current_stream().synchronize()
-    except Exception:
-        log.warning("the codec could not be made ready", exc_info=True)
 
 
 def open_stage(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,10 +20,11 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import Finish
+from pipelines.engine.engine import Engine
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.options import read_options
@@ -34,14 +37,12 @@ from pipelines.qwen3_tts.config import (
     capabilities,
 )
 from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
-from pipelines.qwen3_tts.frontend import Frontend, OpenText, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
-from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
 from pipelines.recording import RecordingFiles
 from pipelines.request import (
     AudioChunk,
-    EngineInfo,
     Event,
     Failed,
     Generation,
@@ -53,12 +54,12 @@ from pipelines.request import (
     TextPieces,
     check_start,
 )
-from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, Utterance, no_audio
+from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
 @dataclass(frozen=True, slots=True)
-class FrameRequestInfo(RequestInfo):
+class FrameRequestInfo(RequestInfo[CodecState]):
     """A request's info, and where the codec starts: after the reference's codes when cloning in context,
     else None."""
 
@@ -66,31 +67,12 @@ class FrameRequestInfo(RequestInfo):
     #: The speech in a frame.
     frame_seconds: float = 0.08
 
-    def check(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """Raises `SynthesisError` for codes [frames, codebooks] that are no whole speech: `synth.no_eos`,
-        `synth.no_audio`."""
+    def read(self, codes: NDArray[np.int64], finish: Finish) -> FinishedCodes[CodecState]:
+        """As `RequestInfo.read`, of codes [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
             raise no_audio("The model ended the speech before its first frame.")
-
-
-class FrameUtterance(Utterance[CodecState]):
-    """Receives one whole utterance."""
-
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
-        super().__init__(info, stage, listener)
-        self._frames = info
-
-    def frames(self, codes: NDArray[np.int64]) -> None:
-        """Whole utterances wait for their end."""
-
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        try:
-            self._frames.check(codes, finish)
-        except SynthesisError as error:
-            self.failed(error)
-        else:
-            self.decode(FinishedCodes(codes, finish, self._frames.start))
+        return FinishedCodes(codes, finish, self.start)
 
 
 class FrameStreamer(Streamer[CodecState]):
@@ -98,7 +80,7 @@ class FrameStreamer(Streamer[CodecState]):
 
     def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
         super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
-        self._frames = info
+        self._frame_seconds = info.frame_seconds
         self._received = 0
         #: When the listener has heard all that came; the first chunk is due at once.
         self._dry_at = 0.0
@@ -106,17 +88,12 @@ class FrameStreamer(Streamer[CodecState]):
     def frames(self, codes: NDArray[np.int64]) -> None:
         self._received += len(codes)
         self.decode(codes, deadline=self._dry_at)
-        self._dry_at = (self._dry_at or time.monotonic()) + len(codes) * self._frames.frame_seconds
+        self._dry_at = (self._dry_at or time.monotonic()) + len(codes) * self._frame_seconds
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
         if len(rest := codes[self._received :]):
             self.decode(rest, last=True, deadline=self._dry_at)
-        try:
-            self._frames.check(codes, finish)
-        except SynthesisError as error:
-            self.close(Failed(error))
-        else:
-            self.complete(len(codes), finish)
+        super().finished(codes, finish)
 
 
 log = logging.getLogger(__name__)
@@ -145,170 +122,197 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def __init__(self, folder: Path, options: PipelineOptions) -> None:
         device = open_device(options.device, options.threads)
         dtype = precision(options.dtype, device)
-        self.config = Qwen3TTSConfig.from_folder(folder)
+        self.config = config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
-        stacks = (self.config.talker, self.config.predictor)
-        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
-        sizes = plan_sizes(self.config, options, device, dtype, codec_dtype)
+        check_executor(
+            device,
+            options.executor,
+            options.reproducible,
+            options.page_size,
+            (config.talker, config.predictor),
+        )
+        sizes = plan_sizes(config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
         self.codec = load_codec(
-            folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, self.config.clones
+            folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, config.clones
         )
-        _check_codec(self.config, self.codec)
+        _check_codec(config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
-        self._frontend = Frontend(folder, self.config)
-        model, speaker = _load(self.config, device, dtype, sizes.max_context)
+        self._frontend = Frontend(folder, config)
+        model, speaker = _load(config, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
         self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
         sizes = replace(sizes, frame_seconds=self._frame_seconds)
-        self.capabilities = replace(capabilities(self.config), text_in=not _text_first(self.config, options))
-        self._options = options
-        self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
+        # The published default: the whole text stands before the first frame, but not for clones.
+        self._text_first = not config.clones if options.text_first is None else options.text_first
+        self.capabilities = replace(capabilities(config), text_in=not self._text_first)
+        self._keep_unfinished = options.keep_unfinished
+        self._voices = self._open_voices(speaker, options) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        self._meta = {"engine": "native", "dtype": type_name(dtype)}
+        self._meta: Meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
-        self.engine = options.open_engine(model, sizes, stage)
-        super().__init__(self.engine, stage, FrameUtterance, FrameStreamer)
+        continuous = "" if self.codec.decoder.utterances is None else "continuous codec"
+        self.engine = options.open_engine(model, sizes, stage, continuous)
+        super().__init__(self.engine, stage, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
 
     def warm_up(self) -> None:
         """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the
         first on its way."""
-        shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.text_ids
-        prompt = Prompt(
-            np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad)
+        shape, pad, draws = (
+            (_WARM_POSITIONS, self.config.codebooks),
+            self.config.text_ids.tts_pad,
+            _WARM_FRAMES + 1,
         )
-        wanted = GenerationRequest(
-            "", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1
-        )
+        prompt = Prompt(np.full(shape[0], pad), np.full(shape, NONE), np.full(_WARM_FRAMES, pad))
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
-        events: SimpleQueue[Event] = SimpleQueue()
-        error: NightjarError | None = None
-        try:
-            for stream in (True, False):
-                self._begin(replace(wanted), info, events.put, stream)
+        for stream in (True, False):
+            events: SimpleQueue[Event] = SimpleQueue()
+            wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=draws), 0, draws, stream)
+            try:
+                self._begin(wanted, info, events.put, stream)
                 while isinstance(event := events.get(), AudioChunk):
                     pass
                 if isinstance(event, Failed):
-                    error = event.error
-        except NightjarError as refused:
-            error = refused
-        if error is not None:
-            log.warning("speech could not be made while the model was opened: %s", error)
-
-    @property
-    def info(self) -> EngineInfo:
-        """How the engine was opened, and what of the codec is not as by default."""
-        info = super().info
-        return (
-            info
-            if self.codec.decoder.utterances is None
-            else replace(info, kernels=f"{info.kernels}, continuous codec")
-        )
+                    raise event.error
+            except NightjarError as error:
+                log.warning("speech could not be made while the model was opened: %s", error)
 
     def start(
         self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
     ) -> Handle:
         """See `Pipeline.start`. Of a text that comes in pieces one token is read a frame."""
         check_start(self, request, stream)
-        task, pieces = self._tokenized(request)
-        if task.text_open:
-            return self._start_open(request, task, pieces, on_event)
-        return self._begin(*self._generation(request, task, *self._parts(task)), on_event, stream)
+        pieces = None
+        if isinstance(request, SynthesisRequest):
+            request, pieces = self._frontend.prepare(request)
+        task, voice = decode(request.data), None
+        if self._voices is not None and request.recording is not None:
+            voice = self._voices.prepare(request.recording, in_context=task.reference_ids is not None)
+        start = partial(self._start, request, voice=voice, on_event=on_event, stream=stream)
+        if not task.text_open:
+            return start(task)[1]
 
-    def _tokenized(
-        self, request: SynthesisRequest | PreparedRequest
-    ) -> tuple[TokenizedTask, TextPieces | None]:
-        return (
-            (read(request), None)
-            if isinstance(request, PreparedRequest)
-            else self._frontend.tokenize(request)
-        )
+        def begin(ids: list[int], final: bool) -> tuple[GenerationRequest, Handle]:
+            return start(msgspec.structs.replace(task, body_ids=ids, text_open=not final))
 
-    def _start_open(
-        self,
-        request: SynthesisRequest | PreparedRequest,
-        task: TokenizedTask,
-        pieces: TextPieces | None,
-        on_event: OnEvent,
-    ) -> Handle:
-        parts, voice = self._parts(task)
-
-        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, Handle]:
-            whole = replace(parts, body_ids=ids, text_open=not final)
-            wanted, info = self._generation(request, task, whole, voice)
-            wanted = replace(wanted, stream=True, text_open=not final)
-            return wanted, self._begin(wanted, info, on_event, stream=True)
-
-        text = OpenText(
-            self.engine, begin, parts.streamed_ids, self.config.text_ids.tts_eos, on_event, pieces
-        )
+        first, end = task.streamed_ids(voice and voice.codes), self.config.text_ids.tts_eos
+        text = OpenText(self.engine, begin, first, end, on_event, pieces)
         text.append(task.body_ids, False)
         return text
 
-    def _generation(
+    def _start(
         self,
-        request: SynthesisRequest | PreparedRequest,
+        request: PreparedRequest,
         task: TokenizedTask,
-        parts: PromptParts,
         voice: PreparedVoice | None,
-    ) -> tuple[GenerationRequest, FrameRequestInfo]:
-        prompt = build_prompt(self.config, parts)
+        on_event: OnEvent,
+        stream: bool,
+    ) -> tuple[GenerationRequest, Handle]:
+        """Gives a request to the engine with the text that is known of it."""
+        vector, codes, state = (voice.vector, voice.codes, voice.codec_state) if voice else (None, None, None)
+        prompt = build_prompt(self.config, task, vector, codes, self._text_first)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
-        max_tokens = min(self._token_limit(task.generation), room)
+        # Draws of codebook 0: the frames asked for, and one that may be the end.
+        draws = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
+        if (seconds := task.generation.max_seconds) is not None:
+            draws = frames_within(seconds, 1 / self._frame_seconds, draws - 1) + 1
         sampling = sampling_params(self.config.sampling, task.generation)
-        generation = GenerationRequest(request.request_id, prompt, sampling, request.seed, max_tokens)
-        start = voice.codec_state if voice else None
+        wanted = GenerationRequest(
+            request.request_id,
+            prompt,
+            sampling,
+            request.seed,
+            min(draws, room),
+            stream,
+            text_open=task.text_open,
+        )
         # As it is now: one with persistent kernels goes on without them when a launch gave up.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
         info = FrameRequestInfo(
-            task.text, self.sample_rate, meta, self._options.keep_unfinished, start, self._frame_seconds
+            task.text, self.sample_rate, meta, self._keep_unfinished, state, self._frame_seconds
         )
-        return generation, info
+        return wanted, self._begin(wanted, info, on_event, stream)
 
-    def _streamed(self, wanted: GenerationRequest) -> GenerationRequest:
-        return wanted if wanted.stream else replace(wanted, stream=True)
-
-    def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
-        """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
-        first = _text_first(self.config, self._options)
-        parts = PromptParts(
-            task.role_ids, task.body_ids, task.instruct_ids, task.language, task.voice, text_first=first
-        )
-        if self._voices is None or task.recording is None:
-            return parts, None
-        voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
-        reference = None
-        if task.reference_ids is not None and voice.codes is not None:
-            reference = Reference(task.reference_ids, voice.codes)
-        return replace(parts, speaker=None, voice=voice.vector, reference=reference), voice
-
-    def _voice_files(self, speaker: SpeakerEncoder) -> RecordingFiles | None:
-        config, options = self.config, self._options
-        if options.voice_cache is None:
-            return None
-        codec = self.codec.config
-        identity = partial(voice_identity, config, codec, speaker.device, speaker.dtype)
-        return RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
-
-    def _token_limit(self, generation: Generation) -> int:
-        """Draws of codebook 0: the frames asked for, and one that may be the end."""
-        limit = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
-        if generation.max_seconds is None:
-            return limit
-        return frames_within(generation.max_seconds, 1 / self._frame_seconds, limit - 1) + 1
+    def _open_voices(self, speaker: SpeakerEncoder, options: PipelineOptions) -> VoiceCache:
+        files = None
+        if options.voice_cache is not None:
+            identity = partial(voice_identity, self.config, self.codec.config, speaker.device, speaker.dtype)
+            files = RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
+        return VoiceCache(speaker, self.codec, files)
 
 
-def _text_first(config: Qwen3TTSConfig, options: PipelineOptions) -> bool:
-    """Whether the whole text stands before the first frame. The published default: not for clones."""
-    return not config.clones if options.text_first is None else options.text_first
+#: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
+#: `NightjarError`.
+Begin = Callable[[list[int], bool], tuple[GenerationRequest, Handle]]
+
+
+class OpenText:
+    """The `pipelines.request.Handle` of a text that comes in pieces.
+
+    The engine hears of the request once the ids are there that stand in its prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        begin: Begin,
+        first: int,
+        end_id: int,
+        on_event: OnEvent,
+        pieces: TextPieces | None = None,
+    ) -> None:
+        """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of
+        text, None: ids come."""
+        self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
+        self._first, self._end_id = first, end_id
+        self._lock = threading.RLock()
+        self._ids: list[int] = []
+        self._begun: tuple[GenerationRequest, Handle] | None = None
+        #: Whether nothing more is to come: the text has ended, or the stream.
+        self._complete = False
+
+    def append(self, text: str | list[int], final: bool) -> None:
+        error: NightjarError | None = None
+        with self._lock:
+            if self._complete:
+                return
+            if isinstance(text, list):
+                ids = text
+            else:
+                assert self._pieces is not None, "the text of a prepared request comes as ids"
+                ids = self._pieces(text, final)
+            self._complete = final
+            if self._begun is not None:
+                if ids or final:
+                    self._engine.append(self._begun[0], [*ids, self._end_id] if final else ids, final)
+                return
+            self._ids += ids
+            try:
+                if final and not self._ids:
+                    raise InputError(
+                        ErrorCode.INPUT_EMPTY_TEXT, "There is no text to speak.", "Send some text."
+                    )
+                if final or len(self._ids) >= self._first:
+                    self._begun = self._begin(self._ids, final)
+            except NightjarError as refused:
+                self._complete, error = True, refused
+        if error is not None:
+            self._on_event(Failed(error))
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._complete = True
+            begun = self._begun
+        if begun is not None:
+            begun[1].cancel()
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:

@@ -1,23 +1,25 @@
-"""Prompts of Qwen3-TTS as integers: the text's ids under its chat templates, codec ids, and the voice
-vector of each position."""
+"""From a request to the prompt of Qwen3-TTS, which needs neither weights nor a device: checks, the text's ids under
+its chat templates, codec ids, and the voice vector of each position. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.validation import no_character
+from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
+from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
+from pipelines.validation import bounded_top_k, check_seed, no_character, speech_task
 
 #: No id at this position.
 NONE = -1
@@ -41,103 +43,90 @@ class Prompt:
         return len(self.text)
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A recording to clone in context: body ids of its text, and its codes int64 [frames, codebooks]."""
+class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
+    """One request, its texts as token ids."""
 
-    text_ids: Sequence[int]
-    codes: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptParts:
-    """What one prompt is made of. At most one of `speaker` (a named voice) and `voice` (a vector) is
-    given."""
-
-    role_ids: Sequence[int]
-    body_ids: Sequence[int]
-    instruct_ids: Sequence[int] = ()
+    role_ids: list[int]
+    body_ids: list[int]
+    #: The text that is spoken.
+    text: str = ""
+    generation: Generation = Generation()
+    instruct_ids: list[int] = []
     language: str = "auto"
+    #: A named voice.
     speaker: str | None = None
-    voice: NDArray[np.float32] | None = None
-    reference: Reference | None = None
-    #: The whole text before the first frame (`non_streaming_mode` of the published API), or one text token a
-    #: frame.
-    text_first: bool = True
+    #: Of the text of the recording that is cloned; None: its voice is cloned without it.
+    reference_ids: list[int] | None = None
     #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with
-    #: `text_first`.
+    #: the whole text first.
     text_open: bool = False
 
-    @property
-    def streamed_ids(self) -> int:
-        """Ids of the text that stand in the prompt where one text token is read a frame: no prompt can be
-        made of fewer."""
-        return (
-            1
-            if self.reference is None
-            else max(len(self.reference.codes) + 1 - len(self.reference.text_ids), 1)
-        )
+    def streamed_ids(self, codes: NDArray[np.int64] | None) -> int:
+        """Ids of the text that stand in the prompt where one text token is read a frame, behind these codes
+        of the reference: no prompt can be made of fewer."""
+        return 1 if codes is None else max(len(codes) + 1 - len(self.reference_ids or ()), 1)
 
 
-def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
-    """The prompt and the trailing text of one request, in the layout that the published wrapper makes."""
-    ids, pad, reference = config.ids, config.text_ids.tts_pad, parts.reference
-    head = [*(parts.instruct_ids if config.takes_instructions else ()), *parts.role_ids]
-    prefix = codec_prefix(config, parts)
+def build_prompt(
+    config: Qwen3TTSConfig,
+    task: TokenizedTask,
+    voice: NDArray[np.float32] | None = None,
+    codes: NDArray[np.int64] | None = None,
+    text_first: bool = True,
+) -> Prompt:
+    """The prompt and the trailing text of one request, in the layout that the published wrapper makes.
+
+    voice: a vector, float32 [hidden], where no speaker is named; codes: int64 [frames, codebooks] of the
+    recording, to clone it in context. `text_first`: the whole text stands before the first frame
+    (`non_streaming_mode` of the published API), or one text token is read a frame.
+    """
+    ids, pad, frames = config.ids, config.text_ids.tts_pad, 0 if codes is None else len(codes)
+    head = [*task.instruct_ids, *task.role_ids]
+    prefix = _codec_prefix(config, task, voice is not None)
     text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
     #: Of codebook 0.
     first = [NONE] * len(head) + prefix[:-1]
     body = [
-        *(reference.text_ids if reference else ()),
-        *parts.body_ids,
-        *(() if parts.text_open else (config.text_ids.tts_eos,)),
+        *(() if codes is None else task.reference_ids or ()),
+        *task.body_ids,
+        *(() if task.text_open else (config.text_ids.tts_eos,)),
     ]
-    heard = [ids.bos] + [NONE] * (len(reference.codes) if reference else 0)
+    heard = [ids.bos] + [NONE] * frames
     trailing: list[int] = []
-    if parts.text_first:
+    if text_first:
         text += body + [pad] * len(heard)
         first += [ids.pad] * len(body)
     else:
         text += (body + [pad] * (len(heard) - len(body)))[: len(heard)]
         trailing = body[len(heard) :]
-    codes = np.full((len(text), config.codebooks), NONE, np.int64)
-    codes[:, 0] = first + heard
-    if reference:
-        codes[len(text) - len(reference.codes) :] = reference.codes
-    voice_at = len(head) + len(prefix) - 3 if parts.voice is not None else None
-    return Prompt(np.array(text, np.int64), codes, np.array(trailing, np.int64), voice_at, parts.voice)
+    rows = np.full((len(text), config.codebooks), NONE, np.int64)
+    rows[:, 0] = first + heard
+    if codes is not None:
+        rows[len(text) - frames :] = codes
+    voice_at = None if voice is None else len(head) + len(prefix) - 3
+    return Prompt(np.array(text, np.int64), rows, np.array(trailing, np.int64), voice_at, voice)
 
 
-def codec_prefix(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
-    """Codebook-0 ids of language, voice (NONE for a vector), pad and bos."""
-    ids = config.ids
-    language = language_id(config, parts.language.lower(), parts.speaker)
-    think = (
-        [ids.nothink, ids.think_bos, ids.think_eos]
-        if language is None
-        else [ids.think, ids.think_bos, language, ids.think_eos]
-    )
-    if parts.speaker:
-        think.append(config.speakers[parts.speaker.lower()])
-    elif parts.voice is not None:
+def _codec_prefix(config: Qwen3TTSConfig, task: TokenizedTask, with_vector: bool) -> list[int]:
+    """Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect turns
+    Chinese and "auto" into the dialect."""
+    ids, language, speaker = config.ids, task.language.lower(), (task.speaker or "").lower()
+    if language in ("auto", "chinese"):
+        language = config.dialects.get(speaker, language)
+    think = [ids.nothink, ids.think_bos, ids.think_eos]
+    if language != "auto":
+        think = [ids.think, ids.think_bos, config.languages[language], ids.think_eos]
+    if speaker:
+        think.append(config.speakers[speaker])
+    elif with_vector:
         think.append(NONE)
     return [*think, ids.pad, ids.bos]
 
 
-def language_id(config: Qwen3TTSConfig, language: str, speaker: str | None) -> int | None:
-    """The codec id of a language, None for "auto"; a dialect speaker turns Chinese and "auto" into the
-    dialect."""
-    dialect = config.dialects.get(speaker.lower()) if speaker else None
-    if dialect is not None and language in ("auto", "chinese"):
-        return config.languages[dialect]
-    return None if language == "auto" else config.languages[language]
-
-
 #: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ROLE_TOKENS = 3
-_TARGET_TAIL = 5
-_REFERENCE_TAIL = 2
+#: Ids of the templates around a text.
+ROLE_TOKENS, TARGET_TAIL, REFERENCE_TAIL = 3, 5, 2
 
 
 class TextTokenizer:
@@ -223,29 +212,16 @@ class TextTokenizer:
         The whole template is tokenized and then cut, because a text that starts with a line break may
         merge with the template's.
         """
-        return split_target(self.encode(target_template(text)))
+        ids = self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n")
+        return ids[:ROLE_TOKENS], ids[ROLE_TOKENS:-TARGET_TAIL]
 
     def reference(self, text: str) -> list[int]:
         """The ids of a reference recording's text."""
-        return split_reference(self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n"))
+        return self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n")[ROLE_TOKENS:-REFERENCE_TAIL]
 
     def instruction(self, text: str) -> list[int]:
         """The ids of an instruction with its role, all of which go into the prompt."""
         return self.encode(f"<|im_start|>user\n{text}<|im_end|>\n")
-
-
-def target_template(text: str) -> str:
-    return f"<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def split_target(ids: list[int]) -> tuple[list[int], list[int]]:
-    """(role ids, body ids) of a tokenized target template."""
-    return ids[:_ROLE_TOKENS], ids[_ROLE_TOKENS:-_TARGET_TAIL]
-
-
-def split_reference(ids: list[int]) -> list[int]:
-    """Body ids of a tokenized reference template."""
-    return ids[_ROLE_TOKENS:-_REFERENCE_TAIL]
 
 
 def _from_vocabulary(folder: Path) -> Tokenizer:
@@ -267,3 +243,93 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
         if (given := tokenizer.token_to_id(entry["content"])) != token:
             raise ValueError(f"added token {entry['content']!r} would get the id {given}, not {token}")
     return tokenizer
+
+
+_encode = msgspec.msgpack.Encoder().encode
+#: The task in a `PreparedRequest`'s data.
+decode = msgspec.msgpack.Decoder(TokenizedTask).decode
+
+
+class Frontend:
+    """Tokenizes requests for one checkpoint. Implements `pipelines.request.Frontend`."""
+
+    def __init__(self, folder: Path, config: Qwen3TTSConfig) -> None:
+        """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is not the checkpoint's."""
+        self._capabilities = capabilities(config)
+        self.tokenizer = TextTokenizer.from_folder(folder)
+        if self.tokenizer.vocabulary > config.text_vocab:
+            message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {config.text_vocab}."
+            raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
+
+    def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
+        """The request as `decode` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
+        this checkpoint cannot do.
+
+        Of a text that is open it has the ids that are certain.
+        """
+        check_seed(request.seed)
+        able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
+        task = speech_task(request.messages, generation, able)
+        if generation.top_k is not None:  # a message holds no larger one
+            generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
+        recording = task.recording if able.cloning else None
+        role, body = tokenizer.target(task.text)
+        pieces = None
+        if request.text_open:
+            pieces = OpenTokens(tokenizer, able.max_text_characters).add
+            text = next(
+                message.content
+                for message in request.messages
+                if (message.role, message.modality) == ("user", "text")
+            )
+            body = pieces(str(text), False)
+        tokenized = TokenizedTask(
+            role,
+            body,
+            task.text,
+            generation,
+            tokenizer.instruction(task.instruct) if task.instruct and able.instruct else [],
+            task.language or "auto",
+            task.voice,
+            reference_ids=tokenizer.reference(task.reference_text) if task.reference_text else None,
+            text_open=request.text_open,
+        )
+        return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces
+
+
+def open_frontend(folder: Path) -> Frontend:
+    """The frontend of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    return Frontend(folder, Qwen3TTSConfig.from_folder(folder))
+
+
+class OpenTokens:
+    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined,
+    are those of the joined text."""
+
+    def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_characters = max_characters
+        self._text = ""
+        #: Ids that were given, and the characters that they are made of.
+        self._given = 0
+        self._characters = 0
+
+    def add(self, text: str, final: bool = False) -> list[int]:
+        """The ids that are certain with this text and were not given before; `final`: all of the rest.
+
+        Raises `InputError` for a text that is too long, and for one that is no Unicode.
+        """
+        joined = (self._text + text).lstrip()
+        if len(joined) > self._max_characters:
+            message = (
+                f"The text has {len(joined)} characters; this model takes at most {self._max_characters}."
+            )
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Begin another utterance.")
+        self._text = joined
+        whole = joined.rstrip() if final else joined
+        end = len(whole) if final else self._tokenizer.certain(whole)
+        if end <= self._characters and not final:
+            return []
+        ids = self._tokenizer.target(whole[:end])[1]
+        fresh, self._given, self._characters = ids[self._given :], len(ids), end
+        return fresh

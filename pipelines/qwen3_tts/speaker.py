@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,13 +118,8 @@ class SpeakerEncoder(nn.Module):
                 f"The reference audio has {samples.numel()} samples at {self.sample_rate} Hz; a speaker vector needs {self.least_samples}.",
                 "Give a recording of at least a second.",
             )
-        return self.embed_mel(log_mel(samples, self.sample_rate, self.config.mel_dim))
-
-    @torch.inference_mode()
-    def embed_mel(self, mel: Tensor) -> Tensor:
-        """The speaker vector of log-mel frames: [T, mel_dim] -> [enc_dim]."""
-        x = self.ecapa(mel.to(self.device, self.dtype).T[None])
-        return self.fc(self._pool(x))[0, :, 0]
+        mel = log_mel(samples, self.sample_rate, self.config.mel_dim).to(self.device, self.dtype)
+        return self.fc(self._pool(self.ecapa(mel.T[None])))[0, :, 0]
 
     def _pool(self, x: Tensor) -> Tensor:
         """Attentive statistics pooling: [1, C, T] -> [1, 2 * C, 1]."""
@@ -177,22 +173,14 @@ class VoiceCache:
 
     @torch.inference_mode()
     def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
-        def encode() -> dict[str, NDArray[Any]]:
-            with on_device(self._decoder.device):
-                return self._encode(recording, in_context)
-
+        encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
-        found = (
-            encode()
-            if self._files is None
-            else self._files.get(recording, variant, encode, lambda kept: self._fits(kept, in_context))
-        )
-        vector = found["vector"].astype(np.float32)
-        if not in_context:
-            return PreparedVoice(vector)
-        codes = found["codes"].astype(np.int64)
-        state = self._decoder.new_state()
         with on_device(self._decoder.device):
+            found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
+            vector, codes = found["vector"], found.get("codes")
+            if codes is None:
+                return PreparedVoice(vector)
+            state = self._decoder.new_state()
             self._decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._encoder.device)])
         return PreparedVoice(vector, codes, state)
 
@@ -200,20 +188,12 @@ class VoiceCache:
     def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         samples = read_recording(recording, self._speaker.sample_rate)
-        vector = self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()
-        if not in_context:
-            return {"vector": vector}
-        if self._encoder.sample_rate != self._speaker.sample_rate:
-            samples, _ = decode_recording(recording, self._encoder.sample_rate)
-        return {"vector": vector, "codes": self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()}
-
-    def _fits(self, kept: dict[str, NDArray[Any]], in_context: bool) -> bool:
-        """Whether kept arrays are a voice of this model."""
-        if kept["vector"].shape != (self._speaker.config.enc_dim,) or not np.isfinite(kept["vector"]).all():
-            return False
-        codes = kept["codes"] if in_context else np.zeros((1, self._encoder.codebooks), np.int64)
-        sized = codes.ndim == 2 and len(codes) > 0 and codes.shape[1] == self._encoder.codebooks
-        return sized and int(codes.min()) >= 0 and int(codes.max()) < self._encoder.codebook_size
+        found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
+        if in_context:
+            if self._encoder.sample_rate != self._speaker.sample_rate:
+                samples, _ = decode_recording(recording, self._encoder.sample_rate)
+            found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
+        return found
 
 
 def voice_identity(

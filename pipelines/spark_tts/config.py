@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Keys, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -102,13 +102,12 @@ class LmConfig(StackConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
+class SamplingDefaults(Drawing):
     """The published model's own sampling (cli/SparkTTS.py, `inference`)."""
 
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 0.95
-    repetition_penalty: float = 1.0
     max_new_tokens: int = 3000
 
 

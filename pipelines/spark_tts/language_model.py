@@ -16,10 +16,9 @@ from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.opening import MemoryNeeds
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import Checkpoint, Shapes, TensorSource, bad_checkpoint
-from pipelines.nn.options import NativeModelOptions
+from pipelines.nn.checkpoint import Checkpoint, TensorSource, bad_checkpoint
 from pipelines.nn.stack import StackWeights, take_stack
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
@@ -84,31 +83,15 @@ def take_weights(
     return LmWeights(stack, table, codes, head)
 
 
-def check_weights(config: SparkConfig) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one, holds one too
-    many, or of another shape."""
-    wanted = Shapes()
-    take_weights(wanted, config.lm, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
-    with _opened(config) as checkpoint:
-        checkpoint.require(wanted.taken)
-        checkpoint.finish()
-
-
 def load_weights(
-    config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device
+    config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
 ) -> LmWeights:
     """The LM of a checkpoint folder. Raises as `take_weights`, and for a tensor too many."""
-    with _opened(config) as checkpoint:
+    with Checkpoint.open(config.folder / LLM) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
+        checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tied else []))
         checkpoint.finish()
     return weights
-
-
-def _opened(config: SparkConfig) -> Checkpoint:
-    """LLM/ without what may be stored and is not needed."""
-    checkpoint = Checkpoint.open(config.folder / LLM)
-    checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tied else []))
-    return checkpoint
 
 
 def _rows(table: Tensor, drawable: Drawable) -> Tensor:
@@ -160,12 +143,12 @@ def plan_sizes(
     config: SparkConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype
 ) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
-    lm, width = config.lm, dtype.itemsize
-    with Checkpoint.open(config.folder / LLM) as model, Checkpoint.open(config.folder / BICODEC) as codec:
+    lm, width, folder = config.lm, dtype.itemsize, config.folder
+    with Checkpoint.open(folder / LLM) as model, Checkpoint.open(folder / BICODEC) as codec:
         weights = model.values() * width + codec.values() * torch.float32.itemsize
     weights += sum(
         path.stat().st_size
-        for path in (config.folder / WAV2VEC2).iterdir()
+        for path in (folder / WAV2VEC2).iterdir()
         if path.suffix in (".bin", ".safetensors")
     )
     needs = MemoryNeeds(
@@ -177,9 +160,8 @@ def plan_sizes(
         page=options.page_size * lm.cached_values * width,
         decoded_frame=_DECODED_TOKEN_BYTES,
     )
-    return sized(
-        options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second), device
-    )
+    sizes = options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second)
+    return sized(sizes, device)
 
 
 def sized(sizes: EngineOptions, device: torch.device) -> EngineOptions:

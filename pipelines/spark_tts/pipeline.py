@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.engine import Engine
+from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
 from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import Precision, open_device, precision, type_name
-from pipelines.nn.options import CONTEXT, ENGINE, NativeModelOptions, TokenModelOptions, take_engine
-from pipelines.options import read_options
-from pipelines.request import Generation, Listener, SynthesisRequest
-from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
+from pipelines.nn.checkpoint import open_device, precision, type_name
+from pipelines.options import CONTEXT, ENGINE, ModelOptions, TokenModelOptions, read_options, take_engine
+from pipelines.request import Listener, SynthesisRequest
+from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.spark_tts.bicodec import (
     BATCH_TOKENS,
     RIGHT_TOKENS,
@@ -33,7 +33,6 @@ from pipelines.spark_tts.language_model import (
     Drawable,
     Prompt,
     SparkModel,
-    check_weights,
     load_weights,
     plan_sizes,
 )
@@ -42,10 +41,7 @@ from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.tokens import (
     TokenHost,
     TokenRequest,
-    TokenRequestInfo,
     Tokens,
-    TokenStreamer,
-    TokenUtterance,
     token_sampling,
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
@@ -54,7 +50,7 @@ from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
-class SparkRequestInfo(TokenRequestInfo[Voice]):
+class SparkRequestInfo(RequestInfo[Voice]):
     """What results need to know of a request, and how its tokens are read."""
 
     vocabulary: Vocabulary
@@ -66,7 +62,7 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
     most: int | None = None
 
     def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
-        """As `TokenRequestInfo.read`; speech is cut where the LM wrote more than was asked for."""
+        """As `RequestInfo.read`; speech is cut where the LM wrote more than was asked for."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
         semantic = found.semantic[: self.most]
         if len(semantic) < len(found.semantic):
@@ -80,7 +76,7 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
         return FinishedCodes(column(semantic), finish, Voice(torch.tensor(voice)))
 
 
-class SparkStreamer(TokenStreamer[Voice]):
+class SparkStreamer(Streamer[Voice]):
     """A stream of semantic tokens, 50 a second, and the voice before them."""
 
     chunk_frames = (20, 25, 50, 100)
@@ -92,7 +88,7 @@ class SparkStreamer(TokenStreamer[Voice]):
         self._ids: list[int] = []
         self._left = info.most
 
-    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
         semantic = self._request.vocabulary.parse(ids).semantic[: self._left]
         if self._left is not None:
@@ -104,12 +100,6 @@ class SparkStreamer(TokenStreamer[Voice]):
         info = self._request
         voice = info.vocabulary.parse(self._ids).voice if info.voice is None else info.voice
         return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
-
-
-class NativeSparkStreamer(SparkStreamer):
-    """A stream in the chunks that our engine cuts."""
-
-    chunk_frames = ()
 
 
 def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
@@ -152,78 +142,62 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     chosen = read_options(TokenModelOptions, options, ENGINE)
-    _check_precision(chosen.dtype)
     load_vllm(chosen.cpu_kv_gib)
-    device = open_device(chosen.device, chosen.threads)
-    config = SparkConfig.from_folder(folder)
-    check_weights(config)
-    vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
+    device, config = _begin(folder, chosen)
+    # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
+    load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
+    parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
     # start.
     host = VllmHost(model_spec(config), chosen)
-    meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-    return SparkPipeline(
-        config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished
-    )
+    return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
 
 
 def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     chosen = read_options(NativeModelOptions, options, ENGINE)
-    _check_precision(chosen.dtype)
-    device = open_device(chosen.device, chosen.threads)
-    dtype = precision(chosen.dtype, device)
-    config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
+    device, config = _begin(folder, chosen)
+    dtype, lm = precision(chosen.dtype, device), config.lm
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [lm])
     sizes = plan_sizes(config, chosen, device, dtype)
-    vocabulary, references, codec = _load_parts(
-        config, device, precision(chosen.codec_dtype or chosen.dtype, device)
-    )
-    drawable, stage = Drawable.of(vocabulary, config.lm), open_stage(codec, chosen.reproducible)
+    parts = Parts.load(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
+    drawable, stage = Drawable.of(parts.vocabulary, lm), open_stage(parts.codec, chosen.reproducible)
     with torch.inference_mode():
-        model = SparkModel(
-            config.lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context
-        )
-    engine = chosen.open_engine(model, sizes, stage)
-    host = NativeHost(
-        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
-    )
-    meta: Meta = {
-        "engine": "native",
-        "executor": host.info.executor,
-        "dtype": host.dtype,
-        "codec_dtype": type_name(codec.dtype),
-    }
-    return SparkPipeline(
-        config,
-        vocabulary,
-        references,
-        stage,
-        host,
-        meta,
-        NativeSparkStreamer,
-        keep_unfinished=chosen.keep_unfinished,
-    )
+        weights = load_weights(config, drawable, dtype, device)
+        model = SparkModel(lm, weights, drawable, sizes.max_context)
+    host = open_host(chosen.open_engine(model, sizes, stage), drawable)
+    return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
 
 
-def _check_precision(asked: Precision | None) -> None:
-    if asked == "float16":
+def _begin(folder: Path, chosen: ModelOptions) -> tuple[torch.device, SparkConfig]:
+    if chosen.dtype == "float16":
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32."
         )
+    return open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
 
 
-def _load_parts(
-    config: SparkConfig, device: torch.device, codec_dtype: torch.dtype
-) -> tuple[Vocabulary, ReferenceEncoder, BiCodec]:
+def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
+    """The LM on our own engine."""
+    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
     """Everything but the LM."""
-    sizes = config.bicodec
-    vocabulary = Vocabulary.from_folder(config.folder / LLM, sizes.codebook_size, sizes.global_codes)
-    tokenizer, codec = load_bicodec(config, device, codec_dtype)
-    return (
-        vocabulary,
-        ReferenceEncoder(config, tokenizer, SemanticFeatures(config.folder / WAV2VEC2, device)),
-        codec,
-    )
+
+    config: SparkConfig
+    vocabulary: Vocabulary
+    references: ReferenceEncoder
+    codec: BiCodec
+
+    @classmethod
+    def load(cls, config: SparkConfig, device: torch.device, codec_dtype: torch.dtype) -> Parts:
+        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+        sizes = config.bicodec
+        vocabulary = Vocabulary.from_folder(config.folder / LLM, sizes.codebook_size, sizes.global_codes)
+        tokenizer, codec = load_bicodec(config, device, codec_dtype)
+        features = SemanticFeatures(config.folder / WAV2VEC2, device)
+        return cls(config, vocabulary, ReferenceEncoder(config, tokenizer, features), codec)
 
 
 def open_stage(codec: BiCodec, reproducible: bool = False) -> CodecStage[Voice]:
@@ -239,70 +213,49 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
-        self,
-        config: SparkConfig,
-        vocabulary: Vocabulary,
-        references: ReferenceEncoder,
-        stage: CodecStage[Voice],
-        host: TokenHost,
-        meta: Meta,
-        streamer: type[SparkStreamer] = SparkStreamer,
-        *,
-        keep_unfinished: bool = False,
+        self, parts: Parts, stage: CodecStage[Voice], host: TokenHost, keep_unfinished: bool = False
     ) -> None:
-        self.config = config
-        self.vocabulary = vocabulary
-        self.references = references
-        self.host = host
-        self.name = config.folder.name
-        self.sample_rate = config.sample_rate
+        self.parts, self.config, self.host = parts, parts.config, host
+        self.name = self.config.folder.name
+        self.sample_rate = self.config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
-        self._meta = meta
-        super().__init__(host, stage, TokenUtterance, streamer)
+        info, native = host.info, host.info.engine == "native"
+        self._meta: Meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
+        self._meta |= {"dtype": info.dtype, "codec_dtype": type_name(parts.codec.dtype)}
+        super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
-        task = speech_task(request.messages, request.generation, self.capabilities)
+        config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
+        task = speech_task(request.messages, generation, self.capabilities)
         check_seed(request.seed)
         prompt, voice = self._prompt(task)
         room = self.host.max_context - len(prompt)
         check_room(len(prompt), self.host.max_context, room, "a larger max_context")
-        longest = self._longest(request.generation)
-        most = min(self._token_limit(longest, created=voice is None), room)
-        stops = (self.config.lm.eos, self.vocabulary.control("end_semantic_token"))
-        sampling = token_sampling(self.config.sampling, request.generation, most, request.seed, stops)
+        # Tokens that the LM may write: speech, what stands before it, and one that may be the end.
+        tokens, most, longest = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
+        if generation.max_seconds is not None:
+            longest = frames_within(generation.max_seconds, config.tokens_per_second, most)
+            before = 1 if voice is not None else tokens + CREATION_EXTRAS
+            most = min(most, before + longest + 1)
+        stops = (config.lm.eos, vocabulary.control("end_semantic_token"))
+        sampling = token_sampling(config.sampling, generation, min(most, room), request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
-        tokens = self.config.bicodec.speaker.tokens
         info = SparkRequestInfo(
-            task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens, longest
+            task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, longest
         )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
         return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""
+        vocabulary = self.parts.vocabulary
         if task.reference_audio is None:
-            return creation_prompt(self.vocabulary, task.text, task.voice or DEFAULT_VOICE), None
+            return creation_prompt(vocabulary, task.text, task.voice or DEFAULT_VOICE), None
         if task.voice is not None:
             message = f"The line has both reference audio and the created voice {task.voice!r}."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove one of them.")
-        reference = self.references.prepare(task.recording, with_semantic=bool(task.reference_text))
-        prompt = clone_prompt(
-            self.vocabulary, task.text, reference.voice, task.reference_text, reference.semantic
-        )
+        reference = self.parts.references.prepare(task.recording, with_semantic=bool(task.reference_text))
+        prompt = clone_prompt(vocabulary, task.text, reference.voice, task.reference_text, reference.semantic)
         return prompt, reference.voice
-
-    def _longest(self, generation: Generation) -> int | None:
-        """Semantic tokens of the longest speech that a line asks for; None where it names no limit."""
-        if generation.max_seconds is None:
-            return None
-        return frames_within(
-            generation.max_seconds, self.config.tokens_per_second, self.config.sampling.max_new_tokens
-        )
-
-    def _token_limit(self, longest: int | None, created: bool) -> int:
-        """Tokens that the LM may write: speech, what stands before it, and one that may be the end."""
-        limit = self.config.sampling.max_new_tokens
-        before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
-        return limit if longest is None else min(limit, before + longest + 1)

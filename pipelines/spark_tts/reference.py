@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
-from pipelines.nn.checkpoint import Checkpoint, PickledTensors, TensorTable, fill_module
+from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
 from pipelines.recording import RecordingCache, read_recording
 from pipelines.spark_tts.bicodec import Tokenizer
@@ -82,7 +82,8 @@ def _tensors(folder: Path) -> TensorTable:
     """The tensors of a folder: safetensors, or the published pickle, of which nothing but tensors is read."""
     pickled = folder / "pytorch_model.bin"
     if pickled.is_file() and not (folder / "model.safetensors").is_file():
-        return PickledTensors.read(pickled)
+        tensors = read_pickle(pickled)
+        return TensorTable(pickled, tensors, tensors.__getitem__)
     return Checkpoint.open(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +137,11 @@ class Fsq(nn.Module):
         self.project_in = nn.Linear(dim, len(levels))
         self.project_out = nn.Linear(len(levels), dim)
         self._levels = tuple(levels)
-        self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def indices(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, dim] -> int64 [batch, tokens]."""
         z = self.project_in(x)
-        whole, basis = self._digits(z.device)
+        whole, basis = _digits(self._levels, z.device)
         levels = whole.to(z.dtype)
         half = (levels - 1) * _FSQ_WIDEN / 2
         digits = (torch.tanh(z + torch.atanh(0.5 / half)) * half - 0.5).round() + levels / 2
@@ -149,20 +149,17 @@ class Fsq(nn.Module):
 
     def vectors(self, indices: Tensor) -> Tensor:
         """int64 [batch, tokens] -> [batch, tokens, dim]."""
-        levels, basis = self._digits(indices.device)
+        levels, basis = _digits(self._levels, indices.device)
         digits = indices[..., None] // basis % levels
         return self.project_out(((digits - levels // 2) / (levels // 2)).to(self.project_out.weight.dtype))
 
-    def _digits(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The levels of each dimension and the weight of its digit, int64; kept, since making them on a
-        GPU makes the host wait."""
-        if device not in self._kept:
-            weights = [math.prod(self._levels[:index]) for index in range(len(self._levels))]
-            self._kept[device] = (
-                torch.tensor(self._levels, device=device),
-                torch.tensor(weights, device=device),
-            )
-        return self._kept[device]
+
+@lru_cache(maxsize=8)
+def _digits(levels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The levels of each dimension and the weight of its digit, int64; kept, since making them on a GPU
+    makes the host wait."""
+    weights = [math.prod(levels[:index]) for index in range(len(levels))]
+    return torch.tensor(levels, device=device), torch.tensor(weights, device=device)
 
 
 class SpeakerEncoder(nn.Module):

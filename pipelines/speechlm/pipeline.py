@@ -12,8 +12,7 @@ from torch import Tensor
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
-from pipelines.nn.options import TokenModelOptions
-from pipelines.options import read_options
+from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache
 from pipelines.request import Generation, Message, Mode, SynthesisRequest
 from pipelines.results import SpeechPipeline
@@ -118,9 +117,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._options = options
         self._heard: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
-        self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
+        self._meta = {"engine": "vllm", "dtype": host.info.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
-        super().__init__(host, stage, SpeechLmUtterance, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
+        super().__init__(host, stage, SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
         """The engine's first request and what delivery must know. Raises `InputError` for what this model
@@ -142,9 +141,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        parts = self.config, self.coder, script, self.host
+        parts = self.config, self.coder, script
         info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, *parts)
-        return script.first_request(self.config), info
+        return script.text_request(self.config), info
 
     def _script(
         self,

@@ -20,13 +20,13 @@ from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import (
+    REFERENCE_TAIL,
+    ROLE_TOKENS,
+    TARGET_TAIL,
     Prompt,
-    PromptParts,
-    Reference,
     TextTokenizer,
+    TokenizedTask,
     build_prompt,
-    split_reference,
-    split_target,
 )
 from tests.support.golden_arrays import Array, Thinned, largest_difference, read_arrays
 from tests.support.golden_checkpoint import whole
@@ -82,24 +82,23 @@ class Row:
     def prompt(self, config: Qwen3TTSConfig) -> Prompt:
         """The prompt of this row from the token ids, voice vectors and reference codes of the golden data."""
         item, clone = self.item, self.case["mode"] == "clone"
-        role, body = split_target(item["text_ids"])
-        text_first = self.case["non_streaming_mode"]
-        reference = None
-        if clone and not item["x_vector_only_mode"]:
-            reference = Reference(
-                split_reference(item["ref_text_ids"]), self.array("ref_codes").astype(np.int64)
-            )
-        parts = PromptParts(
-            role,
-            body,
-            instruct_ids=item.get("instruct_ids") or (),
+        ids, text_first = item["text_ids"], self.case["non_streaming_mode"]
+        in_context = clone and not item["x_vector_only_mode"]
+        task = TokenizedTask(
+            ids[:ROLE_TOKENS],
+            ids[ROLE_TOKENS:-TARGET_TAIL],
+            instruct_ids=(config.takes_instructions and item.get("instruct_ids")) or [],
             language=item.get("language") or "auto",
             speaker=item.get("speaker"),
-            voice=self.array("speaker_embedding") if clone else None,
-            reference=reference,
-            text_first=not clone if text_first is None else text_first,
+            reference_ids=item["ref_text_ids"][ROLE_TOKENS:-REFERENCE_TAIL] if in_context else None,
         )
-        return build_prompt(config, parts)
+        return build_prompt(
+            config,
+            task,
+            self.array("speaker_embedding") if clone else None,
+            self.array("ref_codes").astype(np.int64) if in_context else None,
+            not clone if text_first is None else text_first,
+        )
 
     def request(self, config: Qwen3TTSConfig) -> GenerationRequest:
         penalty = self.case["generation"].get("repetition_penalty", config.sampling.repetition_penalty)

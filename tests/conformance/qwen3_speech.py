@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pipelines.qwen3_tts.pipeline import PipelineOptions, Qwen3TTSPipeline
 from pipelines.request import Generation, Message, SynthesisRequest, stream, submit
-from pipelines.validation import SpeechTask
 from tests.conformance.listing import Case
 from tests.conformance.qwen3_folder import Golden, Row
 from tests.support.golden_arrays import Array, largest_difference
 
 WAVE_LIMIT = 1e-4
-
-
-class _Verbatim(Qwen3TTSPipeline):
-    """Speaks a text with the white space around it, as the published wrapper does and a job does not."""
-
-    def _task(self, request: SynthesisRequest) -> SpeechTask:
-        return msgspec.structs.replace(super()._task(request), text=str(request.messages[-1].content))
 
 
 def cases(golden: Golden) -> Iterator[Case]:
@@ -70,7 +61,7 @@ def _open(golden: Golden, case: dict[str, Any]) -> Qwen3TTSPipeline:
         text_first=case["non_streaming_mode"],
         keep_unfinished=True,
     )
-    return _Verbatim(folder, sizes)
+    return Qwen3TTSPipeline(folder, sizes)
 
 
 def _request(pipeline: Qwen3TTSPipeline, row: Row) -> SynthesisRequest:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipelines.qwen3_tts.prompt import TextTokenizer, target_template
+from pipelines.qwen3_tts.prompt import TextTokenizer
 from tests.support.golden_arrays import Array, thinned, write_arrays
 
 NEIGHBOUR = Path(__file__).parent / "qwen3_tts"
@@ -238,7 +238,7 @@ class Reference:
         shutil.copyfile(NEIGHBOUR / "checkpoint-design" / "left_out.json", checkpoint / "left_out.json")
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(target_template(text))
+        return self.tokenizer.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
     def generate(self, texts: list[str], non_streaming: bool, **generation: Any) -> list[NDArray[np.int16]]:
         """Codes [frames, 16] of every text."""

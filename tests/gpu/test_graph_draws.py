@@ -21,7 +21,7 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
 from tests.support.gpu_taps import tapped
 from tests.support.listened import ListenedCore
@@ -46,7 +46,7 @@ def places(request: pytest.FixtureRequest) -> Places:
     device = torch.device("cuda")
     model = dummy_model("0b6", device, dtype, MAX_CONTEXT)
     prompt = build_prompt(
-        model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
+        model.config, TokenizedTask(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
     )
     options = EngineOptions(
         slots=slots, pages=slots, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1
@@ -79,7 +79,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more() -> None:
     """A model that ends wherever it may says exactly as many frames as draws were banned."""
     model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16, MAX_CONTEXT, ends=True)
     prompt = build_prompt(
-        model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
+        model.config, TokenizedTask(ROLE, [11, 12, 13, 14], language="english", speaker="ryan")
     )
     heard = Heard()
     options = EngineOptions(

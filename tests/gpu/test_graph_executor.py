@@ -24,7 +24,7 @@ from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from tests.conformance.qwen3_tts import forced_frames
 from tests.support.drawn import Watched
 from tests.support.gpu_taps import tapped
@@ -55,7 +55,7 @@ def requests(model: Qwen3TTSModel, count: int, greedy: bool) -> list[GenerationR
     for index in range(count):
         body = draw.integers(0, 150_000, int(draw.integers(3, 600 if index % 4 == 3 else 40))).tolist()
         prompt = build_prompt(
-            model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan")
+            model.config, TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
         )
         sampling = (
             SamplingParams(temperature=0.0, residual_temperature=0.0)
@@ -288,7 +288,7 @@ def test_full_size_frames(size: str, rows: int) -> None:
     model = dummy_model(size, device, torch.bfloat16, 1024)
     sampling = SamplingParams(min_new_tokens=frames + 1)
     bodies = np.random.default_rng(rows).integers(0, 150_000, (rows, 40)).tolist()
-    parts = [PromptParts([151644, 77091, 198], body, language="english", speaker="ryan") for body in bodies]
+    parts = [TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan") for body in bodies]
     batch = [
         GenerationRequest(str(i), build_prompt(model.config, one), sampling, i, frames + 1)
         for i, one in enumerate(parts)

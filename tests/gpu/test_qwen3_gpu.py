@@ -72,7 +72,7 @@ def test_a_mix_on_the_gpu_says_what_each_says_alone_when_greedy() -> None:
 
 def test_full_size_bfloat16_is_close_to_float32() -> None:
     """Teacher-forced logits of the 0.6B shapes: the bfloat16 error is that of the type, not of a wrong op."""
-    from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+    from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
     from tests.conformance.qwen3_tts import forced_frames
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -82,7 +82,7 @@ def test_full_size_bfloat16_is_close_to_float32() -> None:
     rng = random.Random(0)
     body = [rng.randrange(150_000) for _ in range(30)]
     prompt = build_prompt(
-        wide.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan")
+        wide.config, TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
     )
     codes = np.random.default_rng(0).integers(0, 2048, (6, 16))
     ours, exact = (forced_frames(model, prompt, codes) for model in (narrow, wide))

@@ -31,7 +31,7 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import sampling_params
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from pipelines.request import Generation
 from tests.support.drawn import (
     ALL_SETTINGS,
@@ -141,7 +141,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more(least: int, temperature
     heard = Recorder()
     core = make_core(model, heard)
     prompt = build_prompt(
-        model.config, PromptParts([151644, 77091, 198], [5, 6, 7], language="english", speaker="ryan")
+        model.config, TokenizedTask([151644, 77091, 198], [5, 6, 7], language="english", speaker="ryan")
     )
     sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)
     requests = [GenerationRequest(str(seed), prompt, sampling, seed, 12) for seed in range(4)]

@@ -127,7 +127,9 @@ class Device(FrameExecutor):
     def _write(self, utterance: Utterance, start: int, numbers: np.ndarray) -> None:
         for at, number in enumerate(numbers, start):
             page = utterance.pages[at // PAGE]
-            assert page in utterance.own_pages, "a page that others can read was written"
+            assert page in utterance.pages[utterance.shared_pages :], (
+                "a page that others can read was written"
+            )
             self.keys[page, at % PAGE] = number
 
     def _break(self) -> None:
@@ -194,7 +196,7 @@ class Run:
         assert {prefix: prefix.users for prefix in users} == users
         assert not any(prefix.users or prefix.doubtful for prefix in cache._unused)
         in_use = [page for prefix in users for page in prefix.pages] + [
-            page for one in running for page in one.own_pages
+            page for one in running for page in one.pages[one.shared_pages :]
         ]
         assert all(
             one.pages[: one.shared_pages] == one.shared.all_pages for one in running if one.shared is not None

@@ -19,7 +19,7 @@ from pipelines.errors import NightjarError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
-from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from tests.support.golden_checkpoint import whole
 from tests.support.listened import ListenedCore
 
@@ -51,23 +51,20 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
     """A request in any mode that the model has, greedy or drawn in any way."""
     config = model.config
     draw = np.random.default_rng(rng.randrange(2**32))
-    parts: dict[str, Any] = {
-        "language": rng.choice(config.spoken_languages),
-        "text_first": rng.random() < 0.5,
-    }
+    parts: dict[str, Any] = {"language": rng.choice(config.spoken_languages)}
+    text_first, voice, codes = rng.random() < 0.5, None, None
     if config.kind == "base":
-        parts["voice"] = draw.standard_normal(config.talker.hidden).astype(np.float32)
+        voice = draw.standard_normal(config.talker.hidden).astype(np.float32)
         if rng.random() < 0.5:
             codes = draw.integers(0, config.predictor.vocab, (rng.randint(1, 24), config.codebooks))
-            parts["reference"] = Reference(draw.integers(0, 256, rng.randint(1, 12)).tolist(), codes)
+            parts["reference_ids"] = draw.integers(0, 256, rng.randint(1, 12)).tolist()
     elif config.kind == "custom_voice":
         parts["speaker"] = rng.choice(list(config.speakers))
     if rng.random() < 0.5:
         parts["instruct_ids"] = draw.integers(0, 256, rng.randint(3, 20)).tolist()
     body = draw.integers(0, 256, rng.randint(1, 40)).tolist()
-    prompt = build_prompt(
-        config, PromptParts([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts)
-    )
+    task = TokenizedTask([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts)
+    prompt = build_prompt(config, task, voice, codes, text_first)
     return GenerationRequest(name, prompt, random_sampling(rng), rng.randrange(2**63), rng.randint(2, 12))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipelines.nn.options import TokenModelOptions
+from pipelines.options import TokenModelOptions
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import model_spec
 from pipelines.vllm_engine.library import load_vllm

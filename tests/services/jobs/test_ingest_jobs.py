@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 import soundfile
 
-from jobs import estimate, ingest
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
@@ -90,7 +89,7 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "BATCH_LINES", 10)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
 
 
 #: Of each format: the end of a file's name, what a file begins with, and a line that is refused.
@@ -136,9 +135,7 @@ def test_an_input_of_which_hardly_any_line_is_good_is_refused(
 ) -> None:
     """Before it is read to its end: a small archive can hold billions of lines."""
     monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
-    monkeypatch.setattr(ingest, "MAX_REFUSED_LINES", 20)
-    monkeypatch.setattr(estimate, "MAX_REFUSED_LINES", 20)
-    monkeypatch.setattr(estimate, "BATCH_LINES", 10)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
     source = bad_input(place, input_format, 35)
     with pytest.raises(InputError, match="hardly any other") as caught:
         place.submit(source, input_format=input_format)
@@ -152,7 +149,7 @@ def test_an_input_of_which_hardly_any_line_is_good_is_refused(
 def test_bad_lines_between_good_ones_are_no_fault(
     place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "MAX_REFUSED_LINES", 20)
+    monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
     source = place.write([b"{" if n % 8 else line(f"a{n}") for n in range(80)])
     assert place.submit(source).rejected == 70
 
@@ -396,7 +393,7 @@ def test_what_stops_a_submit_before_it_begins(place: Place) -> None:
 def test_a_dry_run_says_what_a_submit_would_do(
     place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.estimate.BATCH_LINES", 10)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
     lines = [line(str(n), "x" * 100) for n in range(25)] + [line("3"), b"{", line("4", "")]
     source = place.write(lines)
     estimate = dry_run(place.settings, place.store, source, SPEC)

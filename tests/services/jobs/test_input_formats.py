@@ -12,7 +12,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jobs import ingest
 from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
 from jobs.repair import restore_inputs
@@ -151,7 +150,7 @@ def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch:
         spec,
         options=SubmitOptions(input_format="auto", idempotency_key="whole"),
     )
-    monkeypatch.setattr(ingest, "BATCH_LINES", 10)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
     with pytest.raises(ServiceError):
         submit(rig.settings, _Broken(rig), rig.store, path, spec, options=AUTO)  # type: ignore[arg-type]
     result = submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO)

@@ -294,7 +294,7 @@ def test_inputs_and_audio_of_turns_are_made_again(rig: Rig) -> None:
 
 
 def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.ingest.BATCH_LINES", 2)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
     staged = rig.ledger.stage
 
     def once(job_id: str, shards: list[NewShard], *rest: Any) -> bool:
@@ -317,7 +317,7 @@ def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_id_is_one_dialogues_whatever_its_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.ingest.BATCH_LINES", 2)
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
     job = submitted(
         rig, TALK, PLAIN, OWN, {**PLAIN, "example_id": "talk"}, TALK, {**OWN, "example_id": "last"}
     )

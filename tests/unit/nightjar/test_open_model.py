@@ -14,7 +14,7 @@ import nightjar
 from nightjar.voice import _in_python  # pyright: ignore[reportPrivateUsage]
 from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.fish_speech.pipeline import FishOptions
-from pipelines.nn.options import ENGINE
+from pipelines.options import ENGINE
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from tests.support import fish_checkpoint
 

@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> No
     with pytest.raises(NightjarError) as caught:
         nightjar.run(["Good evening."], out=tmp_path / "file", quiet=True)
     assert caught.value.code is ErrorCode.STORE_FORBIDDEN
-    assert "--out" in caught.value.advice
+    assert "`out`" in caught.value.advice
 
 
 @pytest.mark.parametrize("where", ["s3://voices/anna.wav", "S3://voices/anna.wav"])

@@ -237,7 +237,8 @@ def built(line: Generation, job: Generation, role: str | None) -> dict[str, Any]
     """The request of a worker for an item of a line and a job with these settings."""
     lease = SimpleNamespace(job=SimpleNamespace(id="job", spec=JobSpec("m", generation=job, seed=3)), epoch=1)
     builder = RequestBuilder(cast("Any", SimpleNamespace(lease=lease)), MemoryStore(), ReferenceCache())
-    found = fields_of(builder.build(ShardLine(0, 1, "a", (SAID,), line, 0, cast("Any", role))))
+    own = line if role is None else line.of(cast("Any", role))
+    found = fields_of(builder.build(ShardLine(0, 1, "a", (SAID,), own, 0, cast("Any", role))))
     del found["request_id"]
     return found
 

@@ -21,25 +21,23 @@ from pipelines.engine.opening import (
     LIBRARY_BYTES,
     MemoryNeeds,
     MemoryPlan,
+    NativeModelOptions,
     check_executor,
-    plan_engine,
     plan_memory,
     slots_bytes,
 )
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.options import NativeModelOptions
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.execution import (
     LATE_STATES,
+    codec_needs,
     engine_options,
     memory_needs,
     packed_needs,
-    stream_needs,
-    utterance_needs,
 )
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
@@ -205,7 +203,10 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
         engine_options(
             config, device, torch.bfloat16, NativeModelOptions(streams=count), weight_bytes + graphs, state
         )
-        for count, (graphs, state) in ((0, (0, 0)), (16, stream_needs(PUBLISHED_CODEC, torch.bfloat16)))
+        for count, (graphs, state) in (
+            (0, (0, 0)),
+            (16, codec_needs(PUBLISHED_CODEC, torch.bfloat16, True, 0)),
+        )
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
@@ -223,13 +224,15 @@ def test_a_turn_of_a_wide_engine_prefills_more(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     sizes = [
-        plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)
+        NativeModelOptions(slots=slots).plan(needs, device, CONTEXT, CONTEXT).prefill_tokens
+        for slots in (None, 512, 640, 1024)
     ]
     assert sizes == [2048, 2048, 7680, 12288]
     assert [
-        plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)
+        NativeModelOptions(slots=slots).plan(needs, device, CONTEXT, CONTEXT).frames_per_turn
+        for slots in (None, 512, 640)
     ] == [2, 2, 1]
-    plain = plan_engine(needs, device, CONTEXT)
+    plain = NativeModelOptions().plan(needs, device, CONTEXT, CONTEXT)
     assert (plain.spare_slots, plain.frame_seconds) == (0, 0.08)
 
 
@@ -265,18 +268,18 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
     slots: int | None,
 ) -> None:
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
-    plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+    NativeModelOptions(memory_share=share, slots=slots).plan(needs, device, CONTEXT, CONTEXT)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 << 30, 16 << 30))
     with pytest.raises(
         SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free"
     ) as caught:
-        plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+        NativeModelOptions(memory_share=share, slots=slots).plan(needs, device, CONTEXT, CONTEXT)
     assert caught.value.code is ErrorCode.SYNTH_OOM
     assert "nvidia-smi" in caught.value.advice
     with pytest.raises(ConfigError, match="10000 slots do not fit"):
-        plan_engine(needs, device, CONTEXT, memory_share=share, slots=10_000)
+        NativeModelOptions(memory_share=share, slots=10_000).plan(needs, device, CONTEXT, CONTEXT)
     with pytest.raises(ConfigError, match=r"the engine may take 1\.6 GiB"):
-        plan_engine(needs, device, CONTEXT, memory_share=0.1)
+        NativeModelOptions(memory_share=0.1).plan(needs, device, CONTEXT, CONTEXT)
 
 
 def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_of_a_continuous_batch(
@@ -293,23 +296,23 @@ def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
-    graphs, state = stream_needs(TINY_CODEC, torch.float32)
+    graphs, state = codec_needs(TINY_CODEC, torch.float32, True, 0)
     assert graphs + 40 * state == stream_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
-    assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
+    assert codec_needs(TINY_CODEC, torch.bfloat16, True, 0)[1] == state // 2
 
 
 def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
-    assert utterance_needs(TINY_CODEC, torch.float32, 8) == utterance_bytes(decoder.shape, 8)
-    assert utterance_needs(TINY_CODEC, torch.float32, 0) == 0
-    needs = utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 256)
+    assert codec_needs(TINY_CODEC, torch.float32, False, 8)[0] == utterance_bytes(decoder.shape, 8)
+    assert codec_needs(TINY_CODEC, torch.float32, False, 0)[0] == 0
+    needs = codec_needs(PUBLISHED_CODEC, torch.bfloat16, False, 256)[0]
     assert 4 << 30 < needs < 9 << 30
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, batch = (
         engine_options(config, device, torch.bfloat16, taken=weight_bytes + taken)
-        for taken in (0, utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 64))
+        for taken in (0, codec_needs(PUBLISHED_CODEC, torch.bfloat16, False, 64)[0])
     )
     assert (batch.slots, batch.pages) < (plain.slots, plain.pages)
 
@@ -406,5 +409,5 @@ def test_a_device_is_named_or_the_best_there_is(two_gpus: dict[str, float]) -> N
 
 def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
+    with pytest.raises(ConfigError, match="There is no GPU 0; this process sees 0"):
         open_device("cuda:0")

@@ -65,8 +65,7 @@ def test_who_makes_way_is_the_first_of_its_queue() -> None:
             )
             for length in range(9, 13)
         ]
-        for utterance in everybody:
-            scheduler.add(utterance)
+        getattr(scheduler, queue).extend(everybody)
         admitted = scheduler.admit() + scheduler.admit_streams()
         assert admitted == everybody[:2]
         assert scheduler.preempt_youngest() is everybody[1]

@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode
-from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import (
     Recorder,
@@ -33,15 +34,19 @@ class Writer:
         rng, draw = random.Random(seed), np.random.default_rng(seed)
         config = golden_model("base").config
         body = draw.integers(0, 256, rng.randint(16, 24)).tolist()
-        reference = Reference(
-            draw.integers(0, 256, 3).tolist(), draw.integers(0, config.predictor.vocab, (8, config.codebooks))
-        )
-        parts = PromptParts([1, 2, 3], body, reference=reference if clone else None, text_first=False)
-        first = parts.streamed_ids
+        said = draw.integers(0, 256, 3).tolist()
+        codes = draw.integers(0, config.predictor.vocab, (8, config.codebooks)) if clone else None
+        task = TokenizedTask([1, 2, 3], body, reference_ids=said if clone else None)
+        first = task.streamed_ids(codes)
         sampling = replace(random_sampling(rng), min_new_tokens=frames + 1)
-        prompt = build_prompt(config, parts)
+        prompt = build_prompt(config, task, codes=codes, text_first=False)
         self.whole = GenerationRequest(f"w{seed}", prompt, sampling, seed, frames + 1)
-        opened = build_prompt(config, replace(parts, body_ids=body[:first], text_open=True))
+        opened = build_prompt(
+            config,
+            msgspec.structs.replace(task, body_ids=body[:first], text_open=True),
+            codes=codes,
+            text_first=False,
+        )
         self.open = replace(self.whole, prompt=opened, stream=True, text_open=True)
         self.left = [*body[first:], config.text_ids.tts_eos]
         np.testing.assert_array_equal(opened.text, prompt.text)

@@ -51,9 +51,7 @@ def open_host(options: EngineOptions = OPTIONS, waiting_room: int = 8) -> Native
     model, drawable, _ = loaded()
     executor = EagerExecutor(model, options)
     engine = Engine(executor, options, waiting_room)
-    return NativeHost(
-        engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64))
-    )
+    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +136,6 @@ def test_ids_of_the_prompt_count_as_drawn(host: NativeHost) -> None:
     assert penalized not in prompt
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        request(9, stop_ids=(1,)),
-        request(9, stop_ids=()),
-        TokenRequest("pair", [1], TokenSampling(9, stop_ids=ends()), shadow=request(9)),
-    ],
-)
-def test_what_the_engine_cannot_do_is_refused(host: NativeHost, asked: TokenRequest) -> None:
-    with pytest.raises(ValueError, match="the native engine"):
-        host.submit(asked, Waiter())
-
-
 def test_a_cancel_ends_one_of_a_name(host: NativeHost) -> None:
     endless = [request(400, name, ignore_end=True, stop_ids=()) for name in ("a", "a", "b")]
     waiters = [Waiter() for _ in endless]
@@ -192,7 +177,7 @@ def test_a_receiver_may_ask_for_more_although_the_room_is_full() -> None:
 
 
 def test_a_host_says_what_it_is(host: NativeHost) -> None:
-    assert (host.max_context, host.dtype) == (OPTIONS.max_context, "float32")
+    assert (host.max_context, host.info.dtype) == (OPTIONS.max_context, "float32")
     assert (host.info.engine, host.info.executor, host.info.slots) == ("native", "eager", 4)
     small = open_host(EngineOptions(slots=1, pages=4, page_size=16, max_context=512))
     assert small.max_context == 64, "its pages hold no more"
@@ -206,9 +191,8 @@ def frames_host() -> tuple[NativeHost, GenerationRequest, Qwen3TTSModel]:
     options = EngineOptions(slots=2, pages=64, page_size=8, max_context=MAX_CONTEXT, prefill_chunk=16)
     executor = EagerExecutor(model, options)
     ids = np.arange(model.config.talker.vocab) + 1000
-    end = model.config.ids.eos
     host = NativeHost(
-        Engine(executor, options), ids, (end,), lambda request: wanted.prompt, codebooks=model.codebooks
+        Engine(executor, options), ids, lambda request: wanted.prompt, codebooks=model.codebooks
     )
     return host, wanted, model
 

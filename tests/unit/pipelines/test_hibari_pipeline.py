@@ -12,8 +12,7 @@ import pytest
 
 from pipelines.audio import loudness
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.hibari.utterance import Utterance, WholeUtterance
+from pipelines.hibari.pipeline import HibariPipeline, Utterance
 from pipelines.registry import open_pipeline
 from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
@@ -103,7 +102,7 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
-    dash = WholeUtterance(request("—"), "—", Listener(print, lambda _done: None))
+    dash = Utterance(request("—"), "—", Listener(print, lambda _done: None))
     dash.pieces = iter([voice._reader.voice.ids("—")])
     while dash.advance(voice._reader.voice):
         continue
@@ -138,7 +137,7 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
     voice = HibariPipeline(threads=1)
     begun = threading.Event()
 
-    def read(_text: str, given_up: Callable[[], bool]) -> list[list[int]]:
+    def pieces(_text: str, given_up: Callable[[], bool]) -> list[list[int]]:
         begun.set()
         for _ in range(2000):
             if given_up():
@@ -146,7 +145,7 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
             time.sleep(0.01)
         raise AssertionError("it was not given up")
 
-    monkeypatch.setattr(voice._reader, "read", read)
+    monkeypatch.setattr(voice._reader, "pieces", pieces)
     with ThreadPoolExecutor(1) as pool:
         submitted = pool.submit(submit, voice, request(LONG, "reads"))
         assert begun.wait(240)

@@ -13,15 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.hibari.utterance import (
-    DUE_SECONDS,
-    STREAM_GAIN,
-    Schedule,
-    StreamedUtterance,
-    Utterance,
-    WholeUtterance,
-)
+from pipelines.hibari.pipeline import DUE_SECONDS, STREAM_GAIN, HibariPipeline, Utterance
 from pipelines.request import (
     AudioChunk,
     Done,
@@ -113,9 +105,9 @@ class LoudVoice:
         return samples
 
 
-def spoken(voice: LoudVoice, pieces: int) -> tuple[StreamedUtterance, list[Outcome]]:
+def spoken(voice: LoudVoice, pieces: int) -> tuple[Utterance, list[Outcome]]:
     heard: list[Outcome] = []
-    utterance = StreamedUtterance(request("x"), "x", Listener(heard.append, lambda _done: None), lambda: 0.0)
+    utterance = Utterance(request("x"), "x", Listener(heard.append, lambda _done: None), True, lambda: 0.0)
     utterance.pieces = iter([[0, 1, 0]] * pieces)
     while utterance.advance(voice):  # type: ignore[arg-type]
         continue
@@ -281,34 +273,18 @@ def test_many_streams_share_the_threads(voice: HibariPipeline) -> None:
         np.testing.assert_array_equal(joined(chunks), alone)
 
 
-class TestSchedule:
-    def streamed(self, deadline: float) -> StreamedUtterance:
-        utterance = StreamedUtterance(request("x"), "x", NOBODY, lambda: 0.0)
-        utterance.deadline = deadline
+def test_first_pieces_come_then_who_runs_dry_then_whole_utterances_then_those_ahead() -> None:
+    def queued(arrival: int, deadline: float | None = None) -> Utterance:
+        utterance = Utterance(request("x"), "x", NOBODY, stream=deadline is not None)
+        utterance.deadline, utterance.arrival = deadline or 0.0, arrival
         return utterance
 
-    def test_first_pieces_then_who_runs_dry_then_whole_utterances_then_those_ahead(self) -> None:
-        now = 100.0
-        schedule = Schedule(lambda: now)
-        old, new = WholeUtterance(request("x"), "x", NOBODY), WholeUtterance(request("x"), "x", NOBODY)
-        ahead, due, dry = (self.streamed(now + lead) for lead in (DUE_SECONDS + 0.1, 1.0, -5.0))
-        first, second = self.streamed(0.0), self.streamed(0.0)
-        for utterance in (old, new, ahead, due, dry, first, second):
-            schedule.add(utterance)
-        taken = [schedule.take() for _ in range(7)]
-        assert taken == [first, second, dry, due, old, new, ahead]
-        assert schedule.take() is None
-
-    def test_an_utterance_keeps_its_place_between_its_pieces(self) -> None:
-        schedule = Schedule(lambda: 0.0)
-        first, second = WholeUtterance(request("x"), "x", NOBODY), WholeUtterance(request("x"), "x", NOBODY)
-        schedule.add(first)
-        schedule.add(second)
-        for _ in range(3):
-            taken = schedule.take()
-            assert taken is first
-            schedule.add(first)
-        assert schedule.utterances == [second, first]
+    now = 100.0
+    old, new = queued(1), queued(2)
+    ahead, due, dry = (queued(3 + n, now + lead) for n, lead in enumerate((DUE_SECONDS + 0.1, 1.0, -5.0)))
+    first, second = queued(6, 0.0), queued(7, 0.0)
+    order = sorted((new, ahead, old, due, second, dry, first), key=lambda one: one.turn(now))
+    assert order == [first, second, dry, due, old, new, ahead]
 
 
 def _until(condition: Any, seconds: float = 240.0) -> None:

@@ -6,17 +6,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from pipelines import engine_choice
+from pipelines.engine import opening
+from pipelines.engine.executor import EngineOptions
+from pipelines.engine.opening import NativeModelOptions
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.options import ENGINE, ModelOptions, NativeModelOptions, TokenModelOptions
-from pipelines.options import read_options
+from pipelines.options import ENGINE, ModelOptions, TokenModelOptions, read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from pipelines.registry import open_pipeline
 from pipelines.speechlm.pipeline import SpeechLmOptions
@@ -99,13 +102,15 @@ def test_qwen3_tts_has_no_float16() -> None:
             read_options(PipelineOptions, {option: "float16"})
 
 
-def test_who_waits_for_a_slot() -> None:
-    device = torch.device("cuda")
-    assert [NativeModelOptions().room(512, device), NativeModelOptions().room(512, torch.device("cpu"))] == [
-        512,
-        64,
-    ]
-    assert NativeModelOptions(waiting_room=7).room(512, device) == 7
+def test_who_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "open_executor", lambda *_: None)
+    monkeypatch.setattr(opening, "Engine", lambda _executor, _sizes, room, _stage, _codec: room)
+
+    def room(device: str, **chosen: int) -> Any:
+        model: Any = SimpleNamespace(device=torch.device(device))
+        return NativeModelOptions(**chosen).open_engine(model, EngineOptions(512), cast("Any", None))
+
+    assert [room("cuda"), room("cpu"), room("cuda", waiting_room=7)] == [512, 64, 7]
     assert [NativeModelOptions(max_context=context).context(300) for context in (None, 0, 100)] == [
         300,
         0,

@@ -16,8 +16,8 @@ import soundfile
 
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, InputError
-from pipelines.qwen3_tts.frontend import open_frontend
 from pipelines.qwen3_tts.pipeline import open_pipeline
+from pipelines.qwen3_tts.prompt import open_frontend
 from pipelines.registry import open_frontend as registered_frontend
 from pipelines.request import Done, Event, Generation, Message, SynthesisRequest, submit
 from tests.support.golden_checkpoint import whole

@@ -15,9 +15,8 @@ import pytest
 
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, InputError
-from pipelines.qwen3_tts.frontend import OpenTokens, open_frontend
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
-from pipelines.qwen3_tts.prompt import TextTokenizer
+from pipelines.qwen3_tts.prompt import OpenTokens, TextTokenizer, open_frontend
 from pipelines.request import (
     AudioChunk,
     Event,

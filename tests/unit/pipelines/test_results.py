@@ -20,19 +20,15 @@ from torch import Tensor
 
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
-from pipelines.nn.config_keys import Keys, Size, Sizes, Whole
-from pipelines.nn.options import TokenModelOptions
-from pipelines.options import read_options
+from pipelines.nn.config_keys import Drawing, Keys, Size, Sizes, Whole
+from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import read_recording
 from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
-from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
+from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.tokens import (
     TokenRequest,
-    TokenRequestInfo,
     Tokens,
     TokenSampling,
-    TokenStreamer,
-    TokenUtterance,
     token_sampling,
 )
 from pipelines.validation import frames_within
@@ -58,7 +54,7 @@ class Ramp(Decoder[list[int]]):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestInfo(TokenRequestInfo[list[int]]):
+class Info(RequestInfo[list[int]]):
     state: list[int] = field(default_factory=list)
     #: A stream's state is known once so many tokens came.
     known_after: int = 0
@@ -70,15 +66,15 @@ class RequestInfo(TokenRequestInfo[list[int]]):
         return FinishedCodes(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
 
 
-class Streamer(TokenStreamer[list[int]]):
+class Chunks(Streamer[list[int]]):
     chunk_frames = (1, 3)
     looks_ahead = True
 
-    def __init__(self, info: RequestInfo, *others: Any) -> None:
+    def __init__(self, info: Info, *others: Any) -> None:
         super().__init__(info, *others)
         self._said, self._heard = info, 0
 
-    def frames(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._heard += len(ids)
         return np.array(ids, np.int64)[:, None]
 
@@ -111,12 +107,12 @@ class Host:
         """Its threads end by themselves."""
 
 
-class Pipeline(SpeechPipeline[TokenRequest, RequestInfo]):
+class Pipeline(SpeechPipeline[TokenRequest, Info]):
     name, sample_rate = "ramp", RATE
     capabilities = Capabilities(streaming=True)
-    request_info = RequestInfo("text", RATE, {"engine": "none"}, False)
+    request_info = Info("text", RATE, {"engine": "none"}, False)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, RequestInfo]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, Info]:
         return TokenRequest(request.request_id, [1], TokenSampling(9)), self.request_info
 
 
@@ -130,7 +126,7 @@ def host() -> Host:
 
 @pytest.fixture
 def pipeline(host: Host) -> Iterator[Pipeline]:
-    pipeline = Pipeline(host, CodecStage(Ramp()), TokenUtterance, Streamer)
+    pipeline = Pipeline(host, CodecStage(Ramp()), Chunks)
     yield pipeline
     pipeline.close()
 
@@ -176,7 +172,7 @@ def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
 def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(
     host: Host, pipeline: Pipeline, known_after: int
 ) -> None:
-    pipeline.request_info = RequestInfo("text", RATE, {}, False, [], known_after)
+    pipeline.request_info = Info("text", RATE, {}, False, [], known_after)
     host.play = say([1, 2, 3, 4, 5, 6])
     chunks = list(stream(pipeline, REQUEST))
     assert pipeline.request_info.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
@@ -234,11 +230,11 @@ def test_no_setting_leaves_the_range_of_an_engine() -> None:
     least = Generation(temperature=1e-300, top_k=0, top_p=1.0, repetition_penalty=1e-300)
     most = Generation(temperature=2.0, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
     for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 2.0, 2**31 - 1, 1e4)):
-        made = token_sampling(TokenSampling(1), asked, 10, 5, ())
+        made = token_sampling(Drawing(), asked, 10, 5, ())
         assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
-    assert token_sampling(TokenSampling(1), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
+    assert token_sampling(Drawing(), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
     with pytest.raises(InputError):
-        token_sampling(TokenSampling(1), Generation(), 10, 1 << 63, ())
+        token_sampling(Drawing(), Generation(), 10, 1 << 63, ())
 
 
 def test_seconds_become_frames_whatever_their_size() -> None:

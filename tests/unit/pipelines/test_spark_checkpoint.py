@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from pipelines.errors import ErrorCode, ModelError
 from pipelines.registry import describe
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import SparkConfig
-from pipelines.spark_tts.language_model import check_weights
+from pipelines.spark_tts.language_model import Drawable, load_weights
 from pipelines.spark_tts.prompt import Vocabulary
 from pipelines.spark_tts.reference import SemanticFeatures
 from tests.support.vllm_kit import checkpoint
@@ -139,7 +140,7 @@ def test_a_tensor_at_fault_is_named(folder: Path, part: str, fault: str) -> None
     save_file(weights, path)
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
         config = SparkConfig.from_folder(folder)
-        check_weights(config)
+        load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.float32, "meta")
         load_bicodec(config, CPU)
 
 

@@ -33,7 +33,7 @@ def test_an_engine_that_it_does_not_run_on_is_named() -> None:
 
 
 def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark, "_load_parts", lambda *_: pytest.fail("the codec was loaded"))
+    monkeypatch.setattr(spark.Parts, "load", lambda *_: pytest.fail("the codec was loaded"))
     with pytest.raises(ConfigError, match="The graph executor") as caught:
         open_pipeline(str(checkpoint()), engine="native", device="cpu", executor="graph")
     assert caught.value.code is ErrorCode.CONFIG_INVALID

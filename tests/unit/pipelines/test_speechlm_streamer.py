@@ -36,7 +36,7 @@ class _Started:
     def __init__(self, stage: CodecStage[Any]) -> None:
         self.engine, self.heard = _Engine(), list[Event]()
         engine, streamer_class = self.engine, SpeechLmStreamer
-        pipeline = SpeechPipeline[Any, Any](engine, stage, SpeechLmUtterance, streamer_class)  # pyright: ignore[reportArgumentType]
+        pipeline = SpeechPipeline[Any, Any](engine, stage, streamer_class, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
         wanted, info = SimpleNamespace(request_id="one"), SimpleNamespace(sample_rate=24_000)
         self.handle = pipeline._begin(wanted, info, self.heard.append, stream=True)  # pyright: ignore[reportPrivateUsage]
         (self.streamer,) = engine.receivers
@@ -64,7 +64,7 @@ def test_a_stream_ends_with_its_speech(started: _Started, caplog: pytest.LogCapt
     assert isinstance(audio, AudioChunk)
     assert len(audio.samples) == 3
     assert isinstance(end, Done)
-    assert (end.speech.text_out, len(end.samples)) == ("Yes.", 0)
+    assert (end.speech.text_out, len(end.speech.samples)) == ("Yes.", 0)
     assert not caplog.records
 
 

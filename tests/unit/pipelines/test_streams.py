@@ -15,8 +15,8 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, Done, Event, Failed, Listener, Speech
 from pipelines.serving.model import Playback
-from pipelines.tokens import Tokens, TokenUtterance
-from tests.unit.pipelines.test_results import REQUEST, Host, Pipeline, Ramp, Streamer, say
+from pipelines.tokens import Tokens
+from tests.unit.pipelines.test_results import REQUEST, Chunks, Host, Pipeline, Ramp, say
 
 
 class Heard:
@@ -49,7 +49,7 @@ def host() -> Host:
 
 @pytest.fixture
 def pipeline(host: Host) -> Iterator[Pipeline]:
-    pipeline = Pipeline(host, CodecStage(Ramp()), TokenUtterance, Streamer)
+    pipeline = Pipeline(host, CodecStage(Ramp()), Chunks)
     yield pipeline
     pipeline.close()
 
@@ -72,7 +72,7 @@ def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(
     assert heard.samples == [code for code in (1, 2, 3) for _ in range(4)] + [1]
     end = heard.outcomes[-1]
     assert isinstance(end, Done)
-    assert (len(end.samples), end.speech.text, end.speech.meta) == (
+    assert (len(end.speech.samples), end.speech.text, end.speech.meta) == (
         0,
         "text",
         {"engine": "none", "frames": 3, "finish": "stop"},
@@ -104,7 +104,7 @@ def test_however_a_stream_ends_the_codecs_state_goes_back(host: Host, ending: st
         def close(self) -> None:
             self.closed = True
 
-    class Ending(Streamer):
+    class Ending(Chunks):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._state = states[-1]
@@ -112,7 +112,7 @@ def test_however_a_stream_ends_the_codecs_state_goes_back(host: Host, ending: st
     states = [State()]
     receivers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     host.play = say([1, 2, 3]) if ending == "final" else receivers.put
-    pipeline, heard = Pipeline(host, CodecStage(Ramp()), TokenUtterance, Ending), Heard()
+    pipeline, heard = Pipeline(host, CodecStage(Ramp()), Ending), Heard()
     handle = pipeline.start(REQUEST, heard, stream=True)
     assert ending == "final" or not states[0].closed
     if ending == "cancelled":
