@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
@@ -20,10 +18,9 @@ from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
 from pipelines.engine.engine import Engine
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
-from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.engines import model_spec, prompt_of, shared_prefixes
+from pipelines.fish_speech.engines import model_spec, native_host
 from pipelines.fish_speech.model import FishModel, take_weights
 from pipelines.fish_speech.pipeline import FishPipeline, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
@@ -113,12 +110,7 @@ class NativeFish:
         parts, config = self.parts, self.parts.config
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(parts.codec.decoder)
-        ids = np.array([*config.semantic, config.end], np.int64)
-        engine, prefixes = (
-            Engine(self.watched, sizes, sizes.slots, stage),
-            partial(shared_prefixes, semantic=config.semantic),
-        )
-        host = NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
+        host = native_host(config, Engine(self.watched, sizes, sizes.slots, stage))
         return FishPipeline(config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)
 
 
@@ -143,4 +135,5 @@ def vllm_pipeline(bench: Bench, parts: Parts, slots: int, kept_voices: bool) -> 
     )
     spec = model_spec(parts.config, kept_voices, **parts.load_format)
     host = VllmHost(spec, replace(chosen, max_context=CONTEXT))
-    return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, keep_unfinished=True)
+    stage = open_stage(parts.codec.decoder)
+    return FishPipeline(parts.config, parts.vocabulary, parts.codec, host, stage, keep_unfinished=True)

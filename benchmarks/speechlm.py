@@ -33,11 +33,13 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
+from pipelines.vllm_engine.library import load_vllm
 
 #: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should
 #: and must reach.
 STOCK, AIM, MUST = 18_147, 15_000, 9_000
+#: The entry point by which vLLM's processes find our models.
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nightjar"
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "speechlm" / "checkpoint"
 #: `text_config` and offsets as published (speechlm-qwen3-8b).
 PUBLISHED_TEXT = {
@@ -117,7 +119,7 @@ class _Talk:
         if not self.load.text:
             self._ask_for_audio([])
             return
-        request = self.script.first_request(self.config)
+        request = self.script.text_request(self.config)
         self._submit(_fixed(request, self.load.text, ()))
 
     def tokens(self, ids: list[int], codes: Any) -> None: ...
@@ -136,13 +138,10 @@ class _Talk:
 
     def _ask_for_audio(self, written: Sequence[int]) -> None:
         self.pair = True
-        request = self.script.audio_pair(self.config, written, self.script.request_id)
-        request = _fixed(request, self.load.rows, (self.config.specials.pad,))
-        if not self.script.guided:
-            extra = {
-                key: value for key, value in request.extra.items() if key not in ("pair", "part", "scale")
-            }
-            request = replace(request, shadow=None, extra=extra)
+        special, pad = self.config.specials, self.config.specials.pad
+        before = [special.text, *written, special.assistant, special.audio]
+        request = self.script.audio_request(self.config, before, self.script.request_id)
+        request = _fixed(request, self.load.rows, (pad,))
         self._submit(request)
 
     def _submit(self, request: TokenRequest) -> None:

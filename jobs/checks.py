@@ -329,7 +329,7 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
             "`vad` is `silero`, and the meter silero is taken out.",
             "Set `vad` to `energy`, as with `--qa-set vad=energy`.",
         )
-    _leave_out_bounds(tree, changes)
+    _leave_out_bounds(tree, base)
     return checked(tree)
 
 
@@ -424,16 +424,13 @@ def _taken_out(meter: str, changes: Sequence[Mapping[str, Any]]) -> bool:
     return bool(named) and named[-1] is False
 
 
-def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
-    """Takes bounds that no change named out of the tree where the changes took out their meter."""
+def _leave_out_bounds(tree: dict[str, Any], base: Quality) -> None:
+    """Takes the preset's own bounds out of the tree where the changes took out their meter."""
     meters, bounds = tree.get("meters"), tree.get("bounds")
-    if not isinstance(meters, dict) or not isinstance(bounds, dict):
-        return
-    named = {
-        name for change in changes if isinstance(chosen := change.get("bounds"), Mapping) for name in chosen
-    }
-    for name in set(bounds) - named - scores_with(meters):
-        del bounds[name]
+    if isinstance(meters, dict) and isinstance(bounds, dict):
+        for name in base.bounds.keys() - scores_with(meters):
+            if bounds.get(name) == msgspec.to_builtins(base.bounds[name]):
+                del bounds[name]
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:

@@ -206,38 +206,6 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
     return found
 
 
-def recorded_engines(store: ObjectStore, job: Job) -> list[str]:
-    """The engines that the records of a job name, where its model has a choice. Raises `ModelError`, and
-    as `records`."""
-    choice = set(describe(job.spec.model).engines)
-    return (
-        sorted({record.model.engine for record in records(store, job) if record.model.engine in choice})
-        if choice
-        else []
-    )
-
-
-def mixed_engines(engines: list[str], here: str) -> str | None:
-    """What to know before parts of a job are made again whose records name these engines; None where there
-    is nothing."""
-    if len(engines) < 2:
-        return None
-    return (
-        f"The job was made on the engines {' and '.join(engines)}, and no record says which made what. "
-        f"The engine here is {here}, which makes other speech than the other one."
-    )
-
-
-def options_again(store: ObjectStore, job: Job) -> dict[str, str]:
-    """Options of `open_pipeline` to make speech of a job again: the engine that its records name, where
-    the model has a choice.
-
-    Nothing where they name both: no record says which one made what. Raises as `recorded_engines`.
-    """
-    named = recorded_engines(store, job)
-    return {"engine": named[0]} if len(named) == 1 else {}
-
-
 def exporters_record(job: Job) -> Provenance:
     """The record of a process that exports a job of which no worker left one; its model need not be here."""
     try:
@@ -300,8 +268,9 @@ def _accelerator(info: EngineInfo) -> str:
 
 @contextmanager
 def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
-    """The model of a job, as far as its records tell. `say` gets a sentence where it, or what encodes its
-    audio, is another version by now."""
+    """The model of a job, on the engine that its records name where the model has a choice. `say` gets a
+    sentence where it, or what encodes its audio, is another version by now, and where the records name more
+    than one engine: none says which one made what."""
     card = describe(job.spec.model)
     now = card.revision
     if now != job.spec.model_revision:
@@ -312,7 +281,12 @@ def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> It
         say(
             f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {_encoder(job.spec)}, which may make other bytes."
         )
-    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
-        say(mixed)
-    with closing(registry.open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
+    engines = sorted({record.model.engine for record in records(store, job)} & set(card.engines))
+    if len(engines) > 1:
+        say(
+            f"The job was made on the engines {' and '.join(engines)}, and no record says which made what. "
+            f"The engine here is {card.engine}, which makes other speech than the other one."
+        )
+    options = {"engine": engines[0]} if len(engines) == 1 else {}
+    with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:
         yield pipeline

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import zstandard
 
@@ -23,8 +23,11 @@ from jobs.dialogue import clean
 from jobs.ledger.records import RejectedLine
 from jobs.store import is_remote
 from jobs.store.base import sha256_of
-from jobs.store.s3 import S3Settings, open_s3_object
+from jobs.store.s3 import open_s3_object
 from pipelines.errors import ErrorCode, InputError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.settings import S3Settings
 
 #: A longer line is refused; its bytes are skipped without being held.
 MAX_LINE_BYTES = 1 << 20

@@ -250,8 +250,7 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
     kv_use: float = 0.0
-    #: `starting`: requests wait until the engine is there (again); `broken`: it is given up, and the pipeline
-    #: must be opened anew.
+    #: `starting`: there is no pipeline yet; `broken`: the engine is gone, and the pipeline must be opened anew.
     state: EngineState = "ready"
 
 

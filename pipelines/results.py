@@ -93,6 +93,9 @@ class Receiver(Generic[S]):
     #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
     #: fewer calls. Empty: frames are decoded as they come.
     chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
+    #: Who was asked for this speech, and for what last.
+    engine: SpeechEngine[Any]
+    current: Any
 
     def __init__(self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
         self._info = info
@@ -110,9 +113,16 @@ class Receiver(Generic[S]):
         """The engine could not do it."""
         self._listener(Failed(error))
 
-    def over(self, done: bool) -> None:
-        """The request has ended, or (not `done`) nobody listens any longer: what it holds elsewhere goes
-        back at once."""
+    def go_on(self, request: Any) -> None:
+        """Asks the engine for more of this speech, unless nobody listens any longer."""
+        self.current = request
+        if self._listener.is_open:
+            self.engine.submit(request, self)
+        if not self._listener.is_open:  # perhaps meanwhile, before the engine knew the request
+            self.engine.cancel(request)
+
+    def over(self) -> None:
+        """The request has ended, or nobody listens any longer: what it holds elsewhere goes back at once."""
 
 
 class Utterance(Receiver[S]):
@@ -201,7 +211,7 @@ class Streamer(Receiver[S]):
             self._decoding += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
-    def over(self, done: bool) -> None:
+    def over(self) -> None:
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -314,12 +324,13 @@ class SpeechPipeline(Generic[R, O]):
             with self._lock:
                 self._audio_seconds += listener.seconds
             if not done:
-                self._engine.cancel(wanted)
-            receiver.over(done)
+                self._engine.cancel(receiver.current)
+            receiver.over()
 
         listener = Listener(on_event, over)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
         if self._cuts_chunks:
             receiver.chunk_frames = ()
+        receiver.engine, receiver.current = self._engine, wanted
         self._engine.submit(wanted, receiver)
         return listener

@@ -456,8 +456,7 @@ class ShardRun:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
             raise LeaseGoneError(GoneReason.PAUSED)
-        # One that is starting again by itself needs no second one beside it: items wait for it.
-        if _engine_is_broken(committed) and pipeline.stats().state != "starting":
+        if _engine_is_broken(committed):
             log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
         # The ledger keeps these open for another attempt.

@@ -21,9 +21,10 @@ import msgspec
 import structlog
 from numpy.typing import NDArray
 
+from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import ObjectStore, PutResult
-from jobs.store.s3 import S3Settings, split_s3_url
+from jobs.store.base import BYTES, ObjectStore, PutResult
+from jobs.store.s3 import split_s3_url
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, beside_the_engine
 from pipelines.errors import ErrorCode, StoreError
 
@@ -41,21 +42,11 @@ TRIES = 3
 _KILL_SECONDS = 5.0
 
 
-class _Settings(msgspec.Struct, frozen=True):
-    """How to reach S3. It travels in a message: settings may come from a file that the child does not
-    read."""
-
-    endpoint_url: str | None
-    region: str | None
-    access_key_id: str | None
-    secret_access_key: str | None
-    addressing_style: str
-
-
 class _Open(msgspec.Struct, frozen=True, tag="open"):
     """The first call: the process is up when it has a client for this store."""
 
-    settings: _Settings | None
+    #: How to reach S3: settings may come from a file that the child does not read.
+    settings: dict[str, str | None] | None
     url: str
 
 
@@ -182,22 +173,27 @@ class ProcessStore(S3Store):
         super().__init__(*split_s3_url(url), settings)
         self._processes = processes
 
-    def _put(
-        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    def put(
+        self,
+        key: str,
+        data: bytes | BinaryIO,
+        *,
+        content_type: str = BYTES,
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once, as any store. A put whose process died is given to another, which may find the
         object there."""
-        put = _Put(self.url, key, content_type, dict(metadata))
+        put = _Put(self.url, key, content_type, dict(metadata or {}))
         for _ in range(TRIES):
             process = self._processes.least_busy(self.url)
-            if process is None or not isinstance(content, bytes):
+            if process is None or not isinstance(data, bytes):
                 break
             with suppress(ChildEndedError, OSError):
-                result = process.call(put, content).result()
+                result = process.call(put, data).result()
                 assert result is not None
                 return result
         with self._processes.itself():
-            return super()._put(key, content, content_type, metadata)
+            return super().put(key, data, content_type=content_type, metadata=metadata)
 
 
 def default_processes() -> int:
@@ -205,27 +201,24 @@ def default_processes() -> int:
     return min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2)
 
 
-def _plain(settings: S3Settings | None) -> _Settings | None:
+def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
     if settings is None:
         return None
-    values: dict[str, Any] = {name: getattr(settings, name) for name in _Settings.__struct_fields__}
-    secret = values["secret_access_key"]
-    if secret is not None and not isinstance(secret, str):
-        values["secret_access_key"] = secret.get_secret_value()
-    return _Settings(**values)
+    secret = settings.secret_access_key
+    return {**settings.model_dump(), "secret_access_key": secret.get_secret_value() if secret else None}
 
 
 class _Stores:
     """The child's stores."""
 
     def __init__(self) -> None:
-        self._settings: _Settings | None = None
+        self._settings: S3Settings | None = None
         self._open: dict[str, ObjectStore] = {}
         self._lock = threading.Lock()
 
     def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> PutResult | None:
-        if isinstance(asked, _Open):
-            self._settings = asked.settings
+        if isinstance(asked, _Open) and asked.settings is not None:
+            self._settings = S3Settings.model_validate(asked.settings)
         with self._lock:
             if asked.url not in self._open:
                 self._open[asked.url] = open_store(asked.url, self._settings)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -109,17 +110,13 @@ class Conversion:
         return msgspec.structs.replace(item, artifact=written), made
 
 
-#: Audio as it is in the store.
-UNCHANGED = Conversion()
-
-
 class AudioReader:
     """The audio of items, in order; a context manager. From a bucket some are fetched ahead, and audio is
     converted ahead, on threads. Files of a folder are read one by one, because threads would spend more
     time on taking turns than on reading.
     """
 
-    def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion = UNCHANGED) -> None:
+    def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion) -> None:
         """`root`: local folder that the audio is fetched to, or None; with a conversion its copies have a
         folder of their own there."""
         self._store = store
@@ -197,7 +194,7 @@ class AudioNames:
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
         self._root = None if folder is None else store.root
         self._folder = folder
-        self._prefixes: dict[str, str] = {}
+        self._prefix = cache(self._relative)
 
     @property
     def base(self) -> str | None:
@@ -211,10 +208,8 @@ class AudioNames:
             return where
         return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
 
-    def _prefix(self, below: str) -> str:
-        prefix = self._prefixes.get(below)
-        if prefix is None:
-            # `..` leads out of what a link leads to.
-            folder = os.path.realpath(os.path.join(self._folder or "", below))
-            prefix = self._prefixes[below] = os.path.relpath(os.path.realpath(self._root or ""), folder)
-        return prefix
+    def _relative(self, below: str) -> str:
+        """The store as seen from a folder of the export."""
+        # `..` leads out of what a link leads to.
+        folder = os.path.realpath(os.path.join(self._folder or "", below))
+        return os.path.relpath(os.path.realpath(self._root or ""), folder)

@@ -44,7 +44,6 @@ from jobs.export.items import (
     Splits,
     audio_items,
     exported,
-    left_out,
     make_plan,
     score_names,
     text_answers,
@@ -53,13 +52,14 @@ from jobs.export.manifest import manifest_line
 from jobs.ledger.records import ItemRow, ItemState, Job
 from jobs.provenance import exporters_record, records
 from jobs.recent_jobs import out_words
-from jobs.store import ObjectStore, S3Settings, is_remote
+from jobs.store import ObjectStore, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.settings import S3Settings
 
 Decoded = TypeVar("Decoded")
 #: Raised when a format's files change for the same items.
@@ -319,7 +319,13 @@ class _Export:
             raise _changed_job()
 
     def _left_out(self, items: int) -> LeftOut:
-        return left_out(self.ledger, self.job, self.where, items, dialogues=self.format.whole_dialogues)
+        """What an export of so many items leaves out of the job."""
+        ledger, job, where, dialogues = self.ledger, self.job, self.where, self.format.whole_dialogues
+        counts, running = ledger.status(job.id).items, not job.state.final
+        filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
+        # Items of a job that runs may have got their audio since they were passed.
+        without_audio = max(0, counts.total - items - sum(out.items for out in filtered))
+        return LeftOut(without_audio, filtered, min(counts.pending, without_audio) if running else 0, running)
 
     def _plan(self) -> Plan:
         part_bytes = self.part_bytes if self.format.embeds_audio else None
@@ -412,10 +418,9 @@ def _replace(
     Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left
     it.
     """
-    known = old is not None and (
+    if old is None or not (
         old == new or _is_earlier(old, new) or (old.job in replaces and old.format == new.format)
-    )
-    if old is None or not known:
+    ):
         advice = "Export to an empty place, or remove what is there."
         raise invalid(f"{destination.address!r} holds another export{_difference(old, new)}.", advice)
     recorded = [file for name in destination.lists() for file in destination.listed(name) or ()]

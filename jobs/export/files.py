@@ -17,20 +17,22 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, cast
 
 import msgspec
 
-from jobs.store import ObjectStore, S3Settings, is_remote, open_store
+from jobs.store import ObjectStore, is_remote, open_store
 from jobs.store.base import split_key
 from jobs.store.folder import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
     from jobs.export.audio import AudioNames
+    from jobs.settings import S3Settings
 
 _BUFFER_BYTES = 1 << 20
 #: Text of manifests shrinks little more at higher levels, and these take most of an export's time.
@@ -120,16 +122,14 @@ class _Stamp(msgspec.Struct, frozen=True):
     schema: str = "nightjar.file/1"
 
 
-@contextmanager
-def own_output(to: str, job_id: str, replaces: Collection[str]) -> Generator[IO[bytes], None, None]:
+def own_output(to: str, job_id: str, replaces: Collection[str]) -> AbstractContextManager[IO[bytes]]:
     """As `output`, for a file of a job. It replaces a file of a job in `replaces`; a file with the same
     content stays as it is.
 
     Raises `config.invalid` also for any other file at `to`, and for a file that was changed after it was
     exported.
     """
-    with output(to, lambda new, path: _may_replace(new, path, job_id, replaces)) as file:
-        yield file
+    return output(to, partial(_may_replace, job_id=job_id, replaces=replaces))
 
 
 def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) -> bool:
@@ -446,7 +446,8 @@ class BucketDestination(Destination):
         return None if info is None else info.sha256
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
-        result = self._store.put_file(name, path)
+        with path.open("rb") as file:
+            result = self._store.put(name, file)
         if not result.created and result.info.sha256 != sha256:
             message = f"{self._store.uri(name)} exists with other content."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")

@@ -38,10 +38,6 @@ from jobs.export.line_formats import espnet_line
 from jobs.ledger.records import Job
 
 _encode = msgspec.json.Encoder().encode
-# An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that is
-# kept here.
-_ESCAPED_IN_SPEAKERS = re.compile(rb"[^A-Za-z0-9._]")
-_ESCAPED = re.compile(rb"[^A-Za-z0-9._-]")
 #: Unicode's control characters, and its separators of lines and paragraphs.
 _BREAKS = {"Cc", "Zl", "Zp"}
 
@@ -59,13 +55,15 @@ def one_line(text: str, separator: str = "") -> str:
 def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:
     """The names of a speaker and of an utterance: without white space, others for others, and in one
     order."""
-    own = _escaped(_ESCAPED_IN_SPEAKERS, speaker)
-    return own, f"{own}-{_escaped(_ESCAPED, id)}"
+    # An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that
+    # is kept here.
+    own = _escaped(rb"[^A-Za-z0-9._]", speaker)
+    return own, f"{own}-{_escaped(rb'[^A-Za-z0-9._-]', id)}"
 
 
-def _escaped(pattern: re.Pattern[bytes], text: str) -> str:
+def _escaped(pattern: bytes, text: str) -> str:
     """What the pattern finds becomes `~` and its code in hexadecimal."""
-    return pattern.sub(lambda found: b"~%02X" % found[0][0], text.encode()).decode()
+    return re.sub(pattern, lambda found: b"~%02X" % found[0][0], text.encode()).decode()
 
 
 def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
@@ -113,15 +111,14 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
     ):
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
-            cut = _cut(
-                item.id,
-                job,
-                item,
-                {"type": "url" if "://" in where else "file", "channels": [0], "source": named},
-            )
-            recordings.write(_encode(cut["recording"]) + b"\n")
-            supervisions.write(_encode(cut["supervisions"][0]) + b"\n")
-            cuts.write(_encode(cut) + b"\n")
+            source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
+            cut = _cut(item.id, job, item, source)
+            for file, record in (
+                (recordings, cut["recording"]),
+                (supervisions, cut["supervisions"][0]),
+                (cuts, cut),
+            ):
+                file.write(_encode(record) + b"\n")
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:

@@ -134,8 +134,14 @@ class ExportFormat:
                 message,
                 "Name a folder for the audio with --audio-root, or use a format that contains the audio, such as webdataset or parquet.",
             )
-        if conversion:
-            self._check_conversion(audio_root)
+        if conversion and (self.failure_line is not None or not (self.names_audio or self.embeds_audio)):
+            raise invalid(
+                f"The format {self.name} has no audio of its own.",
+                "Leave --audio-format and --sample-rate out.",
+            )
+        if conversion and not self.embeds_audio and audio_root is None:
+            message = f"The format {self.name} names the audio of the store, which stays as it is."
+            raise invalid(message, "Name a folder for converted copies with --audio-root.")
         made = (conversion and conversion.format) or stored
         if made not in self.audio_formats:
             message = f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}."
@@ -168,17 +174,6 @@ class ExportFormat:
                 f"The format {self.name} needs the library {self.library}.",
                 "Install Nightjar with its extra `export` (docs/install.md).",
             )
-
-    def _check_conversion(self, audio_root: Path | None) -> None:
-        """Raises `config.invalid` where the export writes no audio that could be converted."""
-        if self.failure_line is not None or not (self.names_audio or self.embeds_audio):
-            raise invalid(
-                f"The format {self.name} has no audio of its own.",
-                "Leave --audio-format and --sample-rate out.",
-            )
-        if not self.embeds_audio and audio_root is None:
-            message = f"The format {self.name} names the audio of the store, which stays as it is."
-            raise invalid(message, "Name a folder for converted copies with --audio-root.")
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """The lines of a format of lines, each with the number of its items."""

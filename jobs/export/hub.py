@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, ServiceError
 
 _LOG_IN = "Set HF_TOKEN, or log in with: hf auth login."
 
@@ -78,12 +78,7 @@ def _libraries() -> tuple[Any, Any]:
 def _errors(repository: str) -> Generator[None, None, None]:
     """Errors of the hub's library as ours. Their texts name addresses and numbers of requests, and no
     token."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     # That of the HTTP library that this version uses, whichever it is.
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -92,12 +87,13 @@ def _errors(repository: str) -> Generator[None, None, None]:
     except HFValidationError as error:
         message = f"The hub takes no dataset with the name {repository[:100]!r}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Name it as ORGANIZATION/NAME.") from error
-    except LocalTokenNotFoundError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "There is no token of the Hugging Face hub.", _LOG_IN
-        ) from error
     except HfHubHTTPError as error:
-        raise _refused(repository, error.response.status_code) from error
+        status = error.response.status_code
+        if status >= 500 or status == 429:
+            raise _unreachable(f"The Hugging Face hub answers with status {status}.") from error
+        message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
+        advice = f"Use a token that may write there. {_LOG_IN}"
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice) from error
     except OfflineModeIsEnabled as error:
         raise _unreachable("The Hugging Face hub is switched off by HF_HUB_OFFLINE.") from error
     except (http_error, ConnectionError) as error:
@@ -110,11 +106,3 @@ def _unreachable(message: str) -> ServiceError:
         message,
         "Check the network and HF_ENDPOINT, then give the same command.",
     )
-
-
-def _refused(repository: str, status: int) -> NightjarError:
-    if status >= 500 or status == 429:
-        message = f"The Hugging Face hub answers with status {status}."
-        return ServiceError(ErrorCode.SERVER_UNREACHABLE, message, "Give the same command later.")
-    message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use a token that may write there. {_LOG_IN}")

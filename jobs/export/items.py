@@ -356,16 +356,6 @@ class LeftOut(msgspec.Struct, frozen=True):
         return ", ".join(parts)
 
 
-def left_out(ledger: Ledger, job: Job, where: Where | None, items: int, *, dialogues: bool) -> LeftOut:
-    """What an export of `items` items leaves out of a job."""
-    status = ledger.status(job.id).items
-    filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-    # Items of a job that runs may have got their audio since they were passed.
-    without_audio = max(0, status.total - items - sum(out.items for out in filtered))
-    running = not job.state.final
-    return LeftOut(without_audio, filtered, min(status.pending, without_audio) if running else 0, running)
-
-
 class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
 from jobs.dialogue import spoken_text
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, picked
+from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job, ShardAudio
 from jobs.shard_file import ShardLine
@@ -69,14 +68,11 @@ def _entry(job: Job, example_id: str, artifact: Artifact | ShardAudio, **spoken:
     )
 
 
-def _item_entry(job: Job, item: AudioItem, about: Mapping[str, Any]) -> ManifestEntry:
-    return _entry(job, item.example_id, item.artifact, **picked(about, "text", "role", "message_index"))
-
-
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """One line of JSON of an export; `key` names the audio in the store, so `where` is not used."""
     about = facts(job, item)
-    line: dict[str, Any] = msgspec.to_builtins(_item_entry(job, item, about))
+    entry = _entry(job, item.example_id, item.artifact, **picked(about, "text", "role", "message_index"))
+    line: dict[str, Any] = msgspec.to_builtins(entry)
     return msgspec.json.encode(line | picked(about, *ORIGIN)) + b"\n"
 
 
@@ -116,14 +112,16 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     # A file without a name: a process that is killed leaves none behind.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
-            line = msgspec.json.encode(_item_entry(job, item, facts(job, item))) + b"\n"
+            known = item_metadata(job, item)
+            spoken = {"text": known.text, "role": known.role, "message_index": known.message_index}
+            line = msgspec.json.encode(_entry(job, item.example_id, item.artifact, **spoken)) + b"\n"
             digest.update(line)
             file.write(line)
-        file.seek(0)
         number = 1
         while True:
+            file.seek(0)
             key = numbered_key(job_manifest_key(job.id), number)
-            result = store.put_file(key, Path(f"/dev/fd/{file.fileno()}"), content_type=CONTENT_TYPE)
+            result = store.put(key, cast("BinaryIO", file), content_type=CONTENT_TYPE)
             if result.created or result.info.sha256 == digest.hexdigest():
                 break
             number += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,7 +42,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What is drawn: bars, or lines; and the same as a sentence and as a table."""
+    """What is drawn: bars, or a line; and the same as a sentence and as a table."""
 
     key: str
     title: str
@@ -58,8 +58,8 @@ class Chart:
     rows: Sequence[tuple[str, object]]
     bars: Sequence[Bar] = ()
     median: float | None = None
-    #: By name.
-    lines: Mapping[str, Points] | None = None
+    #: Of a line.
+    points: Points = ()
 
 
 def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart | None:
@@ -96,14 +96,8 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
     )
 
 
-def lines(
-    key: str, title: str, unit: str, seconds: float, summary: str, series: Mapping[str, Points]
-) -> Chart | None:
-    """Named lines through (seconds, value), the first of which is the table's; None with fewer than two
-    points."""
-    name, points = next(iter(series.items()))
-    if len(points) < 2:
-        return None
+def line(key: str, title: str, unit: str, seconds: float, summary: str, points: Points) -> Chart:
+    """A line through (seconds, value)."""
     # The largest unit of which there are two, and its sign.
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     size, sign = next((one for one in units if seconds >= 2 * one[0]), units[-1])
@@ -115,13 +109,13 @@ def lines(
         summary=summary,
         ends=(0.0, max(seconds, 1e-9)),
         x_ticks=[(at * step, f"{number(at * step / size)} {sign}") for at in range(int(seconds / step) + 1)],
-        y_ticks=_y_ticks(max(value for line in series.values() for _, value in line) or 1.0),
-        heads=("Time", name.capitalize() or title),
+        y_ticks=_y_ticks(max(value for _, value in points) or 1.0),
+        heads=("Time", title),
         rows=[
             (f"{number(at / size)} {sign}", f"{number(value)} {unit}")
             for at, value in points[:: max(1, len(points) // 12)]
         ],
-        lines=series,
+        points=points,
     )
 
 
@@ -246,18 +240,14 @@ def timeline(spans: Iterable[Span], seconds: float, bins: int = BINS) -> Timelin
     return Timeline(float(step), items, audio, count)
 
 
-def eta_checks(line: Timeline) -> list[EtaCheck]:
-    """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the
-    truth."""
+def eta_checks(line: Timeline) -> list[tuple[float, EtaCheck]]:
+    """(share of the time, the ETA at the end of the step that is nearest to it) for each of `CHECKPOINTS`:
+    the ETA as `jobs.status.eta_seconds` makes it, beside the truth."""
     *ended, total = np.cumsum(line.items).tolist()
     times = [(index * line.step_seconds, done) for index, done in enumerate(ended, 1) if done > 0]
-    return [EtaCheck(at, max(0.0, total - done) * at / done, line.seconds - at) for at, done in times]
-
-
-def checkpoints(checks: Sequence[EtaCheck], seconds: float) -> list[tuple[float, EtaCheck]]:
-    """(share of the time, check) nearest to each of `CHECKPOINTS`."""
+    checks = [EtaCheck(at, max(0.0, total - done) * at / done, line.seconds - at) for at, done in times]
 
     def nearest(share: float) -> EtaCheck:
-        return min(checks, key=lambda check: abs(check.at_seconds - share * seconds))
+        return min(checks, key=lambda check: abs(check.at_seconds - share * line.seconds))
 
     return [(share, nearest(share)) for share in CHECKPOINTS] if checks else []

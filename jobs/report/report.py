@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,13 +31,11 @@ from jobs.report.charts import (
     MIN_FOR_ETA,
     MIN_SPANS,
     Chart,
-    EtaCheck,
     Timeline,
     WorkClock,
-    checkpoints,
     eta_checks,
     histogram,
-    lines,
+    line,
     number,
     spans_of_attempts,
     spans_of_commits,
@@ -109,12 +107,8 @@ def write_report(
     sample = take_sample(ledger, store, job, min(options.items, MAX_SHOWN_ITEMS), errors)
     # A player opens files, and what is in a pack is none.
     sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
-    line = _timeline(ledger, status)
-    checks = (
-        checkpoints(eta_checks(line), line.seconds)
-        if line and job.state.final and line.spans >= MIN_FOR_ETA
-        else []
-    )
+    work = _timeline(ledger, status)
+    spans = work.spans if work else 0
     constant = {name: values[0] for name, values in sorted(sample.scores.items()) if _constant(values)}
     page = {
         "status": status,
@@ -125,9 +119,9 @@ def write_report(
         "name": job.name or _input_name(job) or f"Job {job.id}",
         "input": _input_name(job) or ("standard input" if job.input_uri == "-" else "records of a program"),
         "voice": _voice(job, sample),
-        "spans": line.spans if line else 0,
-        "timeline": _charts(line, checks) if line and line.spans >= MIN_SPANS else [],
-        "checks": checks,
+        "spans": spans,
+        "timeline": [*_charts(work)] if work and spans >= MIN_SPANS else [],
+        "checks": eta_checks(work) if work and job.state.final and spans >= MIN_FOR_ETA else [],
         "histograms": _histograms(sample, constant),
         "constant": constant,
         "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
@@ -211,26 +205,14 @@ def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
     return timeline(clock.at_work(spans_of_attempts(ledger.attempts(status.job.id))), clock.seconds)
 
 
-def _charts(line: Timeline, checks: Sequence[tuple[float, EtaCheck]]) -> list[Chart]:
-    found: list[Chart | None] = []
+def _charts(work: Timeline) -> Iterator[Chart]:
     for key, title, unit, values, words in (
-        ("throughput", "Throughput", "items a second", line.items, "items a second"),
-        ("factor", "RTFx", "audio seconds per second", line.audio_seconds, "seconds of audio a second"),
+        ("throughput", "Throughput", "items a second", work.items, "items a second"),
+        ("factor", "RTFx", "audio seconds per second", work.audio_seconds, "seconds of audio a second"),
     ):
-        highest, average = max(values) / line.step_seconds, sum(values) / line.seconds
+        highest, average = max(values) / work.step_seconds, sum(values) / work.seconds
         summary = f"Highest {number(highest)}, on average {number(average)} {words}."
-        found.append(lines(key, title, unit, line.seconds, summary, {"": line.rates(values)}))
-    if checks:
-        # The first estimate, after one item, may be a hundred times too long and would flatten the rest of
-        # the chart.
-        every, limit = eta_checks(line), 3 * line.seconds
-        said = [(check.at_seconds, min(check.said_seconds, limit)) for check in every]
-        was = [(check.at_seconds, check.was_seconds) for check in every]
-        errors = ", ".join(f"{_signed(check.error, 0)} at {share:.0%}" for share, check in checks)
-        summary = f"Error of the ETA, as a share of the whole time: {errors} of it."
-        series = {"time to go as it was said": said, "time to go as it was": was}
-        found.append(lines("eta", "ETA against the truth", "s", line.seconds, summary, series))
-    return [chart for chart in found if chart is not None]
+        yield line(key, title, unit, work.seconds, summary, work.rates(values))
 
 
 def _signed(share: float, digits: int) -> str:
@@ -261,5 +243,5 @@ def _example(ledger: Ledger, job_id: str, code: ErrorCode) -> str:
             if item.error_message:
                 return item.error_message
     # Lines are read in order; the first ones show what is common.
-    lines = islice(ledger.rejected_lines(job_id) if code.value.startswith("input.") else (), _EXAMPLE_LINES)
-    return next((f"line {line.line}: {line.message}" for line in lines if line.code is code), "")
+    refused = islice(ledger.rejected_lines(job_id) if code.value.startswith("input.") else (), _EXAMPLE_LINES)
+    return next((f"line {line.line}: {line.message}" for line in refused if line.code is code), "")

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.folder import FolderStore
-from jobs.store.s3 import S3Settings, S3Store
+from jobs.store.s3 import S3Store
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
     from jobs.ledger.records import Job
+    from jobs.settings import S3Settings
 
 __all__ = [
     "FolderStore",
     "ObjectInfo",
     "ObjectStore",
     "PutResult",
-    "S3Settings",
     "S3Store",
     "is_remote",
     "open_store",

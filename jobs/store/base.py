@@ -13,6 +13,9 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 from pipelines.errors import ErrorCode, StoreError
 
+#: The type of an object that says nothing else.
+BYTES = "application/octet-stream"
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -73,33 +76,16 @@ class ObjectStore:
     def put(
         self,
         key: str,
-        data: bytes,
+        data: bytes | BinaryIO,
         *,
-        content_type: str = "application/octet-stream",
+        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once: if the key exists its object stays as it is and is described with `created=False`.
+        `data` may be an open file that is larger than memory; S3 takes a maximum of 5 GiB.
 
         A bucket shows `content_type` and `metadata` beside the object; a folder has no place for them.
         """
-        return self._put(key, data, content_type, metadata or {})
-
-    def put_file(
-        self,
-        key: str,
-        path: Path,
-        *,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
-        """As `put`, with the content of a local file that may be larger than memory; S3 takes a maximum of
-        5 GiB."""
-        with path.open("rb") as file:
-            return self._put(key, file, content_type, metadata or {})
-
-    def _put(
-        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
-    ) -> PutResult:
         raise NotImplementedError
 
     def get(self, key: str) -> bytes:

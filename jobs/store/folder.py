@@ -18,6 +18,7 @@ from typing import BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
 from jobs.store.base import (
+    BYTES,
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
@@ -109,18 +110,24 @@ class FolderStore(ObjectStore):
         self._top = self._compared(identity)
         self._identity = identity or self._identity
 
-    def _put(
-        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    def put(
+        self,
+        key: str,
+        data: bytes | BinaryIO,
+        *,
+        content_type: str = BYTES,
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         *folders, name = split_key(key)
         with self._errors(key, putting=True):
-            folder = self._opened(folders)
-            if isinstance(content, bytes):
-                info = self._write(key, folder.fd, name, [content])
+            folder = self._handles.open(folders, self._opened_top)
+            self._written.setdefault(folder.device, folder)
+            if isinstance(data, bytes):
+                info = self._write(key, folder.fd, name, [data])
             elif _exists(folder.fd, name):
                 info = None
             else:
-                info = self._write(key, folder.fd, name, iter(partial(content.read, _CHUNK_BYTES), b""))
+                info = self._write(key, folder.fd, name, iter(partial(data.read, _CHUNK_BYTES), b""))
             return PutResult(info or _describe(key, folder.fd, name), created=info is not None)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
@@ -132,11 +139,13 @@ class FolderStore(ObjectStore):
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`."""
-        with self._errors(key), self._parent(key) as (folder, name):
+        *folders, name = split_key(key)
+        with self._errors(key), self._folder(folders) as folder:
             return cast(BinaryIO, os.fdopen(_open_file(folder, name), "rb"))
 
     def _facts(self, key: str) -> ObjectInfo:
-        with self._errors(key), self._parent(key) as (folder, name):
+        *folders, name = split_key(key)
+        with self._errors(key), self._folder(folders) as folder:
             return _describe(key, folder, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -147,15 +156,15 @@ class FolderStore(ObjectStore):
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
-        with missing_allowed(), self._errors(key), self._parent(key) as (folder, name):
+        *folders, name = split_key(key)
+        with missing_allowed(), self._errors(key), self._folder(folders) as folder:
             os.unlink(name, dir_fd=folder)
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects, and the folders that become empty but for those at the root, where others make
         theirs."""
         names: dict[tuple[str, ...], list[str]] = {}
-        for key in keys:
-            *folders, name = split_key(key)
+        for *folders, name in map(split_key, keys):
             names.setdefault(tuple(folders), []).append(name)
         for folders, in_folder in names.items():
             with missing_allowed(), self._errors("/".join(folders)), self._folder(list(folders)) as folder:
@@ -203,11 +212,6 @@ class FolderStore(ObjectStore):
             raise store_away(str(self._root), found, identity)
         return top
 
-    def _opened(self, segments: list[str]) -> Handle:
-        folder = self._handles.open(segments, self._opened_top)
-        self._written.setdefault(folder.device, folder)
-        return folder
-
     def _walk(self, folder: list[str], stem: str = "") -> Iterator[ObjectInfo]:
         for name, size, modified_at in self._entries(folder):
             if not name.startswith(stem):
@@ -244,9 +248,11 @@ class FolderStore(ObjectStore):
         try:
             file, temporary = self._new_file(folder)
             for chunk in chunks:
-                _write_all(file, chunk)
                 digest.update(chunk)
                 size += len(chunk)
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(file, view) :]
             source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
             os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
         except OSError:
@@ -272,12 +278,6 @@ class FolderStore(ObjectStore):
                 self._tmpfile = False
         name = f".{secrets.token_hex(8)}.tmp"
         return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder), name
-
-    @contextmanager
-    def _parent(self, key: str) -> Generator[tuple[int, str], None, None]:
-        *folders, name = split_key(key)
-        with self._folder(folders) as folder:
-            yield folder, name
 
     @contextmanager
     def _folder(self, segments: list[str]) -> Generator[int, None, None]:
@@ -338,12 +338,6 @@ def _describe(key: str, folder: int, name: str) -> ObjectInfo:
         return ObjectInfo(key, file.tell(), digest)
 
 
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
 def sync_file_system(folder: int) -> None:
     """Waits until everything on the file system of an open folder is on its disk, names included. Raises
     `OSError`.
@@ -390,18 +384,15 @@ def _step(folder: int, segment: str, create: bool) -> int:
 class Handle:
     """An open folder; closed with its last reference."""
 
-    __slots__ = ("_identity", "_path", "fd")
+    __slots__ = ("_identity", "_path", "device", "fd")
 
     def __init__(self, fd: int, path: str) -> None:
         self.fd = fd
         self._path = path
         found = os.fstat(self.fd)
+        #: Number of the file system it is on.
+        self.device = found.st_dev
         self._identity = (found.st_dev, found.st_ino)
-
-    @property
-    def device(self) -> int:
-        """Number of the file system it is on."""
-        return self._identity[0]
 
     @property
     def current(self) -> bool:

@@ -7,10 +7,11 @@ import hashlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from jobs.store.base import (
+    BYTES,
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
@@ -26,7 +27,8 @@ from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
-    from pydantic import SecretStr
+
+    from jobs.settings import S3Settings
 
 
 #: What S3 answers, by the name of the error or its status.
@@ -100,21 +102,6 @@ CONFLICT_ATTEMPTS = 6
 _METADATA_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 Result = TypeVar("Result")
-
-
-class S3Settings(Protocol):
-    """How to reach S3; what is None is left to the usual AWS environment, files and roles."""
-
-    @property
-    def endpoint_url(self) -> str | None: ...
-    @property
-    def region(self) -> str | None: ...
-    @property
-    def access_key_id(self) -> str | None: ...
-    @property
-    def secret_access_key(self) -> SecretStr | str | None: ...
-    @property
-    def addressing_style(self) -> str: ...
 
 
 class S3Store(ObjectStore):
@@ -232,23 +219,28 @@ class S3Store(ObjectStore):
     def _get(self, name: str, **asked: str) -> Any:
         return self._client.get_object(Bucket=self.bucket, Key=name, **asked)
 
-    def _put(
-        self, key: str, content: bytes | BinaryIO, content_type: str, metadata: Mapping[str, str]
+    def put(
+        self,
+        key: str,
+        data: bytes | BinaryIO,
+        *,
+        content_type: str = BYTES,
+        metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        if isinstance(content, bytes):
-            sha256, size = hashlib.sha256(content).hexdigest(), len(content)
+        if isinstance(data, bytes):
+            sha256, size = hashlib.sha256(data).hexdigest(), len(data)
         else:
-            sha256, size = sha256_of(content), content.tell()
+            sha256, size = sha256_of(data), data.tell()
         request = {
             "Bucket": self.bucket,
             "Key": self._name(key),
             "IfNoneMatch": "*",
             "ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(),
             "ContentType": content_type,
-            "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in metadata.items()},
+            "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in (metadata or {}).items()},
         }
         for attempt in range(CONFLICT_ATTEMPTS):
-            refused = self._call(key, lambda: self._put_once(content, request))
+            refused = self._call(key, lambda: self._put_once(data, request))
             if not refused:
                 return PutResult(ObjectInfo(key, size, sha256), created=True)
             if refused & _EXISTS and (info := self.head(key)) is not None:
@@ -260,14 +252,14 @@ class S3Store(ObjectStore):
             "It is tried again later.",
         )
 
-    def _put_once(self, content: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
+    def _put_once(self, data: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
         """What S3 says of another object that has, or is getting, the key; nothing: the object is put."""
         from botocore.exceptions import ClientError
 
         try:
-            if not isinstance(content, bytes):
-                content.seek(0)
-            self._client.put_object(Body=content, **request)
+            if not isinstance(data, bytes):
+                data.seek(0)
+            self._client.put_object(Body=data, **request)
         except ClientError as error:
             signs = {*_signs(error)}
             if not signs & (_EXISTS | _CONFLICTS):
@@ -358,9 +350,7 @@ def make_client(settings: S3Settings | None) -> Any:
         read_timeout=READ_TIMEOUT_SECONDS,
         retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
         max_pool_connections=64,
-        s3={"addressing_style": settings.addressing_style}
-        if settings and settings.addressing_style
-        else None,
+        s3={"addressing_style": settings.addressing_style if settings else "auto"},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
@@ -371,9 +361,7 @@ def make_client(settings: S3Settings | None) -> Any:
             "endpoint_url": settings.endpoint_url,
             "region_name": settings.region,
             "aws_access_key_id": settings.access_key_id,
-            "aws_secret_access_key": secret
-            if isinstance(secret, str) or secret is None
-            else secret.get_secret_value(),
+            "aws_secret_access_key": secret.get_secret_value() if secret else None,
         }
     try:
         return boto3.Session().client(

@@ -182,33 +182,17 @@ def _codec(path: Path) -> CodecConfig:
         return CodecConfig()
     keys = Keys.read(path, _ADVICE)
     config = keys.take(CodecConfig, encoder_stacks=())
-    for name, stack in (("pre_module", config.pre), ("post_module", config.post)):
-        if stack.dim != config.latent or stack.heads * stack.head_dim != stack.dim:
-            raise keys.error(
-                f"quantizer.{name}.config.dim", f"must be {config.latent}, and n_head times head_dim"
-            )
-    depths = keys.value("encoder_transformer_layers", list[Whole])
-    if len(depths) != len(config.encoder_rates):
-        raise keys.error("encoder_transformer_layers", "must have one number a rate")
-    grown = config.encoder_dim << len(depths)
-    if grown != config.latent:
-        raise keys.error("encoder_dim", f"grows to {grown} channels, but the quantizer takes {config.latent}")
-    if config.samples_per_frame != math.prod(config.decoder_rates) * math.prod(config.downsample):
-        raise keys.error("decoder_rates", "do not make as many samples of a frame as the encoder takes")
-    if config.decoder_dim % (1 << len(config.decoder_rates)):
-        raise keys.error("decoder_dim", "cannot be halved once a rate")
-    general = keys.section("transformer_general_config")
-    head_dim, base, eps = (
-        general.value("head_dim", Size),
-        general.value("rope_base", Positive),
-        general.value("norm_eps", Positive),
+    depths, general = (
+        keys.value("encoder_transformer_layers", list[Whole]),
+        keys.section("transformer_general_config"),
     )
-    widths = [config.encoder_dim << (index + 1) for index in range(len(depths))]
+    head_dim = general.value("head_dim", Size)
+    base, eps = (general.value(name, Positive) for name in ("rope_base", "norm_eps"))
     stacks = [
         CodecStackConfig(depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, base, eps)
         if depth
         else None
-        for depth, dim in zip(depths, widths)
+        for depth, dim in zip(depths, (config.encoder_dim << (index + 1) for index in range(len(depths))))
     ]
     return replace(config, encoder_stacks=tuple(stacks))
 

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelines.codec.decoder import CodecState
-from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
+from pipelines.engine.engine import Engine
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_executor
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
-from pipelines.fish_speech.model import FishModel
+from pipelines.fish_speech.model import drawn_ids
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
@@ -42,7 +41,10 @@ PROMPT_CODES = "codes"
 def plan_sizes(
     config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype
 ) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
+    """Sizes of the engine, before anything is loaded. Raises as `check_executor` and
+    `NativeModelOptions.plan`."""
+    stacks = [config.slow, config.fast]
+    check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
     needs = memory_needs(config, dtype, options.page_size)
     return options.plan(
         needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second
@@ -84,17 +86,9 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
     )
 
 
-def open_host(
-    config: FishConfig,
-    model: FishModel,
-    sizes: EngineOptions,
-    options: NativeModelOptions,
-    stage: CodecStage[CodecState],
-) -> NativeHost:
-    """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor
-    that the device cannot have."""
-    ids = np.array([*config.semantic, config.end], np.int64)
-    engine = options.open_engine(model, sizes, stage)
+def native_host(config: FishConfig, engine: Engine) -> NativeHost:
+    """Our engine as it takes the sequences of this model."""
+    ids = np.array(drawn_ids(config), np.int64)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
     return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
 
@@ -124,7 +118,7 @@ def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine:
         context=_CONTEXT,
         max_positions=config.slow.max_positions,
         engine=engine,
-        extra=lambda request: as_extra(prompt_of(request), config.semantic),
+        prompt_extra=lambda request: as_extra(prompt_of(request), config.semantic),
     )
 
 
@@ -139,9 +133,8 @@ def qwen3_config(config: FishConfig) -> dict[str, Any]:
         "num_attention_heads": slow.heads,
         "num_key_value_heads": slow.kv_heads,
         "head_dim": slow.head_dim,
-        "max_position_embeddings": config.slow.max_positions,
+        "max_position_embeddings": slow.max_positions,
         "rms_norm_eps": slow.eps,
-        "rope_theta": slow.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": slow.rope_theta},
         "attention_bias": False,
         "tie_word_embeddings": True,

@@ -23,8 +23,6 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.nn.stack import StackWeights
 
 SLOW, FAST = "text_model.model.", "audio_decoder."
-#: Names under which the fast AR's input projection may be stored, where its width is not the slow AR's.
-_PROJECTIONS = ("project_in", "fast_project_in")
 #: Kernels take heads of a multiple of so many rows.
 _ROW_STEP = 64
 #: Frames back in which repetition-aware sampling looks.
@@ -78,17 +76,10 @@ def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
     """The layers of one of the two transformers, one at a time, queries and keys in the order of halves.
     Raises as the loader."""
     dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
-    widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
-        if f"{layer.prefix}attention.wq.weight" in load.source:
-            query, key, value = (
-                layer(f"attention.w{part}.weight", width, dim) for part, width in widths.items()
-            )
-        else:
-            query, key, value = layer("attention.wqkv.weight", sum(widths.values()), dim).split(
-                list(widths.values())
-            )
+        widths = [stack.q_width, stack.kv_width, stack.kv_width]
+        query, key, value = layer("attention.wqkv.weight", sum(widths), dim).split(widths)
         norms = [
             halves(layer(f"attention.{part}_norm.weight", head_dim), head_dim) if stack.qk_norm else None
             for part in "qk"
@@ -110,10 +101,7 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
     if fast.hidden != slow:
-        place = next(
-            (name for name in _PROJECTIONS if f"{FAST}{name}.weight" in load.source), _PROJECTIONS[0]
-        )
-        project = load(f"{place}.weight", fast.hidden, slow), load(f"{place}.bias", fast.hidden)
+        project = load("project_in.weight", fast.hidden, slow), load("project_in.bias", fast.hidden)
     return FastWeights(
         StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
         load("embeddings.weight", fast.vocab, fast.hidden),

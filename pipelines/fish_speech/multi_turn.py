@@ -3,16 +3,18 @@ spoken before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.codec.decoder import CodecState
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.fish_speech.prompt import Conversation, Prompt
-from pipelines.request import EngineInfo, EngineStats
-from pipelines.tokens import TokenHost, TokenReceiver, TokenRequest, Tokens, TokenSampling
+from pipelines.results import FinishedCodes, RequestInfo, Streamer, Utterance, no_audio
+from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -35,7 +37,6 @@ class TurnPlan:
     context: int
     #: Whether a turn that was cut is followed by the next one.
     keep_unfinished: bool
-    closed: bool = False
     #: Whether a turn has reached its limit without an end, or there was no time left for one.
     cut: bool = False
     turn: int = 0
@@ -90,40 +91,31 @@ class TurnPlan:
         )
 
 
-class TurnEngine:
-    """A `pipelines.results.SpeechEngine` of courses; receivers hear of an item as if it were one sequence
-    of frames."""
+@dataclass(frozen=True, slots=True)
+class FishRequestInfo(RequestInfo[CodecState]):
+    """What results need to know of a request."""
 
-    def __init__(self, host: TokenHost) -> None:
-        self._host = host
+    plan: TurnPlan
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._host.info
-
-    def submit(self, request: TurnPlan, receiver: TokenReceiver) -> None:
-        self._host.submit(request.current, _Turns(self._host, request, receiver))
-
-    def cancel(self, request: TurnPlan) -> None:
-        request.closed = True
-        self._host.cancel(request.current)
-
-    def stats(self, audio_seconds: float) -> EngineStats:
-        return self._host.stats(audio_seconds)
-
-    def close(self) -> None:
-        self._host.close()
+    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
+        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
+        has none."""
+        assert tokens.codes is not None
+        self.check_end(tokens.finish, len(tokens.codes))
+        if not len(tokens.codes):
+            raise no_audio("The model ended a turn before its first frame.")
+        return FinishedCodes(tokens.codes, tokens.finish)
 
 
-class _Turns:
-    """Receives the turns of a request one after the other. Called on the host's own thread, where
-    submitting never waits."""
+class Turns:
+    """Mixed in before a receiver of one sequence: it hears of all turns as if they were one."""
 
-    def __init__(self, host: TokenHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
-        self.streamed = receiver.streamed
-        self._host = host
-        self._plan = plan
-        self._receiver = receiver
+    go_on: Callable[[TokenRequest], None]
+    failed: Callable[[NightjarError], None]
+
+    def __init__(self, info: FishRequestInfo, *arguments: Any) -> None:
+        super().__init__(info, *arguments)
+        self._plan = info.plan
         self._columns = 0
         self._parts: list[NDArray[np.int64]] = []
 
@@ -134,29 +126,31 @@ class _Turns:
         self._columns += len(ids)
         spoken = _spoken(whole, self._plan.current)
         if len(spoken):
-            self._receiver.tokens(ids[: len(spoken)], spoken)
+            super().tokens(ids[: len(spoken)], spoken)
 
     def finished(self, tokens: Tokens) -> None:
         assert tokens.codes is not None
-        frames = _spoken(tokens.codes[: self._plan.most - 1], self._plan.current)
+        plan = self._plan
+        frames = _spoken(tokens.codes[: plan.most - 1], plan.current)
         self._parts.append(frames)
         self._columns = 0
         try:
-            if self._plan.heard(frames, tokens.finish == "length"):
-                if self._plan.closed:
-                    raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
-                self._host.submit(self._plan.current, self)
-                if self._plan.closed:  # by another thread meanwhile, which may have found no sequence to end
-                    self._host.cancel(self._plan.current)
+            if plan.heard(frames, tokens.finish == "length"):
+                self.go_on(plan.current)
                 return
         except NightjarError as error:
             self.failed(error)
             return
         codes = np.concatenate(self._parts) if len(frames) else frames
-        self._receiver.finished(Tokens(codes[:, 0].tolist(), "length" if self._plan.cut else "stop", codes))
+        super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes))
 
-    def failed(self, error: NightjarError) -> None:
-        self._receiver.failed(error)
+
+class FishUtterance(Turns, Utterance[CodecState]):
+    """The speech of all turns."""
+
+
+class FishStreamer(Turns, Streamer[CodecState]):
+    """A stream of frames, 21.5 a second: the first chunk is the first frame."""
 
 
 def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:

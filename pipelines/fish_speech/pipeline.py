@@ -11,42 +11,28 @@ import torch
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
+from pipelines.engine.opening import NativeModelOptions, memory_told
 from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
-from pipelines.fish_speech.engines import model_spec, open_host, plan_sizes
+from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
 from pipelines.fish_speech.model import FishModel, load_weights
-from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
+from pipelines.fish_speech.multi_turn import (
+    FishRequestInfo,
+    FishStreamer,
+    FishUtterance,
+    TurnPlan,
+)
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
-from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, no_audio
-from pipelines.tokens import (
-    TokenHost,
-    Tokens,
-    token_sampling,
-)
+from pipelines.request import SynthesisRequest
+from pipelines.results import Meta, SpeechPipeline
+from pipelines.tokens import TokenHost, TokenRequest, token_sampling
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
-
-
-@dataclass(frozen=True, slots=True)
-class FishRequestInfo(RequestInfo[CodecState]):
-    """What results need to know of a request."""
-
-    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
-        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
-        has none."""
-        assert tokens.codes is not None
-        self.check_end(tokens.finish, len(tokens.codes))
-        if not len(tokens.codes):
-            raise no_audio("The model ended a turn before its first frame.")
-        return FinishedCodes(tokens.codes, tokens.finish)
-
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
 #: frames.
@@ -70,46 +56,37 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
+    chosen = read_options(NativeModelOptions if engine == "native" else FishOptions, rest, ENGINE)
     with memory_told():
-        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+        return _opened(folder, chosen)
 
 
-def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
-    chosen = read_options(FishOptions, options, ENGINE)
-    check_frames_on_vllm()
-    load_vllm(chosen.cpu_kv_gib)
-    device = open_device(chosen.device, chosen.threads)
-    config = FishConfig.from_folder(folder)
-    # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
-    load_weights(config, torch.float32, torch.device("meta"))
-    vocabulary = Vocabulary.from_folder(config)
-    codec = load_codec(config, device, precision(chosen.codec_dtype, device))
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
-    # start.
-    host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
-    return FishPipeline(config, vocabulary, codec, host, keep_unfinished=chosen.keep_unfinished)
-
-
-def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
-    chosen = read_options(NativeModelOptions, options, ENGINE)
+def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipeline:
+    native = isinstance(chosen, NativeModelOptions)
+    if not native:
+        check_frames_on_vllm()
+        load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = FishConfig.from_folder(folder)
-    stacks = [config.slow, config.fast]
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks)
-    sizes = plan_sizes(config, chosen, device, dtype)
+    sizes = plan_sizes(config, chosen, device, dtype) if native else None
     vocabulary = Vocabulary.from_folder(config)
-    codec = load_codec(
-        config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible
-    )
-    with torch.inference_mode():
-        model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
-    stage = open_stage(codec.decoder, sizes.decode_frames)
-    host = open_host(config, model, sizes, chosen, stage)
+    codec_dtype = chosen.codec_dtype or (chosen.dtype if native else None)
+    codec = load_codec(config, device, precision(codec_dtype, device), chosen.reproducible)
+    stage = open_stage(codec.decoder, sizes.decode_frames if sizes else None)
+    if native:
+        with torch.inference_mode():
+            model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
+        host = native_host(config, chosen.open_engine(model, sizes, stage))
+    else:
+        # vLLM reads the tensors in a process of its own, where an error would only be a dead engine; and it
+        # measures the memory that is left, so it is the last.
+        load_weights(config, torch.float32, torch.device("meta"))
+        host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
 
-class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
+class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
@@ -118,32 +95,25 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         vocabulary: Vocabulary,
         codec: Codec,
         host: TokenHost,
-        stage: CodecStage[CodecState] | None = None,
+        stage: CodecStage[CodecState],
         *,
         keep_unfinished: bool = False,
     ) -> None:
-        """`stage`: where our own engine knows it, else a new one."""
         self.config = config
         self.vocabulary = vocabulary
-        self.codec = codec
         self.references = ReferenceEncoder(codec.encoder)
         self.host = host
         self.name = config.folder.name
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
-        info = host.info
-        self._meta: Meta = {
-            "engine": info.engine,
-            "dtype": info.dtype,
-            "codec_dtype": type_name(codec.decoder.dtype),
-        }
+        info, codec_dtype = host.info, type_name(codec.decoder.dtype)
+        self._meta: Meta = {"engine": info.engine, "dtype": info.dtype, "codec_dtype": codec_dtype}
         if info.engine == "native":
             self._meta["executor"] = info.executor
-        stage = stage or open_stage(codec.decoder)
-        super().__init__(TurnEngine(host), stage, cuts_chunks=info.engine == "native")
+        super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
         task = speech_task(request.messages, request.generation, self.capabilities)
         check_seed(request.seed)
@@ -162,24 +132,20 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         sampling = token_sampling(
             defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,)
         )
-        frames = self._frames(request.generation)
+        seconds, rate = request.generation.max_seconds, self.config.frames_per_second
+        frames = None if seconds is None else frames_within(seconds, rate, context)
         plan = TurnPlan(
             request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished
         )
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
-        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished)
+        info = FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, plan)
+        return plan.current, info
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""
         context = self.host.max_context
         check_room(positions, context, context - positions, "a larger max_context")
-
-    def _frames(self, generation: Generation) -> int | None:
-        """Frames of the whole item; None: only its turns are limited."""
-        if generation.max_seconds is None:
-            return None
-        return frames_within(generation.max_seconds, self.config.frames_per_second, self.host.max_context)
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:

@@ -157,14 +157,14 @@ def shown(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def read_pickle(path: Path, wrappers: Sequence[str] = ()) -> dict[str, Tensor]:
+def read_pickle(path: Path, wrappers: Sequence[str] = (), mmap: bool = False) -> dict[str, Tensor]:
     """The tensors of a pickled state dictionary, of which nothing but tensors is read, never code.
 
-    `wrappers`: keys under which the dictionary may lie. Raises `ModelError` (`model.bad_checkpoint`) that
-    names the file.
+    `wrappers`: keys under which the dictionary may lie; `mmap`: the file is new enough for its tensors to be
+    read when they are used. Raises `ModelError` (`model.bad_checkpoint`) that names the file.
     """
     try:
-        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise bad_checkpoint(f"{path} is missing.") from error
     except Exception as error:  # many kinds, for a file that is none, or that holds more than tensors

@@ -48,7 +48,7 @@ th, td { text-align: left; vertical-align: top; padding: .2rem .75rem .2rem 0; f
 
 
 def create_app(
-    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None
+    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None]
 ) -> ASGIApp:
     """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be
     done."""
@@ -139,13 +139,13 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
         """A text in Cartesia's words; its speech as bytes."""
-        cartesia.check_whole(serving, body)
+        cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
         """A text in Cartesia's words; its speech as events."""
-        cartesia.check_whole(serving, body)
+        cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving)))

@@ -124,7 +124,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
     serving.voices.check_model(fields.model_id, "model_id")
 
 
-def check_whole(serving: Serving, fields: SpeechFields) -> None:
+def check(serving: Serving, fields: SpeechFields) -> None:
     """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
     check_fields(fields, strict=serving.options.strict)
     check_speech(serving, fields)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -94,29 +95,21 @@ class Playback:
         return late
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """A request inside the pipeline. No thread waits for it: what the pipeline tells comes to the event loop,
     where it is kept until it is asked for."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        request: SynthesisRequest,
-        permit: Permit,
-        opened: Callable[[Handle], None] | None,
-        *,
-        stream: bool,
-    ) -> None:
-        self._model = model
-        self._request = request
-        self._permit = permit
-        self._opened = opened
-        self._stream = stream
-        self._playback = Playback()
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._given_up = False
-        self._settled = False
+    _model: ServedModel
+    _request: SynthesisRequest
+    _permit: Permit
+    _opened: Callable[[Handle], None] | None
+    _stream: bool
+    _playback: Playback = field(default_factory=Playback)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue[Event])
+    _given_up: bool = False
+    _settled: bool = False
 
     async def events(self) -> AsyncGenerator[AudioChunk | Done, None]:
         """The chunks and the end. Every event says that the engine came further, and every error but one of
@@ -269,7 +262,7 @@ class ServedModel:
         The slot of a stream is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
         """
         stream = stream and self.card.capabilities.streaming
-        return _Call(self, request, permit, opened, stream=stream).events()
+        return _Call(self, request, permit, opened, stream).events()
 
     @property
     def takes_text(self) -> bool:

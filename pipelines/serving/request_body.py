@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -110,12 +111,12 @@ MAX_LARGE_BODIES = 8
 _CLOSE = {"connection": "close"}
 
 
+@dataclass(slots=True)
 class BodyMemory:
     """The bytes of all bodies that have no slot yet, except small ones."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self.max_body_bytes = max_body_bytes
-        self.bytes = 0
+    max_body_bytes: int
+    bytes: int = 0
 
     def take(self, count: int) -> None:
         """Counts bytes. Raises `ApiError` (429) where there is no room."""
@@ -125,17 +126,18 @@ class BodyMemory:
         self.bytes += count
 
 
+@dataclass(slots=True)
 class LimitedBody:
     """An ASGI `receive`."""
 
-    def __init__(self, receive: Receive, memory: BodyMemory, seconds: float) -> None:
-        self._receive = receive
-        self._memory = memory
-        self._max_bytes = memory.max_body_bytes
-        self._seconds = seconds
-        self._deadline: float | None = None
-        self._bytes = self._marks = self._held = 0
-        self._over = False
+    _receive: Receive
+    _memory: BodyMemory
+    _seconds: float
+    _deadline: float | None = None
+    _bytes: int = 0
+    _marks: int = 0
+    _held: int = 0
+    _over: bool = False
 
     async def __call__(self) -> Message:
         """The next message. Raises `ApiError`: 400 for a body over its bounds, 408 for one that does not
@@ -177,8 +179,8 @@ class LimitedBody:
     async def _next(self) -> Message:
         message = await self._read()
         self._marks += marks(message.get("body", b""))
-        if self._bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
+        if self._bytes > self._memory.max_body_bytes:
+            raise too_large(self._memory.max_body_bytes)
         if self._marks > MAX_MARKS:
             raise too_complex()
         if self._bytes > INLINE_BYTES:

@@ -27,18 +27,16 @@ from pipelines.serving.text_units import units_of
 
 log = logging.getLogger(__name__)
 
+#: The field at fault, by the beginning of an error's code.
 _PARAMS = {
-    ErrorCode.INPUT_UNKNOWN_VOICE: "voice",
-    ErrorCode.INPUT_UNKNOWN_LANGUAGE: "language",
-    ErrorCode.INPUT_EMPTY_TEXT: "input",
-    ErrorCode.INPUT_UNPRONOUNCEABLE: "input",
-    ErrorCode.INPUT_TOO_LONG: "input",
-    ErrorCode.INPUT_AUDIO_MISSING: "reference_audio",
-    ErrorCode.INPUT_AUDIO_UNREADABLE: "reference_audio",
-    ErrorCode.INPUT_AUDIO_FORBIDDEN: "reference_audio",
-    ErrorCode.INPUT_REFERENCE_LENGTH: "reference_audio",
-    ErrorCode.INPUT_REFERENCE_SILENT: "reference_audio",
-    ErrorCode.INPUT_REFERENCE_TEXT: "reference_text",
+    "input.unknown_voice": "voice",
+    "input.unknown_language": "language",
+    "input.empty_text": "input",
+    "input.unpronounceable": "input",
+    "input.too_long": "input",
+    "input.reference_text": "reference_text",
+    "input.reference_": "reference_audio",
+    "input.audio_": "reference_audio",
 }
 
 #: What to do, where an error is worded for the lines of a job.
@@ -117,7 +115,8 @@ _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "inst
 def told(error: NightjarError) -> ApiError:
     """What a client is told of an error of the pipeline, in its own words."""
     error.advice = _ADVICE.get(error.code, error.advice)
-    return as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code))
+    by_code = (field for begin, field in _PARAMS.items() if error.code.startswith(begin))
+    return as_api_error(error, named_field(error, _FIELDS) or next(by_code, None))
 
 
 def _unknown(body: SpeechBody) -> list[str]:

@@ -84,14 +84,27 @@ class Voices:
         text: str,
         recordings: Sequence[str] = (),
     ) -> SynthesisRequest:
-        """A request for a text in the voice of this name, or in those of the recordings that the request
-        brought along. Raises `InputError` as `spoken_by`, and for a bad setting or recording."""
+        """A request for a text in the voice of this name, or in those of the recordings that it brought along.
+
+        Raises `InputError` for a bad setting or recording, where there are recordings and the name is that of
+        another one, and for a name that neither a model that clones nor the folder has.
+        """
         check_generation(generation)
 
         def build() -> SynthesisRequest:
             seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
-            before = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
-            messages, spoken = self.spoken_by(asked, generation, before, text)
+            messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
+            messages.append(Message("user", "text", text))
+            voice = self.named(asked)
+            if not isinstance(voice, StoredVoice):
+                if voice is not None and not recordings and self._able.cloning and not self._is_own(voice):
+                    raise self._unknown(voice)
+                spoken = msgspec.structs.replace(generation, voice=voice)
+            elif recordings:
+                message = f"The voice {asked!r} has a recording, and the request another one."
+                raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+            else:
+                messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed)
 
         # A recording is read beside the event loop; a hop between threads costs more than a request without.
@@ -113,26 +126,6 @@ class Voices:
         if self._folder is not None and (stored := self._folder.get(asked)) is not None:
             return stored
         return None if asked in RESERVED else asked
-
-    def spoken_by(
-        self, asked: str | None, generation: Generation, before: Sequence[Message], text: str
-    ) -> tuple[list[Message], Generation]:
-        """The messages and the settings of a text in the voice of this name. `before`: recordings that the
-        request brought along.
-
-        Raises `InputError` where there are such recordings and the name is that of another one, and for a
-        name that neither a model that clones nor the folder has.
-        """
-        voice = self.named(asked)
-        messages = [*before, Message("user", "text", text)]
-        if isinstance(voice, StoredVoice):
-            if not before:
-                return in_voice_of(messages, generation, voice.recording, voice.text)
-            message = f"The voice {asked!r} has a recording, and the request another one."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
-        if voice is not None and not before and self._able.cloning and not self._is_own(voice):
-            raise self._unknown(voice)
-        return messages, msgspec.structs.replace(generation, voice=voice)
 
     def _names(self) -> dict[str, str]:
         """All voices that may be asked for by their own names, and whose they are."""

@@ -232,7 +232,7 @@ class WebSocketSpeech:
         """Serves one connection until it ends."""
         await receive()
         await send({"type": "websocket.accept"})
-        await _Connection(self, send, scope.get(RESTING, lambda _resting: None)).run(receive)
+        await _Connection(self, send, scope[RESTING]).run(receive)
 
 
 class _Connection:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.request import Message, Mode
-from pipelines.speechlm.config import Specials, SpeechLmConfig, own_keys
+from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.tokens import TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, ModelSpec
 from pipelines.vllm_engine.pairs import pair_extra
@@ -102,35 +101,6 @@ def build_prompt(
     return Prompt(ids, features)
 
 
-class Phase(IntEnum):
-    #: The marker of text is forced.
-    TEXT_MARK = 0
-    TEXT = 1
-    #: After the text's eot: the second assistant token is forced, then the marker of audio.
-    ASSISTANT = 2
-    AUDIO_MARK = 3
-    AUDIO = 4
-
-
-def phase_after(start: Phase, written: Sequence[int], special: Specials) -> tuple[Phase, int]:
-    """The phase of a request that began in `start` and wrote these stream-0 ids, and how many of them came
-    before its audio."""
-    if start is Phase.AUDIO or not written:
-        return start, 0
-    if special.audio in written:
-        return Phase.AUDIO, written.index(special.audio) + 1
-    after = {special.assistant: Phase.AUDIO_MARK, special.eot: Phase.ASSISTANT}
-    return after.get(written[-1], Phase.TEXT), 0
-
-
-def next_phase(phase: Tensor, token: Tensor, eot: int) -> Tensor:
-    """The phases after these tokens, int64 [n]. A text that may not go on ends with its eot, so nobody
-    asks what comes then."""
-    text = (phase == Phase.TEXT_MARK) | (phase == Phase.TEXT)
-    after_text = (token == eot).long() + Phase.TEXT
-    return after_text.where(text, (phase + 1).clamp(max=int(Phase.AUDIO)))
-
-
 #: Positions of a sequence, as the published servers have it.
 _CONTEXT = 16_384
 #: Of the GPU's memory: the tower and the codec have about 2 GB, and work beside the backbone.
@@ -166,11 +136,11 @@ class StreamSampling:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One request to the model, whichever engine requests it takes."""
+    """One request to the model: a text, and audio behind it. Each is a sequence of the engine."""
 
     request_id: str
     prompt_ids: Sequence[int]
-    #: Stream-0 steps, text and audio together.
+    #: Stream-0 steps, text and audio together, with the markers that are never drawn.
     max_tokens: int
     seed: int
     text: StreamSampling
@@ -187,79 +157,64 @@ class Script:
     #: What names the recordings' content.
     salt: str | None = None
 
-    @property
-    def guided(self) -> bool:
-        """Whether its audio runs as a pair of its own, once the text is there."""
-        return self.with_audio and self.cfg > 1
-
-    def first_request(self, config: SpeechLmConfig) -> TokenRequest:
-        """The whole request, or the text alone where the audio is guided."""
+    def text_request(self, config: SpeechLmConfig) -> TokenRequest:
+        """The text behind its marker. Nothing stands beside its tokens: the audio that follows it, and
+        others, may share its KV."""
         special = config.specials
-        goes_on = self.with_audio and not self.guided
-        stops = (special.eos,) if goes_on else (special.eos, special.eot)
-        # Text has nothing beside its tokens: the guided audio that follows it, and others, may share its KV.
-        extra = self._extra(Phase.TEXT_MARK, private=goes_on)
+        prompt, ends = [*self.prompt_ids, special.text], (special.eos, special.eot)
+        extra = {"text": self.text.values(), **self._extra(private=False)}
         return TokenRequest(
             self.request_id,
-            self.prompt_ids,
-            self._sampling(self.max_tokens, stops),
+            prompt,
+            self._sampling(max(self.max_tokens - 1, 1), ends),
             extra,
-            codes=goes_on,
+            codes=False,
             cache_salt=self.salt,
         )
 
-    def audio_pair(self, config: SpeechLmConfig, written: Sequence[int], pair: str) -> TokenRequest:
-        """The guided audio after the text `written`, which ended with eot; `pair` is a name that no other
-        pair has.
+    def audio_request(self, config: SpeechLmConfig, before: Sequence[int], pair: str) -> TokenRequest:
+        """The audio behind the stream-0 ids `before`, which end with its marker; guided, a pair of this
+        name, which no other one has.
 
         The null branch sees zeros up to the marker of audio, and the same audio. Its prompt begins like
         that of every other null branch.
         """
-        special = config.specials
-        prompt = [*self.prompt_ids, *written, special.assistant, special.audio]
-        null = [special.pad] * (len(prompt) - 1) + [special.audio]
+        special, prompt = config.specials, [*self.prompt_ids, *before]
         # A broken pair ends with the pad.
-        sampling = self._sampling(self.max_tokens - len(written) - 2, (special.eos, special.pad))
-        main = {**self._extra(Phase.AUDIO, private=True), **pair_extra(pair, "main", self.cfg)}
-        other = {key: value for key, value in main.items() if key != "features"} | pair_extra(
-            pair, "null", self.cfg
-        )
-        shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
-        return TokenRequest(self.request_id, prompt, sampling, main, cache_salt=self.salt, shadow=shadow)
+        sampling = self._sampling(self.max_tokens - len(before), (special.eos, special.pad))
+        limits = {"min_rows": self.min_rows, "max_rows": self.max_rows}
+        extra = {"audio": self.audio.values(), **limits, **self._extra(private=True)}
+        shadow = None
+        if self.cfg > 1:
+            null = [special.pad] * (len(prompt) - 1) + [special.audio]
+            other = {key: value for key, value in extra.items() if key != "features"}
+            extra |= pair_extra(pair, "main", self.cfg)
+            other |= pair_extra(pair, "null", self.cfg)
+            shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
+        return TokenRequest(self.request_id, prompt, sampling, extra, cache_salt=self.salt, shadow=shadow)
 
     def _sampling(self, most: int, stops: tuple[int, ...]) -> TokenSampling:
         return TokenSampling(most, temperature=1.0, seed=self.seed, stop_ids=stops, ignore_end=True)
 
-    def _extra(self, phase: Phase, private: bool) -> dict[str, Any]:
-        extra: dict[str, Any] = {
-            "phase": int(phase),
-            "text": self.text.values(),
-            "audio": self.audio.values(),
-            "min_rows": self.min_rows,
-            "max_rows": self.max_rows,
-            "noise_origin": len(self.prompt_ids),
-            PRIVATE: private,
-        }
-        if self.features:
-            extra["features"] = [
-                (position, rows.float().numpy().tobytes()) for position, rows in self.features
-            ]
-        return extra
+    def _extra(self, private: bool) -> dict[str, Any]:
+        features = [(position, rows.float().numpy().tobytes()) for position, rows in self.features]
+        extra: dict[str, Any] = {"features": features} if features else {}
+        return {**extra, "noise_origin": len(self.prompt_ids), PRIVATE: private}
 
 
 #: First code of the row that ends the audio, whose token is always eos: what ended it.
 ENDED_BY_EOT, ENDED_BY_LIMIT = 1, 2
 End = Literal["eos", "eot", "length"]
+_ENDS: tuple[End, ...] = ("eos", "eot", "length")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """Stream-0 ids with the forced ones and the end, as published models write them, and the rows of
-    audio."""
+    """Stream-0 ids with the markers and the end, as published models write them, and the rows of audio."""
 
     ids: list[int]
     text_ids: list[int]
-    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. None where the audio's marker never came.
+    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. None where no audio was asked for.
     rows: NDArray[np.int64] | None
     end: End
 
@@ -267,44 +222,27 @@ class ModelOutput:
 def read_output(
     config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool
 ) -> ModelOutput:
-    """Reads the ids of a request; `codes` [len(ids), streams] where it may have audio; `finished` unless
+    """Reads the ids of a request; `codes` [rows, streams] are those of its audio; `finished` unless
     max_tokens ended it."""
-    special = config.specials
-    ids = list(ids)
-    begin = ids.index(special.audio) + 1 if special.audio in ids else None
-    written = ids[: ids.index(special.assistant)] if special.assistant in ids else ids
-    text_ids = [one for one in written if config.text_start <= one < config.text_end]
-    if begin is None or codes is None:
-        last = ids[-1] if ids and finished else None
-        return ModelOutput(
-            ids, text_ids, None, "eos" if last == special.eos else "eot" if last == special.eot else "length"
-        )
-    rows = codes[begin:].copy()
-    end: End = "length"
-    if finished and len(rows) and rows[-1, 0] == special.eos:
-        mark = int(rows[-1, 1])
-        end = "eot" if mark == ENDED_BY_EOT else "length" if mark == ENDED_BY_LIMIT else "eos"
+    special, ids = config.specials, list(ids)
+    ends: dict[int, End] = {special.eos: "eos", special.eot: "eot"}
+    end = ends.get(ids[-1], "length") if finished else "length"
+    text_ids = [one for one in ids if config.text_start <= one < config.text_end]
+    if codes is None:
+        return ModelOutput(ids, text_ids, None, end)
+    rows = codes.copy()
+    if end != "length":
+        end, rows = _ENDS[rows[-1, 1]], rows[:-1]
         ids[-1] = special.eot if end == "eot" else special.eos
-        rows = rows[:-1]
     rows[:, 0] -= config.codec_base
     # Codes beside the token are 1 + their place in their stream's ids; a pad stands in place 0.
     rows[:, 1:] -= 1
     return ModelOutput(ids, text_ids, rows, end)
 
 
-def interleave(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Codes [frames, streams] in 0.. -> rows [frames + streams - 1, streams]; 0 is the pad, code c is 1 +
-    c."""
-    frames, streams = codes.shape
-    rows = np.zeros((frames + streams - 1 if frames else 0, streams), np.int64)
-    for stream in range(streams):
-        rows[stream : stream + frames, stream] = codes[:, stream] + 1
-    return rows
-
-
 def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows [n, streams] as in `interleave` -> codes [max(n - streams + 1, 0), streams]; a pad becomes code
-    0."""
+    """Rows [n, streams], 0 a pad and 1 + c the code c, each stream one row behind the one before it, to
+    codes [max(n - streams + 1, 0), streams]; a pad becomes code 0."""
     streams = rows.shape[1]
     frames = max(len(rows) - streams + 1, 0)
     codes = np.stack([rows[stream : stream + frames, stream] for stream in range(streams)], axis=1)

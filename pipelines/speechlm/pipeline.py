@@ -141,9 +141,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        parts = self.config, self.coder, script, self.host
+        parts = self.config, self.coder, script
         info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, *parts)
-        return script.first_request(self.config), info
+        return script.text_request(self.config), info
 
     def _script(
         self,

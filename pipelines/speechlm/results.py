@@ -16,7 +16,7 @@ from pipelines.request import AudioChunk, Listener, Speech
 from pipelines.results import FinishedCodes, RequestInfo, Utterance
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import ModelOutput, Script, TextCoder, deinterleave, read_output
-from pipelines.tokens import TokenHost, TokenRequest, Tokens
+from pipelines.tokens import Tokens
 
 #: Characters of the text that an error without audio quotes.
 _QUOTED = 2000
@@ -33,68 +33,46 @@ class SpeechLmRequestInfo(RequestInfo[None]):
     config: SpeechLmConfig
     coder: TextCoder
     script: Script
-    host: TokenHost
 
 
 class SpeechLmUtterance(Utterance[None]):
-    """Receives a request's text and audio, and asks for the guided audio once the text is there."""
+    """Receives a request's text, and asks for the audio behind it."""
 
     def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
-        self._written: list[int] = []
+        #: Stream-0 ids before the audio, once it is asked for.
+        self._before: list[int] = []
         self._redone = 0
-        #: The pair that is under way.
-        self._pair: TokenRequest | None = None
 
     def finished(self, tokens: Tokens) -> None:
         try:
-            if self._pair is not None:
-                self._pair_finished(tokens)
-            elif self._request.script.guided and self._goes_on(tokens):
-                self._written = list(tokens.ids)
-                self._ask_for_audio()
+            if self._before:
+                self._audio_finished(tokens)
             else:
-                forced = self._forced_to_the_limit(tokens)
-                self._deliver([*tokens.ids, *forced], tokens.codes, tokens.finish == "stop" and not forced)
+                self._text_finished(tokens)
         except NightjarError as error:
             self.failed(error)
 
-    def over(self, done: bool) -> None:
-        """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from
-        now on."""
-        if not done:
-            self._end_pair()
-
-    def _end_pair(self) -> None:
-        if self._pair is not None:
-            self._request.host.cancel(self._pair)
-
-    def _goes_on(self, tokens: Tokens) -> bool:
-        """Whether the text ended with eot and room is left for the assistant token, the marker and audio."""
-        ended = tokens.finish == "stop" and tokens.ids[-1] == self._request.config.specials.eot
-        return ended and len(tokens.ids) + 2 < self._request.script.max_tokens
-
-    def _forced_to_the_limit(self, tokens: Tokens) -> list[int]:
-        """What of the assistant token and the marker still counts where guided audio has no room behind
-        them."""
-        config, script = self._request.config, self._request.script
-        if not script.guided or tokens.finish != "stop" or tokens.ids[-1] != config.specials.eot:
-            return []
-        return [config.specials.assistant, config.specials.audio][: script.max_tokens - len(tokens.ids)]
+    def _text_finished(self, tokens: Tokens) -> None:
+        special, script = self._request.config.specials, self._request.script
+        ids, ended = [special.text, *tokens.ids], tokens.finish == "stop"
+        if script.with_audio and ended and ids[-1] == special.eot:
+            ids += [special.assistant, special.audio]
+            if len(ids) < script.max_tokens:
+                self._before = ids
+                self._ask_for_audio()
+                return
+            ended = False
+        self._deliver(ids[: script.max_tokens], None, ended)
 
     def _ask_for_audio(self) -> None:
         info = self._request
-        if not self._listener.is_open:
-            return
-        self._pair = info.script.audio_pair(info.config, self._written, f"{os.getpid()}-{next(_pairs)}")
-        info.host.submit(self._pair, self)
-        if not self._listener.is_open:  # meanwhile
-            self._end_pair()
+        self.go_on(info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}"))
 
-    def _pair_finished(self, tokens: Tokens) -> None:
-        special = self._request.config.specials
-        if tokens.finish == "stop" and tokens.ids[-1] == special.pad:
+    def _audio_finished(self, tokens: Tokens) -> None:
+        ended = tokens.finish == "stop"
+        if ended and tokens.ids[-1] == self._request.config.specials.pad:
             self._redone += 1
             if self._redone > _REDOS:
                 message = f"The guidance pair broke {self._redone} times."
@@ -102,10 +80,7 @@ class SpeechLmUtterance(Utterance[None]):
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
             self._ask_for_audio()
             return
-        assert tokens.codes is not None
-        before = [*self._written, special.assistant, special.audio]
-        blank = np.zeros((len(before), tokens.codes.shape[1]), np.int64)
-        self._deliver([*before, *tokens.ids], np.concatenate((blank, tokens.codes)), tokens.finish == "stop")
+        self._deliver([*self._before, *tokens.ids], tokens.codes, ended)
 
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
         """Text alone settles the future; audio goes to the codec first."""
@@ -150,18 +125,13 @@ class SpeechLmStreamer(SpeechLmUtterance):
         super().__init__(info, stage, listener)
         self._sent = ""
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._text_over = False
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        config = self._request.config
+        config, tokenizer = self._request.config, self._request.coder.tokenizer
         for one in ids:
-            if one in (config.specials.assistant, config.specials.audio):
-                self._text_over = True
-            if self._pair is None and not self._text_over and config.text_start <= one < config.text_end:
-                piece = self._decoder.step(self._request.coder.tokenizer, one)
-                if piece:
-                    self._sent += piece
-                    self._listener(self._chunk(piece))
+            if config.text_start <= one < config.text_end and (piece := self._decoder.step(tokenizer, one)):
+                self._sent += piece
+                self._listener(self._chunk(piece))
 
     def done(self, speech: Speech) -> None:
         """The audio behind the text, and then the end."""

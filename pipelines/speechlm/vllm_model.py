@@ -1,8 +1,7 @@
 """The backbone as a model of vLLM's: Qwen3 whose rows of one table are the streams' embeddings and heads,
 and a sampler of all streams.
 
-The sampler knows the phases of a request, its guidance, and draws all streams of all rows with each
-request's own noise.
+The sampler draws the text or all streams of each row with its request's own noise, and guides pairs.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kernels.frame import DrawTensors
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags, frame_noise, sample
+from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
+from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
@@ -34,33 +33,17 @@ _NEVER = float("-inf")
 _CANDIDATES = 64
 
 
-class DrawSettings(DrawTensors):
-    """The settings of one sampler, a row a slot: temperature, top_p float32; top_k int64; greedy bool;
-    each [slots]."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        whole, truth = (
-            torch.zeros(slots, dtype=torch.int64, device=device),
-            torch.ones(slots, dtype=torch.bool, device=device),
-        )
-        super().__init__(torch.ones(slots, device=device), whole, torch.ones(slots, device=device), truth)
-
-    def write(self, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-        """Sets the rows `slots` [n]; the others are [n] each."""
-        greedy = temperature == 0
-        self.temperature[slots] = temperature.masked_fill(greedy, 1.0)
-        self.top_k[slots] = top_k
-        self.top_p[slots] = top_p
-        self.greedy[slots] = greedy
+#: (temperature, top_k, top_p) of a sampler that a request says nothing of, such as those with which vLLM
+#: warms its kernels up.
+_GREEDY = (0.0, 0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """How a running request is drawn: temperature, top_k, top_p. vLLM warms its kernels up with requests
-    of its own, which say nothing."""
+    """How a running request is drawn: temperature, top_k, top_p."""
 
-    text: tuple[float, int, float] = (1.0, 1, 1.0)
-    audio: tuple[float, int, float] = (1.0, 1, 1.0)
+    text: tuple[float, int, float] = _GREEDY
+    audio: tuple[float, int, float] = _GREEDY
     half: Half | None = None
 
     @property
@@ -77,16 +60,16 @@ class SpeechLmState(FrameState):
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, self._config = self.max_num_reqs, model.speechlm
-        self._numbers = torch.zeros(6, slots, dtype=torch.int64, device=device)
-        #: By slot: key of the request's noise, and the position that its noise counts from; its phase; where
-        #: the first row of audio stands, rows before which audio may not end, and after which it must.
-        self.seeds, self.origins, self.phases, self.audio_starts, self.min_rows, self.max_rows = self._numbers
-        self.text, self.audio = DrawSettings(slots, device), DrawSettings(slots, device)
-        self.wide = torch.zeros(slots, dtype=torch.bool, device=device)
+        #: Seeds; where the first row of audio stands, and rows before which audio may not end; settings of
+        #: the text (`first`), and of audio (`residual`).
+        self.drawing = SlotState(slots, 1, 1, 1, 0, 0, torch.float32, device)
+        self._unused = torch.zeros(1, device=device)
+        #: By slot: the position that its noise counts from, and rows of audio after which it must end.
+        self.origins, self.max_rows = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        #: By slot: whether it draws audio; whether its text is drawn among more than the likeliest.
+        self.speaks, self.wide = torch.zeros(2, slots, dtype=torch.bool, device=device)
         special = self._config.specials
-        #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the
-        #: start: a copy would wait.
-        self._forced = torch.tensor((special.text, 0, special.assistant, special.audio, 0), device=device)
+        #: Ids of the ends, and of all text. On the device from the start: a copy would wait.
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
         self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
         self._asked = [_Asked()] * slots
@@ -96,33 +79,23 @@ class SpeechLmState(FrameState):
 
     def admit(self, request: Admitted) -> None:
         slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
-        phase, before = phase_after(
-            Phase(extra.get("phase", Phase.TEXT)), request.written_ids, self._config.specials
+        text, audio = (extra.get(name, _GREEDY) for name in ("text", "audio"))
+        sampling = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
+        seed, nothing = request.sampling.seed or 0, np.zeros(0, np.int64)
+        self.drawing.place([Placement(slot, (), seed, sampling, nothing, self._unused, length)])
+        self._asked[slot] = asked = _Asked(tuple(text), tuple(audio), half_of(extra))
+        self.origins[slot], self.max_rows[slot] = (
+            extra.get("noise_origin", length),
+            extra.get("max_rows", 1),
         )
-        origin, rows = extra.get("noise_origin", length), (extra.get("min_rows", 0), extra.get("max_rows", 1))
-        self._numbers[:, slot] = torch.tensor(
-            (request.sampling.seed or 0, origin, phase, length + before, *rows), device=self.device
-        )
-        given = {name: tuple(extra[name]) for name in ("text", "audio") if name in extra}
-        self._asked[slot] = asked = _Asked(**given, half=half_of(extra))
-        self.wide[slot] = asked.wide
-        for settings, (temperature, top_k, top_p) in ((self.text, asked.text), (self.audio, asked.audio)):
-            settings.write(
-                *(
-                    torch.tensor([value], device=self.device)
-                    for value in (slot, float(temperature), int(top_k), float(top_p))
-                )
-            )
+        self.speaks[slot], self.wide[slot] = "audio" in extra, asked.wide
         self._features.pop(slot, None)
         if "features" in extra:
             self._features[slot] = [(position, self._rows_of(data)) for position, data in extra["features"]]
 
     def _rows_of(self, data: bytes) -> Tensor:
-        return (
-            torch.frombuffer(bytearray(data), dtype=torch.float32)
-            .view(-1, self.inputs_embeds_size)
-            .to(self.device, self.dtype)
-        )
+        rows = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        return rows.view(-1, self.inputs_embeds_size).to(self.device, self.dtype)
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self.model.embed_frames(ids, codes.long())
@@ -148,23 +121,21 @@ class SpeechLmState(FrameState):
         """See `FrameState.draw`."""
         # Random words of the request's seed, its place in its own output, and the stream alone.
         noise = frame_noise(
-            self.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams
+            self.drawing.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams
         )
-        phase = self.phases[step.slots]
         asked = [self._asked[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
         pairs = match([one.half for one in asked], step.positions_host, step.whole_host)
         both = self._merge(rows, pairs)
         audio = self._draw_audio(rows, step, noise, asked)
         text = self._draw_text(logits, step, noise[:, 0], asked)
-        full = step.positions - self.audio_starts[step.slots] >= self.max_rows[step.slots]
-        token, codes = self._assemble(phase, text, audio, full)
+        full = step.positions - self.drawing.positions[step.slots] >= self.max_rows[step.slots]
+        token, codes = self._assemble(self.speaks[step.slots], text, audio, full)
         if both is not None:
             mains, nulls = both
             token[nulls], codes[nulls] = token[mains], codes[mains]
         if pairs.broken:
             token[to_device(torch.tensor(pairs.broken), self.device)] = self._config.specials.pad
-        self._move_on(phase, token, step)
         return token, codes
 
     def _merge(self, rows: Tensor, pairs: Matched) -> tuple[Tensor, Tensor] | None:
@@ -172,7 +143,9 @@ class SpeechLmState(FrameState):
         are any."""
         if not pairs.mains:
             return None
-        mains, nulls, scales = (to_device(part, self.device) for part in pairs.tensors())
+        mains, nulls, scales = (
+            to_device(torch.tensor(part), self.device) for part in (pairs.mains, pairs.nulls, pairs.scales)
+        )
         rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         return mains, nulls
 
@@ -181,10 +154,11 @@ class SpeechLmState(FrameState):
         count, streams, layer = len(rows), self._config.streams, self._config.layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
-        early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
+        drawing = self.drawing
+        early = step.positions - drawing.positions[step.slots] < drawing.min_new_tokens[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
         temperature, top_k, top_p, greedy = (
-            one.repeat_interleave(streams) for one in self.audio.rows(step.slots)
+            one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)
         )
         flags = DrawFlags.of([one.audio for one in asked])
         flat = logits.view(count * streams, layer + 2)
@@ -227,30 +201,20 @@ class SpeechLmState(FrameState):
         candidates = torch.cat((logits, ends), 1).float()
         top_k = min(flags.max_top_k, candidates.shape[1])
         place = sample(
-            candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy
+            candidates, noise, *self.drawing.first.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy
         )
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
-    def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw,
-        `full` rows at their limit."""
+    def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        """Token [n] and codes [n, width] of each row, of its text or of its audio; `audio` holds the places
+        of its draw, `full` rows at their limit."""
         eos, layer = self._config.specials.eos, self._config.layer_size
         ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base)
-        token = torch.where(
-            phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, self._forced[phase])
-        )
-        codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
+        codes = torch.where((speaks & ~ended)[:, None], audio[:, 1:] + 1, 0)
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
-        codes[:, 0] += marks * ((phase == Phase.AUDIO) & ended)
-        return token, codes
-
-    def _move_on(self, phase: Tensor, token: Tensor, step: FrameStep) -> None:
-        """The phases after this step, of the rows that are whole."""
-        after = next_phase(phase, token, self._config.specials.eot)
-        self.phases[step.slots] = torch.where(step.whole, after, phase)
-        begins = step.whole & (phase == Phase.AUDIO_MARK)
-        self.audio_starts[step.slots] = torch.where(begins, step.positions + 1, self.audio_starts[step.slots])
+        codes[:, 0] += marks * (speaks & ended)
+        return torch.where(speaks, first, text), codes
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
-from torch import Tensor
+from huggingface_hub import save_torch_state_dict
 
-from pipelines.errors import ErrorCode, InputError, ModelError
-from pipelines.nn.checkpoint import Checkpoint
+from pipelines.errors import ErrorCode, InputError
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_pickle
 from pipelines.nn.stack import take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
@@ -72,8 +68,7 @@ def refuse_pickle(folder: Path) -> None:
         return
     found = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if found:
-        raise ModelError(
-            ErrorCode.MODEL_BAD_CHECKPOINT,
+        raise bad_checkpoint(
             f"{folder} holds its weights as {found[0]}, which is not loaded.",
             f"Convert it once: nightjar models convert {folder / found[0]} --like FOLDER_WITH_CONFIG_AND_TOKENIZER --out NEW_FOLDER",
         )
@@ -83,8 +78,8 @@ def convert(source: Path, like: Path, out: Path, dtype: torch.dtype | None = tor
     """Writes the tensors of `source` ({"module": state} or a bare state) and the files beside weights from
     `like` into `out`.
 
-    Returns the number of tensors. `dtype` None keeps floating point as it is. `out` must not exist, and
-    appears whole or not at all. Raises `ModelError` (`model.bad_checkpoint`) for what is no such
+    Returns the number of tensors, which are in memory together. `dtype` None keeps floating point as it is.
+    `out` must not exist, and appears whole or not at all. Raises `ModelError` (`model.bad_checkpoint`) for what is no such
     checkpoint, `InputError` (`input.unreadable`) for places that cannot be read or written. Only tensors
     are unpickled.
     """
@@ -96,56 +91,20 @@ def convert(source: Path, like: Path, out: Path, dtype: torch.dtype | None = tor
             f"{like} has no config.json.",
             "Give a folder with config and tokenizer.",
         )
-    tensors = _read(source)
+    held = read_pickle(source, ("module",), mmap=True)
+    if not held:
+        raise bad_checkpoint(f"{source} holds no tensors.", "Give the official checkpoint file.")
+    # Tensors of one file may share memory, which safetensors refuses: each is copied.
+    tensors = {
+        name: tensor.to(dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+        for name, tensor in held.items()
+        if name not in _DROPPED
+    }
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True)
     for name in _BESIDE:
         if (like / name).is_file():
             (partial / name).write_bytes((like / name).read_bytes())
-    _write(tensors, partial, dtype)
+    save_torch_state_dict(tensors, partial)
     partial.rename(out)
     return len(tensors)
-
-
-def _read(source: Path) -> dict[str, Tensor]:
-    bad = "Give the official checkpoint file, and download it again if this is it."
-    try:
-        held: Any = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise InputError(
-            ErrorCode.INPUT_UNREADABLE, f"{source} does not exist.", "Give the .pt file."
-        ) from error
-    except (
-        Exception
-    ) as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
-        raise ModelError(
-            ErrorCode.MODEL_BAD_CHECKPOINT, f"{source} is not a checkpoint of tensors: {error}.", bad
-        ) from error
-    if isinstance(held, dict) and isinstance(held.get("module"), dict):
-        held = held["module"]
-    if (
-        not isinstance(held, dict)
-        or not held
-        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items())
-    ):
-        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{source} does not hold a table of tensors.", bad)
-    return {name: tensor for name, tensor in held.items() if name not in _DROPPED}
-
-
-def _write(tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """Shards of at most 5 GB, made one at a time, and their index."""
-    shapes: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        shapes[name] = torch.empty(
-            tensor.shape, dtype=(tensor.is_floating_point() and dtype) or tensor.dtype, device="meta"
-        )
-    split = split_torch_state_dict_into_shards(shapes)
-    for file, names in split.filename_to_tensors.items():
-        # Tensors of one file may share memory, which safetensors refuses: each is copied.
-        stored = {
-            name: tensors[name].detach().to(shapes[name].dtype, copy=True).contiguous() for name in names
-        }
-        save_file(stored, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

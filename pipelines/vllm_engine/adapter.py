@@ -1,11 +1,12 @@
-"""The few places where vLLM's own interfaces are touched. Written for 0.26 and 0.32."""
+"""The few places where vLLM's own interfaces are touched. Written for 0.32."""
 
 # vLLM is an extra: its imports are checked where it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -24,12 +26,9 @@ from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.library import (
     AT_ONCE,
     CODE_SPAN,
-    EngineMoment,
     ModelSpec,
     architecture,
-    check_plugin,
     on_cpu,
-    refuse,
 )
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
@@ -42,7 +41,6 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 _GRAPHED_SEQUENCES = 512
 #: The sizes that it captures end in multiples of this.
 _GRAPH_STEP = 16
-_SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     memory_share, context = spec.chosen(options)
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
-        "hf_overrides": dict(spec.config),
+        "hf_overrides": {**spec.config},
         "skip_tokenizer_init": True,
         "dtype": options.dtype or ("float32" if cpu else "bfloat16"),
         "max_num_seqs": sequences,
@@ -64,7 +62,7 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
         "enable_log_requests": False,
         "trust_remote_code": False,
         "async_scheduling": not cpu,
-        "max_num_batched_tokens": _step_tokens(frames, options, cpu, sequences, context),
+        "max_num_batched_tokens": _step_tokens(spec, options, cpu, sequences, context),
     }
     if cpu:
         arguments["disable_custom_all_reduce"] = True
@@ -82,36 +80,29 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
         arguments |= {
             "config_format": CONFIG_FORMAT,
             "hf_overrides": {**spec.config, "architectures": [architecture(spec.model)]},
+            "enable_batch_sharded_sampling": False,
         }
         if not cpu:
-            # vLLM 0.26 takes it for some architectures only when it is asked to.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-        if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
-            arguments[_SHARDED_SAMPLING] = False
     arguments |= spec.engine
-    arguments.setdefault("scheduler_cls", _scheduler(spec.pairs, arguments["async_scheduling"]))
+    kind = "AsyncGroupScheduler" if arguments["async_scheduling"] else "GroupScheduler"
+    arguments.setdefault("scheduler_cls", f"pipelines.vllm_engine.scheduler.{kind}")
     register()
-    if frames:
-        check_plugin()
-        _check_runner(arguments)
     return arguments
 
 
-def _scheduler(pairs: bool, asynchronous: bool) -> str:
-    """The path of our scheduler."""
-    kind = "Pair" if pairs else "Group"
-    return f"pipelines.vllm_engine.{kind.lower()}_scheduler.{'Async' if asynchronous else ''}{kind}Scheduler"
-
-
-def _step_tokens(frames: bool, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
+def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
     """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a
     prompt where none may be cut."""
+    if spec.pairs:
+        # The prompts of a pair enter whole and together, beside all that runs.
+        return max(options.step_tokens or _GPU_STEP_TOKENS, 2 * context + sequences)
     # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one
     # beside all that runs.
     tokens = options.step_tokens or (
         max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences)
     )
-    least = max(sequences, context) if cpu and not frames else sequences
+    least = max(sequences, context) if cpu and not spec.model else sequences
     if tokens < least:
         message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
         raise ConfigError(
@@ -120,24 +111,44 @@ def _step_tokens(frames: bool, options: TokenModelOptions, cpu: bool, sequences:
     return tokens
 
 
-def _check_runner(arguments: dict[str, Any]) -> None:
-    """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could
-    only say in its log."""
-    try:
-        refuse(AsyncEngineArgs(**arguments).create_engine_config())
-    except ValueError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", FRAMES_ADVICE
-        ) from error
+@dataclass(slots=True)
+class EngineMoment(StatLoggerBase):
+    """What the engine last said of itself; beside vLLM's own metrics, which stay as they are."""
+
+    running: int = 0
+    kv_use: float = 0.0
+    tokens: int = 0
+    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of
+    #: them together.
+    preemptions: int = 0
+    steps: int = 0
+    sequence_steps: int = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self.steps += 1
+            self.running = scheduler_stats.num_running_reqs
+            self.sequence_steps += self.running
+            self.kv_use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.tokens += iteration_stats.num_generation_tokens
+            self.preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
 
 
-def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
-    """Starts an engine core in a process of its own; to be called in the event loop that will serve it."""
+def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
+    """Starts an engine core in a process of its own; to be called in the event loop that will serve it.
 
-    def logger(vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        return _MomentLogger(moment)
-
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])  # pyright: ignore[reportArgumentType]
+    Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only
+    say in its log.
+    """
+    config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if spec.model and not config.use_v2_model_runner:
+        message = "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, FRAMES_ADVICE)
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: moment])
 
 
 def device_name() -> str:
@@ -145,22 +156,14 @@ def device_name() -> str:
     return current_platform.device_type if on_cpu() else current_platform.get_device_name()
 
 
-def kv_sizes(llm: AsyncLLM | None) -> tuple[int, int]:
-    """Pages of the KV cache and positions of a page; zeros while there is no engine core."""
-    if llm is None:
-        return 0, 0
-    cache = llm.vllm_config.cache_config
-    return cache.num_gpu_blocks or 0, cache.block_size or 0
-
-
-def sampling_params(
-    request: TokenRequest, codes_per_step: int, streamed: bool, extra: Mapping[str, Any] | None = None
-) -> SamplingParams:
-    """How vLLM draws a sequence; `extra`: what samplers and schedulers of ours read, None: the request's
-    own."""
-    asked = request.sampling
-    told = dict(request.extra if extra is None else extra)
-    with_codes = codes_per_step > 1 and request.codes
+def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> SamplingParams:
+    """How vLLM draws a sequence, and what samplers and schedulers of ours read of it."""
+    asked, extra = request.sampling, {**request.extra}
+    if spec.prompt_extra is not None:
+        extra |= spec.prompt_extra(request)
+    if streamed:
+        extra[AT_ONCE] = True
+    with_codes = spec.codes_per_step > 1 and request.codes
     return SamplingParams(
         temperature=asked.temperature,
         top_k=asked.top_k,
@@ -172,9 +175,9 @@ def sampling_params(
         ignore_eos=asked.ignore_end,
         detokenize=False,
         # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
-        logprobs=codes_per_step - 1 if with_codes else None,
+        logprobs=spec.codes_per_step - 1 if with_codes else None,
         flat_logprobs=with_codes,
-        extra_args={**told, AT_ONCE: True} if streamed else told or None,
+        extra_args=extra or None,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
 
@@ -189,24 +192,3 @@ def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64
         for start, end in zip(logprobs.start_indices, logprobs.end_indices)
     ]
     return np.array(rows, dtype=np.int64).reshape(steps, codes_per_step) % CODE_SPAN
-
-
-class _MomentLogger(StatLoggerBase):
-    """Keeps what the scheduler last said; beside vLLM's own metrics, which stay as they are."""
-
-    def __init__(self, moment: EngineMoment) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self._moment = moment
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        if scheduler_stats is not None:
-            self._moment.steps += 1
-            self._moment.sequence_steps += scheduler_stats.num_running_reqs
-            self._moment.running = scheduler_stats.num_running_reqs
-            self._moment.waiting = scheduler_stats.num_waiting_reqs
-            self._moment.kv_use = scheduler_stats.kv_cache_usage
-        if iteration_stats is not None:
-            self._moment.tokens += iteration_stats.num_generation_tokens
-            self._moment.preemptions += iteration_stats.num_preempted_reqs
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to say."""

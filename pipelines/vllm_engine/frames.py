@@ -26,7 +26,7 @@ from kernels.frame import FrameTensors
 from kernels.registry import to_device
 from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.vllm_engine.engine_frames import EngineFrames
-from pipelines.vllm_engine.library import CODE_SPAN, refuse
+from pipelines.vllm_engine.library import CODE_SPAN
 
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet
 #: resumed.
@@ -92,9 +92,6 @@ class FrameState(DefaultModelState):
     model: Any
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
-        """Raises ValueError for what frames cannot be drawn under: speculative decoding, pipeline
-        parallelism, rows split over ranks."""
-        refuse(vllm_config)
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, width = self.max_num_reqs, model.width
         #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there

@@ -1,5 +1,4 @@
-"""vLLM's asynchronous engine behind threads: a loop of its own, a waiting room, and a new engine core when
-the old one dies."""
+"""vLLM's asynchronous engine behind threads: an event loop of its own, and a waiting room."""
 
 from __future__ import annotations
 
@@ -8,26 +7,24 @@ import itertools
 import logging
 import signal
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterable
-from functools import partial
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
-from pipelines.vllm_engine.core_supervisor import CoreSupervisor
-from pipelines.vllm_engine.library import EngineMoment, ModelSpec, load_vllm, on_cpu
+from pipelines.vllm_engine.library import ModelSpec, load_vllm, on_cpu
 
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 30.0
-#: Sequences of a dead engine core are ended again after so long: where vLLM asks the core something, it is
-#: never answered.
-_AGAIN_SECONDS = 2.0
+#: Between looks at the engine core.
+_LOOK_SECONDS = 0.25
 #: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
 _CPU_WAITING_ROOM = 64
 
@@ -35,8 +32,8 @@ _CPU_WAITING_ROOM = 64
 class VllmHost:
     """Runs sequences that come from any thread on one engine core.
 
-    When the engine core dies, its sequences fail with `synth.engine`, which is worth another try, and a
-    new one is started as soon as the old one is gone; meanwhile `submit` waits.
+    When the engine core dies, its sequences and all later ones fail with `worker.crash`, and `stats` says
+    `broken`: who opened the model opens it again.
     """
 
     def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
@@ -49,32 +46,23 @@ class VllmHost:
         load_vllm(options.cpu_kv_gib)
         from pipelines.vllm_engine import adapter
 
-        self._adapter = adapter
+        self._adapter, self._spec = adapter, spec
         self._arguments = adapter.engine_arguments(spec, options)
-        self._codes = spec.codes_per_step
-        self._extra = spec.extra
-        self._moment = EngineMoment()
+        self._moment = adapter.EngineMoment()
         slots = self._arguments["max_num_seqs"]
         self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         #: Under way.
         self._tasks: dict[TokenRequest, asyncio.Task[Tokens]] = {}
-        self._taken = 0
-        self._done = 0
-        self._closing = self._stopped = False
-        self._core = CoreSupervisor(
-            partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._end_users
-        )
-        #: Sequences on the engine core whose receivers have not heard of their end; and those of them whose
-        #: core is dead.
-        self._users: set[asyncio.Task[Tokens]] = set()
-        self._lost: set[asyncio.Task[Tokens]] = set()
+        self._taken = self._done = 0
+        self._closing = False
+        self._llm: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm-host", daemon=True)
         self._thread.start()
         try:
-            self._start()
+            self._wait(self._start())
         except BaseException:
             self.close()
             raise
@@ -87,34 +75,35 @@ class VllmHost:
     @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a step."""
-        slots = self._arguments["max_num_seqs"]
-        kv_pages, page_size = self._adapter.kv_sizes(self._core.llm)
+        slots, cache = self._arguments["max_num_seqs"], self._llm.vllm_config.cache_config
         return EngineInfo(
             slots=slots,
             waiting_room=self._room - slots,
             device=self._adapter.device_name(),
             dtype=self._arguments["dtype"],
             executor=f"vllm {'eager' if self._arguments['enforce_eager'] else 'graph'}",
-            kv_pages=kv_pages,
-            page_size=page_size,
+            kv_pages=cache.num_gpu_blocks or 0,
+            page_size=cache.block_size or 0,
             max_context=self.max_context,
             reproducible=False,
             engine="vllm",
         )
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on
-        the host's own loop).
+        """Queues a sequence; blocks while the waiting room is full (never on the host's own loop).
 
-        Raises `SynthesisError`: `synth.aborted` once the host is closed, `synth.engine` when it has given
-        up on the engine.
+        Raises `SynthesisError` (`synth.aborted`) once the host is closed, `EngineCrashError` once its
+        engine core is dead.
         """
+        inside = threading.current_thread() is self._thread
         with self._changed:
-            self._changed.wait_for(self._may_enter)
+            self._changed.wait_for(
+                lambda: inside or self._closing or self._llm.errored or self._taken < self._room
+            )
             if self._closing:
                 raise _closed()
-            if self._core.failure is not None:
-                raise self._core.failure
+            if self._llm.errored:
+                raise _died()
             self._taken += 1
             self._loop.call_soon_threadsafe(self._enter, request, receiver)
 
@@ -125,22 +114,20 @@ class VllmHost:
             if (task := self._tasks.get(request)) is not None:
                 task.cancel()
 
-        with self._changed:
-            if not self._stopped:
-                self._loop.call_soon_threadsafe(cancel)
+        with suppress(RuntimeError):  # a closed loop has no sequences
+            self._loop.call_soon_threadsafe(cancel)
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
-        with self._changed:
-            under_way, done = self._taken, self._done
-        running = min(self._moment.running, under_way)
+        moment, under_way = self._moment, self._taken
+        running = min(moment.running, under_way)
         return EngineStats(
             running,
             under_way - running,
-            done,
-            self._moment.tokens,
+            self._done,
+            moment.tokens,
             audio_seconds,
-            self._moment.kv_use,
-            self._core.state,
+            moment.kv_use,
+            "broken" if self._llm.errored else "ready",
         )
 
     def close(self) -> None:
@@ -148,15 +135,10 @@ class VllmHost:
         more than once."""
         with self._changed:
             first, self._closing = not self._closing, True
-            self._core.close()
             self._changed.notify_all()
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("the host cannot be closed on its own loop")
         if first:
             self._wait(self._stop())
-            with self._changed:
-                self._stopped = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
 
     def _run_loop(self) -> None:
@@ -167,26 +149,37 @@ class VllmHost:
         self._loop.run_forever()
         self._loop.close()
 
-    def _may_enter(self) -> bool:
-        if self._closing or self._core.failure is not None:
-            return True
-        if threading.current_thread() is self._thread:
-            return True
-        return self._core.llm is not None and self._taken < self._room
-
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         try:
-            self._wait(self._core.start())
+            self._llm = self._adapter.start_engine(self._spec, self._arguments, self._moment)
         except NightjarError:
             raise
         except Exception as error:
             message = f"vLLM did not start: {type(error).__name__}: {error}."
             raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences."
+                ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer slots."
             ) from error
+        self._watch = self._loop.create_task(self._watch_over())
+
+    async def _watch_over(self) -> None:
+        """Ends the sequences of a dead engine core again and again: where vLLM asks the core something, it
+        is never answered."""
+        while not self._llm.errored:
+            await asyncio.sleep(_LOOK_SECONDS)
+        log.error("vLLM's engine core died")
+        while True:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _stop(self) -> None:
+        await _cancelled(self._tasks.values())
+        if self._llm is not None:
+            self._llm.shutdown()
+        await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
     def _enter(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
@@ -196,109 +189,81 @@ class VllmHost:
 
     def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: TokenReceiver) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""
-        outcome: Tokens | NightjarError
-        if task in self._lost:
-            outcome = _died()
-        elif task.cancelled():
-            outcome = (
+        error = self._failure(task)
+        del self._tasks[request]
+        with self._changed:
+            self._taken -= 1
+            self._done += 1
+            self._changed.notify_all()
+        try:
+            if error is None:
+                receiver.finished(task.result())
+            else:
+                receiver.failed(error)
+        except Exception:  # it must not end the loop's work
+            log.exception("a receiver of the engine failed")
+
+    def _failure(self, task: asyncio.Task[Tokens]) -> NightjarError | None:
+        """Why a sequence has no tokens, in our words."""
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return None
+        if self._llm.errored:
+            return _died()
+        if error is None:
+            return (
                 _closed()
                 if self._closing
                 else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
             )
-        elif (error := task.exception()) is not None:
-            outcome = _failure(error)
-        else:
-            outcome = task.result()
-        del self._tasks[request]
-        self._users.discard(task)
-        self._lost.discard(task)
-        with self._changed:
-            self._taken -= 1
-            self._done += 1
-            if isinstance(outcome, Tokens):
-                self._core.proved()
-            self._changed.notify_all()
-        _tell(receiver, outcome)
+        if isinstance(error, NightjarError):
+            return error
+        if isinstance(error, ValueError):
+            message = f"vLLM refused the request: {error}."
+            return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "Shorten it, or open the model with more.")
+        log.error("a sequence failed", exc_info=error)
+        message = f"vLLM failed: {type(error).__name__}: {error}."
+        return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log.")
 
     async def _sequence(self, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
-        llm = await self._core.living()
-        task, number = asyncio.current_task(), next(self._numbers)
-        assert task is not None
-        self._users.add(task)
+        name = f"{request.request_id}#{next(self._numbers)}"
+        if request.shadow is None:
+            return await self._collect(name, request, receiver)
+        shadow = f"{name}s"
+        prompt, parameters = self._asked(request.shadow, streamed=False)
         try:
-            main = self._collect(llm, f"{request.request_id}#{number}", request, receiver)
-            if request.shadow is None:
-                return await main
-            return await self._paired(
-                main, self._follow(llm, f"{request.shadow.request_id}#{number}s", request.shadow)
-            )
-        except Exception:
-            if not llm.errored:
-                raise
-            self._core.mark_dead(llm)
-            raise _died() from None
-
-    async def _paired(self, main: Coroutine[Any, Any, Tokens], shadow: Coroutine[Any, Any, None]) -> Tokens:
-        """The tokens of `main`; both sequences end when either fails or is cancelled, or when `main` is
-        over."""
-        first, second = self._loop.create_task(main), self._loop.create_task(shadow)
-        try:
-            await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
-            if second.done():
-                second.result()
-            return await first
+            # Nobody takes what it makes.
+            await self._llm.add_request(shadow, prompt, parameters)
+            return await self._collect(name, request, receiver)
         finally:
-            await _cancelled((first, second))
+            await self._llm.abort(shadow)
 
-    async def _collect(self, llm: Any, name: str, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
+    async def _collect(self, name: str, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
         ids: list[int] = []
         codes: list[NDArray[np.int64]] = []
         finish = None
-        async for output in self._generate(llm, name, request, receiver.streamed):
+        async for output in self._llm.generate(*self._asked(request, receiver.streamed), name):
             part = output.outputs[0]
-            new = list(part.token_ids)
             finish = part.finish_reason
-            if not new:
+            if not (new := list(part.token_ids)):
                 continue
             ids += new
-            new_codes = self._adapter.codes_of(part.logprobs, len(new), self._codes)
+            new_codes = self._adapter.codes_of(part.logprobs, len(new), self._spec.codes_per_step)
             if new_codes is not None:
                 codes.append(new_codes)
             if receiver.streamed:
                 receiver.tokens(new, new_codes)
         if finish not in ("stop", "length"):
-            raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE,
-                f"The engine ended the sequence with {finish!r}.",
-                "The request may be tried again.",
-            )
+            message = f"The engine ended the sequence with {finish!r}."
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "The request may be tried again.")
         return Tokens(ids, finish, np.concatenate(codes) if codes else None)
 
-    async def _follow(self, llm: Any, name: str, shadow: TokenRequest) -> None:
-        """A sequence whose tokens nobody waits for."""
-        async for _ in self._generate(llm, name, shadow, streamed=False):
-            continue
-
-    def _generate(self, llm: Any, name: str, request: TokenRequest, streamed: bool) -> AsyncGenerator[Any]:
-        extra = {**request.extra, **(self._extra(request) if self._extra is not None else {})}
-        parameters = self._adapter.sampling_params(request, self._codes, streamed, extra)
+    def _asked(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
+        """A sequence as vLLM takes it: its prompt, and how it is drawn."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        return llm.generate(prompt, parameters, name)
-
-    async def _end_users(self) -> None:
-        """Ends every sequence of a dead engine core. What is over already cannot be ended, and is no loss."""
-        self._lost |= self._users
-        while users := set(self._users):
-            for task in users:
-                task.cancel()
-            await asyncio.wait(users, timeout=_AGAIN_SECONDS)
-
-    async def _stop(self) -> None:
-        await _cancelled(self._tasks.values())
-        self._core.shut_down()
-        await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+        return prompt, self._adapter.sampling_params(self._spec, request, streamed)
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -310,39 +275,8 @@ async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def _closed() -> SynthesisError:
-    """What the sequences of a closed host hear."""
     return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
 
 
-def _died() -> SynthesisError:
-    """What the sequences of a dead engine core hear."""
-    return SynthesisError(
-        ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again."
-    )
-
-
-def _failure(error: BaseException) -> NightjarError:
-    """Any error of a sequence in our words."""
-    if isinstance(error, NightjarError):
-        return error
-    if isinstance(error, ValueError):
-        return SynthesisError(
-            ErrorCode.SYNTH_ENGINE,
-            f"vLLM refused the request: {error}.",
-            "Shorten it, or open the model with more.",
-        )
-    log.error("a sequence failed", exc_info=error)
-    return SynthesisError(
-        ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log."
-    )
-
-
-def _tell(receiver: TokenReceiver, outcome: Tokens | NightjarError) -> None:
-    """A receiver that raises must not end the loop's work."""
-    try:
-        if isinstance(outcome, Tokens):
-            receiver.finished(outcome)
-        else:
-            receiver.failed(outcome)
-    except Exception:
-        log.exception("a receiver of the engine failed")
+def _died() -> EngineCrashError:
+    return EngineCrashError(ErrorCode.WORKER_CRASH, "vLLM's engine core died.", "See the log.")

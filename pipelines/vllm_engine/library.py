@@ -10,7 +10,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ class ModelSpec:
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the
     #: model.
-    extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
+    prompt_extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
 
     def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
         """Memory share and positions of a sequence, a person's choice before the model's.
@@ -79,23 +78,6 @@ class ModelSpec:
         return share, min(context, self.max_positions or context)
 
 
-@dataclass(slots=True)
-class EngineMoment:
-    """What the engine last said of itself."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_use: float = 0.0
-    tokens: int = 0
-    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of
-    #: them together.
-    preemptions: int = 0
-    steps: int = 0
-    sequence_steps: int = 0
-
-
-PLUGIN_GROUP = "vllm.general_plugins"
-PLUGIN = "nightjar"
 #: What our processes want of vLLM where nobody says otherwise.
 _ENVIRONMENT = {
     # A worker has threads: forking it would copy locks that nobody gives back.
@@ -133,19 +115,6 @@ def on_cpu() -> bool:
     return bool(platforms.current_platform.is_cpu())
 
 
-def check_plugin() -> None:
-    """Raises `ModelError` (`model.missing_extra`) when vLLM's own processes would not find our models.
-
-    They find them by the entry point of this package, which an installation made by an older version lacks.
-    """
-    if not any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
-        raise ModelError(
-            ErrorCode.MODEL_MISSING_EXTRA,
-            f"This installation does not register the plugin {PLUGIN!r} of vLLM.",
-            "Install Nightjar again (docs/install.md).",
-        )
-
-
 _PREFIX = "vllm:"
 
 
@@ -159,18 +128,3 @@ class VllmMetrics(Collector):
 def architecture(model: str) -> str:
     """The name under which vLLM knows a class of ours."""
     return f"Nightjar{model}"
-
-
-def refuse(vllm_config: Any) -> None:
-    """Raises ValueError for an engine that would draw frames wrongly, and says what to change."""
-    parallel = vllm_config.parallel_config
-    if not vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "several codes a step need its V2 model runner, which needs Triton and must not be switched off"
-        )
-    if vllm_config.speculative_config is not None:
-        raise ValueError("several codes a step exclude speculative decoding")
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("several codes a step exclude pipeline parallelism; tensor parallelism works")
-    if getattr(parallel, "enable_batch_sharded_sampling", False):
-        raise ValueError("several codes a step need enable_batch_sharded_sampling=False")

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Part = Literal["main", "null"]
 
@@ -51,28 +49,19 @@ class Matched:
     scales: list[float] = field(default_factory=list[float])
     broken: list[int] = field(default_factory=list[int])
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """mains and nulls int64 [pairs], scales float32 [pairs], on the host."""
-        return (
-            torch.tensor(self.mains, dtype=torch.int64),
-            torch.tensor(self.nulls, dtype=torch.int64),
-            torch.tensor(self.scales, dtype=torch.float32),
-        )
-
 
 def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: NDArray[np.bool_]) -> Matched:
     """Finds the pairs among the rows of a step. Rows that are not whole draw nothing and are left out."""
-    found = Matched()
-    seen: dict[str, dict[Part, int]] = {}
+    found, seen = Matched(), dict[str, dict[Part, int]]()
     for row, half in enumerate(halves):
         if half is not None and whole[row]:
             seen.setdefault(half.pair, {})[half.part] = row
     for rows in seen.values():
         if len(rows) == 2 and positions[rows["main"]] == positions[rows["null"]]:
-            found.mains.append(rows["main"])
-            found.nulls.append(rows["null"])
             half = halves[rows["main"]]
             assert half is not None
+            found.mains.append(rows["main"])
+            found.nulls.append(rows["null"])
             found.scales.append(half.scale)
         else:
             found.broken += rows.values()

@@ -31,7 +31,6 @@ from pipelines.speechlm.lm import (
     build_prompt,
     chosen_messages,
     deinterleave,
-    interleave,
 )
 from pipelines.speechlm.weights import check_names
 from tests.conformance.listing import Case, listed
@@ -354,6 +353,16 @@ class Golden:
                 [feature_count(frames, window) for frames in table["frames"]],
                 table[f"n_window_{window}"],
             )
+
+
+def interleave(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Codes [frames, streams] in 0.. -> rows [frames + streams - 1, streams]; 0 is the pad, code c is 1 +
+    c."""
+    frames, streams = codes.shape
+    rows = np.zeros((frames + streams - 1 if frames else 0, streams), np.int64)
+    for stream in range(streams):
+        rows[stream : stream + frames, stream] = codes[:, stream] + 1
+    return rows
 
 
 def drawn_share(logits: torch.Tensor, how: StreamSampling) -> NDArray[np.float64]:

@@ -106,7 +106,7 @@ class Oracle:
     def _audio(self, script: Script, out: Written, cache: DynamicCache, hidden: Tensor) -> None:
         config, special = self.config, self.config.specials
         null_cache, null = DynamicCache(), None
-        if script.guided:
+        if script.cfg > 1:
             before = [special.pad] * (len(script.prompt_ids) + len(out.ids) - 1) + [special.audio]
             null = self.hidden(self.embed(_column(before, config.streams)), null_cache)[-1]
         while len(out.ids) < script.max_tokens:

@@ -20,7 +20,6 @@ from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
-from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
@@ -99,9 +98,9 @@ class Opened:
     def ask(self, script: Script) -> Heard:
         """Sends a request as the pipeline does, guided audio and all."""
         golden, host = self.golden, self.host
-        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, host)
-        heard = Heard(order, script.first_request(golden.config))
-        host.submit(heard.first, heard)
+        heard = Heard(SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script))
+        heard.engine = host
+        heard.go_on(script.text_request(golden.config))
         return heard
 
     def check(self, names: Iterable[str], arrivals: list[int] | None = None) -> None:
@@ -127,8 +126,7 @@ class Opened:
 class Heard(SpeechLmUtterance):
     """A talker that keeps ids and rows instead of having them decoded."""
 
-    def __init__(self, order: SpeechLmRequestInfo, first: TokenRequest) -> None:
-        self.first = first
+    def __init__(self, order: SpeechLmRequestInfo) -> None:
         #: Ids and rows, or what ended the request early.
         self.future: Future[Any] = Future()
         super().__init__(order, None, Listener(self._ended, lambda _done: None))  # pyright: ignore[reportArgumentType]
@@ -144,17 +142,16 @@ class Heard(SpeechLmUtterance):
         return made
 
     def cancel(self) -> None:
-        """Ends the text, or the guided audio behind it."""
+        """Ends the text, or the audio behind it."""
         self._listener.cancel()
-        self._request.host.cancel(self.first)
-        self.over(False)
+        self.engine.cancel(self.current)
         with suppress(InvalidStateError):
             self.future.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
     @property
     def paired(self) -> bool:
-        """Whether its guided audio was asked for."""
-        return self._pair is not None
+        """Whether its audio was asked for."""
+        return bool(self._before)
 
     @property
     def redone(self) -> int:

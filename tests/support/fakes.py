@@ -303,7 +303,7 @@ class MemoryStore(ObjectStore):
     def put(
         self,
         key: str,
-        data: bytes,
+        data: bytes | BinaryIO,
         *,
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
@@ -314,19 +314,10 @@ class MemoryStore(ObjectStore):
             created = key not in self.objects
             self.unsynced.add(key)
             if created:
-                self.objects[key] = (bytes(data), dict(metadata or {}))
+                content = data if isinstance(data, bytes) else data.read()
+                self.objects[key] = (bytes(content), dict(metadata or {}))
                 self.modified_at[key] = time.time()
         return PutResult(self._info(key), created)
-
-    def put_file(
-        self,
-        key: str,
-        path: Path,
-        *,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
-        return self.put(key, path.read_bytes(), content_type=content_type, metadata=metadata)
 
     def get(self, key: str) -> bytes:
         self._maybe_fail()

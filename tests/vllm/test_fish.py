@@ -23,7 +23,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.engines import model_spec  # noqa: E402
-from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
+from pipelines.fish_speech.pipeline import FishPipeline, open_stage  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.request import Event, Generation, Message, Speech, SynthesisRequest, stream, submit  # noqa: E402
@@ -59,8 +59,14 @@ def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     spec = model_spec(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
         host = VllmHost(spec, TokenModelOptions(dtype="float32", max_context=416, slots=6))
+        codec = load_codec(config)
         pipeline = FishPipeline(
-            config, Vocabulary.from_folder(config), load_codec(config), host, keep_unfinished=True
+            config,
+            Vocabulary.from_folder(config),
+            codec,
+            host,
+            open_stage(codec.decoder),
+            keep_unfinished=True,
         )
         with closing(pipeline):
             yield pipeline

@@ -18,7 +18,7 @@ from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
-from pipelines.vllm_engine.library import AT_ONCE  # noqa: E402
+from pipelines.vllm_engine.library import AT_ONCE, ModelSpec  # noqa: E402
 from tests.support.scheduler_rig import END, Run, hashed, newcomer, scheduler  # noqa: E402
 
 from vllm.config import SchedulerConfig  # noqa: E402  # isort: skip
@@ -26,9 +26,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # i
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402  # isort: skip
 from vllm.v1.request import RequestStatus  # noqa: E402  # isort: skip
 
-from pipelines.vllm_engine import adapter, group_scheduler  # noqa: E402
+from pipelines.vllm_engine import adapter  # noqa: E402
+from pipelines.vllm_engine import scheduler as grouping  # noqa: E402
 from pipelines.vllm_engine.adapter import engine_arguments, sampling_params  # noqa: E402
-from pipelines.vllm_engine.group_scheduler import (  # noqa: E402
+from pipelines.vllm_engine.scheduler import (  # noqa: E402
     GATHER_SECONDS,
     GROUP_SHARE,
     QUIET_SECONDS,
@@ -52,7 +53,7 @@ def test_steps_and_blocks_are_those_of_vllm(
 ) -> None:
     """Prompts in chunks that begin alike, ends, aborts, and with few blocks preemptions; nobody waits for
     company here."""
-    monkeypatch.setattr(group_scheduler, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(grouping, "GATHER_SECONDS", 0.0)
     runs = [
         Run(scheduler(kind, 24, blocks, 128, caching), issubclass(kind, AsyncScheduler))
         for kind in (ours, plain)
@@ -121,13 +122,16 @@ def test_engines_run_on_it(
     assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)
 
 
+def told(asked: TokenSampling, streamed: bool = False, **extra: Any) -> Any:
+    return sampling_params(ModelSpec(wide_checkpoint()), TokenRequest("a", [1], asked, extra), streamed)
+
+
 def test_settings_of_a_request_are_those_that_vllm_is_told() -> None:
-    asked = TokenSampling(
-        31, 0.7, 13, 0.85, repetition_penalty=1.2, seed=99, stop_ids=(5, 8), ignore_end=True
+    asked = told(
+        TokenSampling(31, 0.7, 13, 0.85, repetition_penalty=1.2, seed=99, stop_ids=(5, 8), ignore_end=True)
     )
-    told = sampling_params(TokenRequest("a", [1], asked), 1, streamed=False)
-    assert (told.max_tokens, told.temperature, told.top_k, told.top_p) == (31, 0.7, 13, 0.85)
-    assert (told.repetition_penalty, told.seed, told.stop_token_ids, told.ignore_eos) == (
+    assert (asked.max_tokens, asked.temperature, asked.top_k, asked.top_p) == (31, 0.7, 13, 0.85)
+    assert (asked.repetition_penalty, asked.seed, asked.stop_token_ids, asked.ignore_eos) == (
         1.2,
         99,
         [5, 8],
@@ -136,13 +140,9 @@ def test_settings_of_a_request_are_those_that_vllm_is_told() -> None:
 
 
 def test_streams_are_told_apart() -> None:
-    plain = TokenRequest("a", [1], TokenSampling(3))
-    assert sampling_params(plain, 1, streamed=False).extra_args is None
-    assert sampling_params(plain, 1, streamed=True).extra_args == {AT_ONCE: True}
-    assert sampling_params(replace(plain, extra={"key": 5}), 1, streamed=True).extra_args == {
-        "key": 5,
-        AT_ONCE: True,
-    }
+    assert told(TokenSampling(3)).extra_args is None
+    assert told(TokenSampling(3), streamed=True).extra_args == {AT_ONCE: True}
+    assert told(TokenSampling(3), streamed=True, key=5).extra_args == {"key": 5, AT_ONCE: True}
 
 
 class Clock:
@@ -155,7 +155,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(group_scheduler, "time", clock)
+    monkeypatch.setattr(grouping, "time", clock)
     return clock
 
 

@@ -21,17 +21,15 @@ import torch
 from tests.support.vllm_kit import (
     PATIENCE_SECONDS,
     Waiter,
-    held_start,
     kill_core,
     require_vllm,
     sequence,
-    wait_for_core,
     wide_checkpoint,
 )
 
 require_vllm()
 
-from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, SynthesisError  # noqa: E402
 from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
@@ -50,15 +48,19 @@ ENDLESS = 30_000
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[VllmHost]:
-    """One engine core for the module. It hands on three codes a step: the sampled token and the two
-    likeliest."""
-    load_vllm()
-    spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
-    spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
-    host = VllmHost(spec, TokenModelOptions(max_context=32_768, slots=16, waiting_room=ROOM - 16))
+    """One engine core for most of the module."""
+    host = opened()
     yield host
     host.close()
     host.close()
+
+
+def opened() -> VllmHost:
+    """Hands on three codes a step: the sampled token and the two likeliest."""
+    load_vllm()
+    spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
+    spec = ModelSpec(spec.folder, spec.config, codes_per_step=CODES)
+    return VllmHost(spec, TokenModelOptions(max_context=32_768, slots=16, waiting_room=ROOM - 16))
 
 
 def prompt(number: int) -> list[int]:
@@ -237,7 +239,7 @@ def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
     with pytest.raises(SynthesisError):
         aborted.future.result(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while host._core.llm.output_processor.get_num_unfinished_requests():
+    while host._llm.output_processor.get_num_unfinished_requests():
         assert time.monotonic() < deadline, "a shadow runs on without its partner"
         time.sleep(0.05)
 
@@ -251,47 +253,6 @@ def test_a_pair_whose_shadow_is_refused_fails(host: VllmHost) -> None:
     assert settled(host)
 
 
-def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(
-    host: VllmHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's
-    start and its first words."""
-    asked = threading.Event()
-
-    async def never(*_: object) -> None:
-        asked.set()
-        await asyncio.Event().wait()
-
-    request = sequence("before", prompt(9), 30, seed=9)
-    before = ask(host, request).future.result(PATIENCE_SECONDS).ids
-    flying = [ask(host, sequence(f"flying{n}", prompt(n), ENDLESS)) for n in range(12)]
-    monkeypatch.setattr(host._core.llm.engine_core, "add_request_async", never)
-    flying.append(ask(host, sequence("waiting", prompt(5), 5)))
-    assert asked.wait(PATIENCE_SECONDS)
-    dead = kill_core(os.getpid())
-    for waiter in flying:
-        with pytest.raises(SynthesisError) as caught:
-            waiter.future.result(PATIENCE_SECONDS)
-        assert caught.value.code is ErrorCode.SYNTH_ENGINE
-        assert caught.value.code.retryable
-    assert ask(host, request).future.result(PATIENCE_SECONDS).ids == before
-    assert wait_for_core(os.getpid(), other_than=dead)
-    assert settled(host)
-
-
-def test_a_core_that_died_in_its_sleep_fails_nobody(host: VllmHost) -> None:
-    with held_start():
-        dead = kill_core(os.getpid())
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while host.stats().state == "ready":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert host.stats().state == "starting"
-    assert wait_for_core(os.getpid(), other_than=dead), "nobody has to ask for a new one"
-    assert len(ask(host, sequence("next", prompt(9), 5)).future.result(PATIENCE_SECONDS).ids) == 5
-    assert host.stats().state == "ready"
-
-
 def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
     flying = [ask(host, sequence(f"last{n}", prompt(n), ENDLESS)) for n in range(4)]
     host.close()
@@ -302,3 +263,33 @@ def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
     with pytest.raises(SynthesisError):
         ask(host, sequence("late", [5], 1))
     host.cancel(sequence("late", [5], 1))
+
+
+def test_a_dead_core_fails_all_sequences_and_the_host_is_broken() -> None:
+    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's
+    start and its first words."""
+    asked = threading.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    host = opened()
+    try:
+        flying = [ask(host, sequence(f"flying{n}", prompt(n), ENDLESS)) for n in range(12)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host._llm.engine_core, "add_request_async", never)
+            flying.append(ask(host, sequence("waiting", prompt(5), 5)))
+            assert asked.wait(PATIENCE_SECONDS)
+            assert host.stats().state == "ready"
+            kill_core(os.getpid())
+            for waiter in flying:
+                with pytest.raises(EngineCrashError) as caught:
+                    waiter.future.result(PATIENCE_SECONDS)
+                assert caught.value.code is ErrorCode.WORKER_CRASH
+        assert settled(host)
+        assert host.stats().state == "broken"
+        with pytest.raises(EngineCrashError):
+            ask(host, sequence("late", [5], 1))
+    finally:
+        host.close()

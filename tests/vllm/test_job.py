@@ -132,7 +132,7 @@ def test_a_killed_engine_core_costs_no_item_and_another_worker_makes_the_same_sp
     second = start_worker(site, compute_process=False)
     state = site.wait_until_final(job, PATIENCE_SECONDS).job.state
     assert (state, site.ledger.error_counts(job.id)) == (JobState.COMPLETED, {})
-    assert wait_for_core(first.pid, other_than=dead), "the worker itself must go on with a new core"
+    assert wait_for_core(first.pid, other_than=dead), "the worker itself must open the model again"
     killed = audio(site, job)
     assert len(killed) == ITEMS
 
@@ -143,9 +143,7 @@ def test_a_killed_engine_core_costs_no_item_and_another_worker_makes_the_same_sp
     assert len(made) == FEWER
     assert made == {name: killed[name] for name in made}
     end(site, second, signal.SIGKILL)
-    assert site.log_text().count('"event": "model opening"') == 2, (
-        "a worker opened its model again beside the new core"
-    )
+    assert site.log_text().count('"event": "model opening"') == 3
 
 
 def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:

@@ -18,24 +18,23 @@ require_vllm()
 
 from pipelines.fish_speech.engines import as_extra  # noqa: E402
 from pipelines.fish_speech.prompt import Prompt  # noqa: E402
-from pipelines.vllm_engine import group_scheduler  # noqa: E402
+from pipelines.vllm_engine import scheduler as grouping  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, Run, hashed, scheduler  # noqa: E402
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402  # isort: skip
 
-from pipelines.vllm_engine.group_scheduler import AsyncGroupScheduler, GroupScheduler  # noqa: E402
-from pipelines.vllm_engine.pair_scheduler import AsyncPairScheduler, PairScheduler  # noqa: E402
+from pipelines.vllm_engine.scheduler import AsyncGroupScheduler, GroupScheduler  # noqa: E402
 
 #: Ids of frames; every sequence draws the same ones, and residual codes of its own.
 SEMANTIC = range(1000, 1002)
-KINDS = [GroupScheduler, AsyncGroupScheduler, PairScheduler, AsyncPairScheduler]
+KINDS = [GroupScheduler, AsyncGroupScheduler]
 Frames = NDArray[np.int64]
 
 
 @pytest.fixture(autouse=True)
 def _nobody_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_scheduler, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(grouping, "GATHER_SECONDS", 0.0)
 
 
 def frames(count: int, seed: int) -> Frames:

@@ -34,9 +34,13 @@ TEXT = "Good morning, how are you today?"
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    pipeline = open_pipeline(str(wide_checkpoint()), engine="vllm", max_context=1024, slots=16)
+    pipeline = open_here()
     yield pipeline
     pipeline.close()
+
+
+def open_here() -> Pipeline:
+    return open_pipeline(str(wide_checkpoint()), engine="vllm", max_context=1024, slots=16)
 
 
 def request(
@@ -169,7 +173,9 @@ def test_a_server_speaks_with_it_and_outlives_its_core(pipeline: Pipeline) -> No
             server.url + "/v1/audio/speech", json=view, timeout=PATIENCE_SECONDS, trust_env=False
         )
 
-    with Running(pipeline, slots=20, waiting_room=40) as server, ThreadPoolExecutor(40) as pool:
+    opening = iter((lambda: pipeline, open_here))
+    running = Running(pipeline, slots=20, waiting_room=40, open_model=lambda: next(opening)())
+    with running as server, ThreadPoolExecutor(40) as pool:
         before = server.speak(TEXT, **greedy).content
         samples, rate = heard(before)
         assert rate == 16_000
@@ -193,7 +199,7 @@ def test_a_server_speaks_with_it_and_outlives_its_core(pipeline: Pipeline) -> No
             assert away.headers["retry-after"]
             answers = [future.result(PATIENCE_SECONDS) for future in flying]
         assert {answer.status_code for answer in answers} == {503}
-        assert [error_of(answer)["code"] for answer in answers].count("synth.engine") == 20
+        assert [error_of(answer)["code"] for answer in answers].count("worker.crash") == 20
         server.until(lambda: server.health() == 200, PATIENCE_SECONDS)
         assert server.speak(TEXT, **greedy).content == before
         server.until_idle()

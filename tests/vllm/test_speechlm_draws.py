@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.support.vllm_v2 import require_v2
 
 require_v2()
 
-from pipelines.speechlm.vllm_model import DrawSettings, SpeechLmState  # noqa: E402
+from pipelines.engine.state import Placement, SamplingParams, SlotState  # noqa: E402
+from pipelines.speechlm.vllm_model import SpeechLmState  # noqa: E402
 
 STREAMS, LAYER, SLOTS = 2, 4, 3
 
@@ -20,14 +22,11 @@ def test_codes_are_drawn_with_the_top_k_of_the_audio() -> None:
     """Of slots 2, 0, 1: the likeliest code alone, the two likeliest, and all of them."""
     state = object.__new__(SpeechLmState)
     state._config = SimpleNamespace(streams=STREAMS, layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
-    state.text, state.audio = (
-        DrawSettings(SLOTS, torch.device("cpu")),
-        DrawSettings(SLOTS, torch.device("cpu")),
-    )
-    state.audio_starts, state.min_rows = torch.zeros(SLOTS, dtype=torch.int64), torch.full((SLOTS,), 1_000)
-    slots, top_k = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
-    state.audio.write(slots, torch.ones(3), top_k, torch.ones(3))
-    state.text.write(slots, torch.ones(3), 3 - top_k, torch.ones(3))
+    state.drawing = drawing = SlotState(SLOTS, 1, 1, 1, 0, 0, torch.float32, torch.device("cpu"))
+    slots, top_k = torch.tensor([2, 0, 1]), (1, 2, 0)
+    for slot, k in zip(slots.tolist(), top_k):
+        sampling = SamplingParams(1.0, 3 - k, 1.0, 1.0, 1.0, k, 1.0, min_new_tokens=1_000)
+        drawing.place([Placement(slot, (), 0, sampling, np.zeros(0, np.int64), torch.zeros(1), 0)])
     step: Any = SimpleNamespace(slots=slots, positions=torch.ones(3, dtype=torch.int64))
     held: Any = [SimpleNamespace(audio=(1.0, int(k), 1.0)) for k in top_k]
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1] * STREAMS + [0.0, 0.0]] * 3)

@@ -1,5 +1,4 @@
-"""SpeechLM's pairs on vLLM's V2 runner with little of everything: a small token budget, KV for a few
-requests, and halves that die."""
+"""SpeechLM's pairs on vLLM's V2 runner with little of everything: KV for a few requests, and halves that die."""
 
 from __future__ import annotations
 
@@ -52,17 +51,14 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="module")
 def opened(golden: Golden) -> Iterator[Opened]:
-    """Prompts of a pair have up to 240 positions: few fit a step of 64 tokens whole, and KV has room for
-    two to six requests."""
-    options = TokenModelOptions(max_context=256, slots=24, step_tokens=64)
+    """Prompts of a pair have up to 240 positions: KV has room for two to six requests."""
+    options = TokenModelOptions(max_context=256, slots=24)
     opened = Opened(golden, options, block_size=32, num_gpu_blocks_override=26)
     yield opened
     opened.close()
 
 
-def test_the_cases_equal_the_plain_loop_through_chunks_and_preemptions(
-    opened: Opened, golden: Golden
-) -> None:
+def test_the_cases_equal_the_plain_loop_through_preemptions(opened: Opened, golden: Golden) -> None:
     opened.check(name for name in golden.cases if name not in LEFT_OUT)
     assert opened.host._moment.preemptions > 0, "nothing was preempted: this test needs less KV"
     assert opened.host.stats().kv_use == 0.0, "blocks are left behind"
@@ -150,21 +146,15 @@ def test_aborted_pairs_leave_nothing_behind(opened: Opened, golden: Golden) -> N
         time.sleep(0.05)
 
 
-def test_a_killed_core_fails_its_pairs_whole_and_the_next_one_makes_them(
-    opened: Opened, golden: Golden
-) -> None:
+def test_a_killed_core_fails_its_pairs_whole(opened: Opened, golden: Golden) -> None:
+    """The last test of the module: nothing runs on this core any more."""
     case = golden.cases["a2_cfg30"]
-    lost: set[ErrorCode | None] = set()
-    while not lost:  # all may have been over before the kill
-        asked = [opened.ask(replace(golden.script(case), request_id=f"lost-{n}")) for n in range(4)]
-        while not all(heard.paired or heard.future.done() for heard in asked):
-            time.sleep(0.005)
-        kill_core(os.getpid())
-        for heard in asked:
-            if (error := heard.future.exception(SECONDS)) is None:
-                golden.check_written(case, *heard.result(SECONDS))
-            else:
-                lost.add(error.code if isinstance(error, NightjarError) else None)
-        golden.check_written(case, *opened.ask(golden.script(case)).result(SECONDS))
-        assert (opened.host.stats().running, opened.host.stats().waiting) == (0, 0)
-    assert lost == {ErrorCode.SYNTH_ENGINE}
+    asked = [opened.ask(replace(golden.script(case), request_id=f"lost-{n}")) for n in range(4)]
+    while not all(heard.paired or heard.future.done() for heard in asked):
+        time.sleep(0.005)
+    kill_core(os.getpid())
+    for heard in asked:
+        error = heard.future.exception(SECONDS)
+        assert error is None or (isinstance(error, NightjarError) and error.code is ErrorCode.WORKER_CRASH)
+    assert (opened.host.stats().running, opened.host.stats().waiting) == (0, 0)
+    assert opened.host.stats().state == "broken"

@@ -12,7 +12,7 @@ from jobs.export import parse_splits
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError
 from tests.services.jobs.test_export_resume import LINES, StoppedError, run, stop_at
-from tests.services.jobs.test_s3_store import Access
+from tests.services.jobs.test_s3_store import access_of
 from tests.support.export_kit import finished_job
 from tests.support.services import MotoS3
 
@@ -20,7 +20,7 @@ from tests.support.services import MotoS3
 @pytest.mark.parametrize("format", ["webdataset", "lhotse", "nemo", "audiofolder"])
 def test_a_bucket_to_a_bucket(tmp_path: Path, moto: MotoS3, format: str) -> None:
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
-    access = Access(moto.endpoint, moto.secret_key)
+    access = access_of(moto.endpoint, moto.secret_key)
     finished = finished_job(tmp_path, open_store(f"s3://{bucket}/p", access), LINES, seconds=0.1)
     to = f"s3://{bucket}/sets/{format}"
     with pytest.raises(StoppedError):
@@ -48,7 +48,7 @@ def test_a_bucket_to_a_bucket(tmp_path: Path, moto: MotoS3, format: str) -> None
 
 
 def test_a_bucket_that_lacks_a_file_is_written_anew(tmp_path: Path, moto: MotoS3) -> None:
-    access = Access(moto.endpoint, moto.secret_key)
+    access = access_of(moto.endpoint, moto.secret_key)
     finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES[:2], seconds=0.1)
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
     to = f"s3://{bucket}/set"
@@ -69,7 +69,7 @@ def test_kaldi_of_a_bucket_needs_local_audio(tmp_path: Path, moto: MotoS3) -> No
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
     finished = finished_job(
         tmp_path,
-        open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)),
+        open_store(f"s3://{bucket}/p", access_of(moto.endpoint, moto.secret_key)),
         LINES[:2],
         seconds=0.1,
     )

@@ -25,7 +25,7 @@ from jobs.layout import item_key
 from jobs.ledger.records import Artifact, Done
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
-from tests.services.jobs.test_s3_store import Access
+from tests.services.jobs.test_s3_store import access_of
 from tests.support.export_kit import Finished, finished_job
 from tests.support.manifests import read_manifest
 from tests.support.services import MotoS3
@@ -180,7 +180,7 @@ def test_standard_output(finished: Finished, capfdbinary: pytest.CaptureFixture[
 def test_an_audio_root_is_filled_from_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}")
     finished = finished_job(
-        tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES
+        tmp_path, open_store(f"s3://{bucket}/p", access_of(moto.endpoint, moto.secret_key)), LINES
     )
     plain = exported(finished, "espnet")
     root = tmp_path / "local"

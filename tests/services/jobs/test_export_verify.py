@@ -22,7 +22,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.registry import ModelCard, open_pipeline, register_pipeline
 from pipelines.request import Capabilities, EngineInfo
-from tests.services.jobs.test_s3_store import Access
+from tests.services.jobs.test_s3_store import access_of
 from tests.support.export_kit import Finished, finished_job
 from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import execute
@@ -78,7 +78,10 @@ def test_missing_and_changed_objects_are_found(finished: Finished, deep: bool) -
 def test_objects_of_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
     bucket = moto.create_bucket(f"verify-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
     finished = finished_job(
-        tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES, seconds=0.1
+        tmp_path,
+        open_store(f"s3://{bucket}/p", access_of(moto.endpoint, moto.secret_key)),
+        LINES,
+        seconds=0.1,
     )
     assert faults(finished) == (11, [])
     wanted = damage(finished)

@@ -23,7 +23,7 @@ from jobs.store import FolderStore, ObjectStore, open_store
 from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.registry import describe, open_pipeline
-from tests.services.jobs.test_s3_store import Access
+from tests.services.jobs.test_s3_store import access_of
 from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
@@ -43,7 +43,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         return FolderStore(tmp_path / "store")
     s3: S3 = request.getfixturevalue("moto")
     name = "packs-" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:20]
-    return open_store(f"s3://{s3.create_bucket(name)}/p", Access(s3.endpoint, s3.secret_key))
+    return open_store(f"s3://{s3.create_bucket(name)}/p", access_of(s3.endpoint, s3.secret_key))
 
 
 @pytest.fixture

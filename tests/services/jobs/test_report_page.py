@@ -294,10 +294,8 @@ def test_a_job_that_waits_or_runs_has_a_report_too(desk: Desk) -> None:
 def test_the_eta_is_held_against_the_truth(desk: Desk) -> None:
     document, _ = desk.report(desk.job(TEXTS))
     captions = [caption.text.strip() for caption in document.all("figcaption")]
-    assert {"Throughput", "RTFx", "ETA against the truth", "ETA accuracy"} <= {
-        text.split(" (")[0] for text in captions
-    }
-    assert len(document.all("polyline")) == 4
+    assert {"Throughput", "RTFx", "ETA accuracy"} <= {text.split(" (")[0] for text in captions}
+    assert len(document.all("polyline")) == 2
 
 
 def test_a_large_job_is_looked_at_in_blocks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,35 +9,37 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from pydantic import SecretStr
 
 from jobs.delete import delete_objects
+from jobs.settings import S3Settings
 from jobs.store import S3Store, open_store
 from jobs.store.s3 import open_s3_object
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.services import S3, MotoS3, SeaweedFS
 
 
-@dataclass(frozen=True)
-class Access:
-    endpoint_url: str
-    secret_access_key: str
-    access_key_id: str = S3.access_key
-    region: str = S3.region
-    addressing_style: str = "path"
+def access_of(endpoint_url: str, secret_access_key: str) -> S3Settings:
+    return S3Settings(
+        endpoint_url=endpoint_url,
+        region=S3.region,
+        access_key_id=S3.access_key,
+        secret_access_key=SecretStr(secret_access_key),
+        addressing_style="path",
+    )
 
 
 @pytest.fixture
-def access(s3: S3) -> Access:
-    return Access(s3.endpoint, s3.secret_key)
+def access(s3: S3) -> S3Settings:
+    return access_of(s3.endpoint, s3.secret_key)
 
 
 @pytest.fixture
-def store(access: Access, bucket: str) -> S3Store:
+def store(access: S3Settings, bucket: str) -> S3Store:
     opened = open_store(f"s3://{bucket}/some/prefix", access)
     assert isinstance(opened, S3Store)
     return opened
@@ -56,7 +58,7 @@ def test_the_first_put_stays(store: S3Store, s3: S3) -> None:
 
 
 def test_a_job_is_deleted_by_requests_for_many_objects(
-    store: S3Store, access: Access, bucket: str, monkeypatch: pytest.MonkeyPatch
+    store: S3Store, access: S3Settings, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.delete.OBJECTS_AT_ONCE", 3)
     keys = [f"jobs/a/audio/00000/{number:09d}-Zoë &%+.wav" for number in range(7)]
@@ -105,7 +107,8 @@ def test_of_many_writers_one_wins(store: S3Store) -> None:
 def test_a_large_file_streams_in_and_out(store: S3Store, tmp_path: Path) -> None:
     local = tmp_path / "large"
     local.write_bytes(os.urandom(20 << 20))
-    put = store.put_file("large", local)
+    with local.open("rb") as file:
+        put = store.put("large", file)
     assert put.created
     assert store.head("large") == put.info
     with store.open("large") as stream:
@@ -160,14 +163,14 @@ def test_check_leaves_nothing(store: S3Store) -> None:
     assert list(store.list("")) == []
 
 
-def test_any_object_of_any_bucket_opens(store: S3Store, access: Access) -> None:
+def test_any_object_of_any_bucket_opens(store: S3Store, access: S3Settings) -> None:
     store.put("in.jsonl", b"line\n")
     with open_s3_object(store.uri("in.jsonl"), access) as stream:
         assert stream.read() == b"line\n"
 
 
 def test_wrong_credentials(seaweedfs: SeaweedFS) -> None:
-    store = open_store("s3://bucket", Access(seaweedfs.endpoint, "wrong-secret"))
+    store = open_store("s3://bucket", access_of(seaweedfs.endpoint, "wrong-secret"))
     with pytest.raises(StoreError) as caught:
         store.put("x", b"1")
     assert caught.value.code is ErrorCode.STORE_FORBIDDEN
@@ -176,7 +179,7 @@ def test_wrong_credentials(seaweedfs: SeaweedFS) -> None:
 
 def test_a_missing_bucket(moto: MotoS3) -> None:
     with pytest.raises(StoreError) as caught:
-        open_store("s3://no-such-bucket-here", Access(moto.endpoint, moto.secret_key)).check()
+        open_store("s3://no-such-bucket-here", access_of(moto.endpoint, moto.secret_key)).check()
     assert caught.value.code is ErrorCode.STORE_UNREACHABLE
 
 
@@ -185,7 +188,7 @@ def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent, pytest.raises(StoreError) as caught:
         # Taken, so that nobody else does, but not listened at.
         silent.bind(("127.0.0.1", 0))
-        open_store("s3://bucket", Access(f"http://127.0.0.1:{silent.getsockname()[1]}", "secret")).put(
+        open_store("s3://bucket", access_of(f"http://127.0.0.1:{silent.getsockname()[1]}", "secret")).put(
             "x", b"1"
         )
     assert caught.value.code is ErrorCode.STORE_UNREACHABLE

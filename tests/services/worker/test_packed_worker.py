@@ -16,7 +16,6 @@ from jobs.packs import read_artifact
 from jobs.store.base import ObjectStore
 from jobs.verify import ObjectCheck
 from pipelines.audio import encode
-from tests.services.jobs.test_s3_store import Access
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.ledger_kit import execute, expire_leases_of_the_dead
 from tests.support.run_kit import Shell, write_input
@@ -91,9 +90,7 @@ def test_it_is_the_loose_job_item_by_item_on_postgresql_and_s3(
     tmp_path: Path, valkey_url: str, postgres_url: str, s3: S3
 ) -> None:
     bucket = s3.create_bucket("packed-" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:20])
-    access = Access(s3.endpoint, s3.secret_key)
-    names = ("endpoint_url", "access_key_id", "secret_access_key", "region", "addressing_style")
-    environment = {f"SPEECH_S3__{name.upper()}": getattr(access, name) for name in names}
+    environment = {**s3.environment(), "SPEECH_S3__ADDRESSING_STYLE": "path"}
     with Site(
         tmp_path, valkey_url, postgres_url, SPEECH_STORE_URL=f"s3://{bucket}/p", **environment, **SMALL
     ) as site:

@@ -17,11 +17,11 @@ import pytest
 import soundfile
 
 from jobs.ledger import Ledger
-from jobs.provenance import options_again, put_provenance, records
+from jobs.provenance import records
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.registry import open_pipeline
-from pipelines.request import EngineInfo, Generation, Message, SynthesisRequest, submit
+from pipelines.request import Generation, Message, SynthesisRequest, submit
 from tests.support.vllm_kit import GOLDEN, checkpoint
 
 TEXT = "Good morning, how are you today?"
@@ -68,13 +68,12 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path, tmp_path: Path) -> None:
+def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path) -> None:
     store = open_store(str(home))
     with closing(Ledger.of(load_settings(home=str(home)))) as ledger:
         (job,) = ledger.jobs()
         keys = {row.example_id: row.artifact.key for row in ledger.items(job.id) if row.artifact is not None}
     assert [(one.model.family, one.model.engine) for one in records(store, job)] == [("spark_tts", "native")]
-    assert options_again(store, job) == {"engine": "native"}
     with closing(open_pipeline(str(checkpoint()), engine="native")) as pipeline:
         for name, (clones, settings) in LINES.items():
             messages = [Message("user", "audio", (GOLDEN / "wavs" / WAV).read_bytes())] if clones else []
@@ -85,9 +84,3 @@ def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path, t
             stored, rate = soundfile.read(io.BytesIO(store.get(keys[name])), dtype="float32")
             assert rate == speech.sample_rate
             np.testing.assert_allclose(stored, speech.samples, atol=2 / 32768)
-    (tmp_path / "elsewhere").mkdir()
-    elsewhere = open_store(str(tmp_path / "elsewhere"))
-    put_provenance(elsewhere, job, EngineInfo(executor="vllm graph", engine="vllm"))
-    assert options_again(elsewhere, job) == {"engine": "vllm"}
-    put_provenance(elsewhere, job, EngineInfo(executor="eager", engine="native"))
-    assert options_again(elsewhere, job) == {}, "nothing says which of the two made what"

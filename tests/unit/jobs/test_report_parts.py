@@ -19,7 +19,6 @@ from jobs.report.charts import (
     COMMIT_SECONDS,
     Span,
     WorkClock,
-    checkpoints,
     eta_checks,
     spans_of_attempts,
     spans_of_commits,
@@ -160,15 +159,15 @@ def test_a_commit_stands_for_the_time_before_it_but_not_for_a_pause() -> None:
 
 def test_the_eta_of_an_even_job_is_right_and_of_a_slowing_one_too_short() -> None:
     even = timeline(spans_of_attempts([Attempt(0, 1, 0.0, 100.0, 100, 0, 0.0)]), 100.0)
-    assert all(abs(check.error) < 1e-9 for check in eta_checks(even))
+    assert all(abs(check.error) < 1e-9 for _, check in eta_checks(even))
     slowing = timeline(
         spans_of_attempts([Attempt(0, 1, 0.0, 20.0, 80, 0, 0.0), Attempt(1, 1, 20.0, 100.0, 20, 0, 0.0)]),
         100.0,
     )
-    found = checkpoints(eta_checks(slowing), slowing.seconds)
+    found = eta_checks(slowing)
     assert [share for share, _ in found] == [0.1, 0.25, 0.5, 0.75, 0.9]
     assert all(check.error < 0 for _, check in found)
-    assert checkpoints([], 1.0) == []
+    assert eta_checks(timeline([], 1.0)) == []
 
 
 def item(index: int, **values: float) -> SampleItem:

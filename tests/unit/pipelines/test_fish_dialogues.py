@@ -16,9 +16,10 @@ from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrame
 from pipelines.engine.prefixes import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.engines import shared_prefixes
-from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
+from pipelines.fish_speech.multi_turn import TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling
+from tests.support.fish_turns import Asked
 from tests.support.vllm_kit import Waiter
 from tests.unit.pipelines.test_fish_native import CONFIG, OPTIONS, SECONDS, VOCABULARY, model, voice
 
@@ -83,11 +84,10 @@ class Rig:
 
         prefixes._evict, engine.core.scheduler._preempt = counted, preempted
         ids = np.array([*CONFIG.semantic, CONFIG.end])
-        host = NativeHost(engine, ids, prompt_of, named, CONFIG.codebooks)
-        self.engine = TurnEngine(host)
+        self.host = NativeHost(engine, ids, prompt_of, named, CONFIG.codebooks)
 
     def close(self) -> None:
-        self.engine.close()
+        self.host.close()
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Dialogue:
 def spoken(rig: Rig, *dialogues: Dialogue) -> list[NDArray[np.int64]]:
     waiters = [Waiter() for _ in dialogues]
     for one, waiter in zip(dialogues, waiters):
-        rig.engine.submit(one.plan(), waiter)
+        Asked(rig.host, one.plan(), waiter)
     found = [waiter.future.result(SECONDS).codes for waiter in waiters]
     return [codes for codes in found if codes is not None]
 

@@ -1,4 +1,4 @@
-"""SpeechLM's parts that need no engine: config, prompts, phases, pairs, answers, conversion."""
+"""SpeechLM's parts that need no engine: config, prompts, pairs, answers, conversion."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import (
     ENDED_BY_EOT,
     ENDED_BY_LIMIT,
-    Phase,
     Script,
     StreamSampling,
     TextCoder,
     build_prompt,
     chosen_messages,
-    next_phase,
-    phase_after,
     read_output,
 )
 from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.library import refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
@@ -99,22 +95,6 @@ def test_the_assistants_messages_are_skipped_for_audio_alone() -> None:
     assert [one.content for one in chosen_messages(messages, "text_only")] == ["a", "b", "c"]
 
 
-def test_phases_are_those_of_what_was_written(config: SpeechLmConfig) -> None:
-    def after(*written: int, start: Phase = Phase.TEXT_MARK) -> tuple[Phase, int]:
-        return phase_after(start, written, config.specials)
-
-    assert after() == (Phase.TEXT_MARK, 0)
-    assert after(7) == (Phase.TEXT, 0)
-    assert after(7, 300) == (Phase.TEXT, 0)
-    assert after(7, 300, 3) == (Phase.ASSISTANT, 0)
-    assert after(7, 300, 3, 6) == (Phase.AUDIO_MARK, 0)
-    assert after(7, 300, 3, 6, 8) == (Phase.AUDIO, 5)
-    assert after(7, 300, 3, 6, 8, 900) == (Phase.AUDIO, 5)
-    assert after(900, start=Phase.AUDIO) == (Phase.AUDIO, 0)
-    phase, token = torch.tensor([0, 1, 1, 2, 3, 4]), torch.tensor([7, 300, 3, 6, 8, 900])
-    assert next_phase(phase, token, 3).tolist() == [1, 1, 2, 3, 4, 4]
-
-
 def test_pairs_are_matched_by_name_place_and_wholeness() -> None:
     main, null = Half("a", "main", 3.0), Half("a", "null", 3.0)
     assert half_of({}) is None
@@ -134,16 +114,15 @@ def test_kv_is_private_where_frames_are_in_it(config: SpeechLmConfig) -> None:
     """Text alone may be shared; audio, guided or not, on both halves of a pair, has more in it than its
     token ids say."""
 
-    def script(**changes: object) -> Script:
-        return Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), **changes)  # pyright: ignore[reportArgumentType]
+    def script(cfg: float) -> Script:
+        return Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=cfg)
 
     def private(request: TokenRequest) -> bool:
         return request.extra["private_kv"]
 
-    assert private(script().first_request(config))
-    assert not private(script(cfg=3.0).first_request(config))
-    assert not private(script(with_audio=False).first_request(config))
-    pair = script(cfg=3.0).audio_pair(config, [7, 300, 3], "a")
+    assert not private(script(3.0).text_request(config))
+    assert private(script(1.0).audio_request(config, [7, 300, 3, 6, 8], "a"))
+    pair = script(3.0).audio_request(config, [7, 300, 3, 6, 8], "a")
     assert pair.shadow is not None
     assert private(pair)
     assert private(pair.shadow)
@@ -156,44 +135,38 @@ def test_an_answer_says_what_ended_it(config: SpeechLmConfig) -> None:
     codes[5:7, 1:] = 1
     for mark, end, last in ((0, "eos", 2), (ENDED_BY_EOT, "eot", 3), (ENDED_BY_LIMIT, "length", 2)):
         codes[7, 1] = mark
-        answer = read_output(config, ids, codes, finished=True)
+        answer = read_output(config, ids, codes[5:], finished=True)
         assert (answer.end, answer.ids[-1], answer.text_ids) == (end, last, [300])
         assert answer.rows is not None
         assert answer.rows.tolist() == [[0] * 8, [1] + [0] * 7]
-    cut = read_output(config, ids[:-1], codes[:-1], finished=False)
+    cut = read_output(config, ids[:-1], codes[5:-1], finished=False)
     assert cut.rows is not None
     assert (cut.end, len(cut.rows)) == ("length", 2)
     assert read_output(config, [7, 300, 2], None, finished=True).end == "eos"
     assert read_output(config, [7, 300], None, finished=False).end == "length"
 
 
-def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) -> None:
+def test_whoever_hangs_up_leaves_no_audio_behind(config: SpeechLmConfig) -> None:
     submitted: list[TokenRequest] = []
     cancelled: list[TokenRequest] = []
 
     def talker() -> tuple[SpeechLmUtterance, Listener]:
         script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0)
-        send = lambda request, receiver: submitted.append(request)  # noqa: E731
-        order = SpeechLmRequestInfo(
-            "",
-            16_000,
-            {},
-            True,
-            config,
-            TextCoder(config),
-            script,
-            SimpleNamespace(submit=send, cancel=cancelled.append),
-        )
-        listener = Listener(print, lambda done: speaker.over(done))
+        order = SpeechLmRequestInfo("", 16_000, {}, True, config, TextCoder(config), script)
+        listener = Listener(print, lambda _done: cancelled.append(speaker.current))
         speaker = SpeechLmUtterance(order, None, listener)  # pyright: ignore[reportArgumentType]
+        send = lambda request, receiver: submitted.append(request)  # noqa: E731
+        speaker.engine = SimpleNamespace(submit=send, cancel=cancelled.append)  # pyright: ignore[reportAttributeAccessIssue]
+        speaker.current = "text"
         return speaker, listener
 
-    text = Tokens([config.specials.text, config.text_start, config.specials.eot], "stop")
+    text = Tokens([config.text_start, config.specials.eot], "stop")
     gone, listener = talker()
     listener.cancel()
     gone.finished(text)
     assert not submitted
     speaking, listener = talker()
+    cancelled.clear()
     speaking.finished(text)
     assert len(submitted) == 1
     assert submitted[0].shadow is not None
@@ -202,13 +175,11 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
 
 
 def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:
-    def request(cfg: float, with_audio: bool = True) -> tuple[bool, tuple[int, ...]]:
-        script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), with_audio, cfg)
-        return script.guided, script.first_request(config).sampling.stop_ids
-
-    assert request(0.0) == request(0.5) == request(1.0) == (False, (2,))
-    assert request(3.0) == (True, (2, 3))
-    assert request(3.0, with_audio=False) == (False, (2, 3))
+    for cfg, guided in ((0.0, False), (0.5, False), (1.0, False), (3.0, True)):
+        script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=cfg)
+        request = script.audio_request(config, [7, 300, 3, 6, 8], "p")
+        assert (request.shadow is not None) is guided
+        assert ("pair" in request.extra) is guided
 
 
 def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> None:
@@ -223,7 +194,8 @@ def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> No
         features=[(2, torch.ones(1, 64))],
         salt="s",
     )
-    pair = script.audio_pair(config, [7, 301, 3], "p")
+    assert list(script.text_request(config).prompt_ids) == [1, 5, 300, 2, 6, 7]
+    pair = script.audio_request(config, [7, 301, 3, 6, 8], "p")
     assert list(pair.prompt_ids) == [1, 5, 300, 2, 6, 7, 301, 3, 6, 8]
     assert pair.shadow is not None
     assert list(pair.shadow.prompt_ids) == [0] * 9 + [8]
@@ -231,7 +203,7 @@ def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> No
     assert "features" not in pair.shadow.extra
     assert (pair.cache_salt, pair.shadow.cache_salt) == ("s", None)
     assert pair.sampling == pair.shadow.sampling
-    assert pair.sampling.max_tokens == 50 - 3 - 2
+    assert pair.sampling.max_tokens == 50 - 5
 
 
 def test_audio_over_the_limit_is_refused_whole() -> None:
@@ -328,12 +300,12 @@ class Evil:
 
 def test_a_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> None:
     torch.save({"module": {"a": Evil()}}, tmp_path / "evil.pt")
-    with pytest.raises(ModelError, match="is not a checkpoint of tensors"):
+    with pytest.raises(ModelError, match="cannot be read as tensors"):
         convert(tmp_path / "evil.pt", CHECKPOINT, tmp_path / "out")
     assert not Path("/tmp/nightjar-was-here").exists()
     assert not (tmp_path / "out").exists()
     (tmp_path / "list.pt").write_bytes(buffer([1, 2]))
-    with pytest.raises(ModelError, match="table of tensors"):
+    with pytest.raises(ModelError, match="does not hold tensors"):
         convert(tmp_path / "list.pt", CHECKPOINT, tmp_path / "out")
 
 
@@ -341,30 +313,3 @@ def buffer(content: object) -> bytes:
     made = io.BytesIO()
     torch.save(content, made)
     return made.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"use_v2_model_runner": False}, "V2 model runner"),
-        ({"speculative_config": object()}, "speculative decoding"),
-        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallelism"),
-        (
-            {
-                "parallel_config": SimpleNamespace(
-                    pipeline_parallel_size=1, enable_batch_sharded_sampling=True
-                )
-            },
-            "sharded",
-        ),
-    ],
-)
-def test_engines_that_would_draw_frames_wrongly_are_refused(changes: dict[str, object], words: str) -> None:
-    sound = {
-        "use_v2_model_runner": True,
-        "speculative_config": None,
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
-    }
-    refuse(SimpleNamespace(**sound))
-    with pytest.raises(ValueError, match=words):
-        refuse(SimpleNamespace(**{**sound, **changes}))

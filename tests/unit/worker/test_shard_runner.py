@@ -19,7 +19,7 @@ from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.store.base import PutResult
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
-from pipelines.request import EngineStats, Speech, SynthesisRequest
+from pipelines.request import Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import wake
 from tests.support.manifests import read_manifest
@@ -311,17 +311,6 @@ def test_an_engine_that_fails_everything_is_opened_anew(build: Build) -> None:
     job = rig.submit(["[[fail:synth.engine]] a", "[[fail:synth.engine]] b"])
     assert rig.run_next() is ShardEnd.FINISHED
     assert rig.pipeline.closes == 1
-    assert [row.state for row in rig.items(job)] == [ItemState.PENDING, ItemState.PENDING]
-
-
-def test_an_engine_that_starts_again_by_itself_is_kept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's after the death of its core: another one beside it would need as much memory again."""
-    rig = build()
-    monkeypatch.setattr(rig.pipeline, "stats", lambda: EngineStats(state="starting"))
-    job = rig.submit(["[[fail_once:synth.engine]] a", "[[fail_once:synth.engine]] b"])
-    assert rig.run_next() is ShardEnd.FINISHED
-    assert rig.pipeline.closes == 0
-    assert rig.pipelines.pipelines() == [rig.pipeline]
     assert [row.state for row in rig.items(job)] == [ItemState.PENDING, ItemState.PENDING]
 
 
