@@ -258,7 +258,7 @@ class Night:
         changed, or lines of the same file that were refused would be taken, since audio that they name is
         there now. A job that a person cancelled comes back for a change only. Raises `NightjarError`.
         """
-        from jobs.ingest import dry_run
+        from jobs.estimate import dry_run
         from jobs.source import open_source
         from jobs.spec import resolve, spec_sha
         from jobs.voices import voice_folder
