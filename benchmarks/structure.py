@@ -142,8 +142,8 @@ def surface() -> dict[str, int]:
         return sum(map(commands, command.commands.values())) if isinstance(command, click.Group) else 1
 
     leaves = [
-        getattr(importlib.import_module(f"jobs.cli.{module}"), function)
-        for module, function, _ in command_line.COMMANDS.values()
+        getattr(importlib.import_module(f"jobs.cli.{module}"), name)
+        for name, (module, _) in command_line.COMMANDS.items()
     ]
     run = command_line.cli.get_command(click.Context(command_line.cli), "run")
     assert run is not None

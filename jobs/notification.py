@@ -97,35 +97,26 @@ def _report(
     attempt = ledger.claim_end(end, notify.timeout_seconds + _CLAIM_SLACK_SECONDS)
     if attempt is None:
         return None
-    view = _view(ledger, settings, end)
-    if view is None:
-        return None
-    try:
-        run_hook(notify, view)
-    except HookError as error:
-        if attempt >= MAX_ATTEMPTS:
-            ledger.note_reported(end)
-            return Reported(end.job_id, attempt, str(error))
-        again_seconds = pause(attempt)
-        ledger.put_off(end, again_seconds)
-        return Reported(end.job_id, attempt, str(error), again_seconds)
-    ledger.note_reported(end)
-    return Reported(end.job_id, attempt)
-
-
-def _view(ledger: Ledger, settings: Settings, end: JobEnd) -> dict[str, Any] | None:
-    """What `nightjar status --json` prints of the job, and `end`, which is the same for each try to report
-    this end. None: the job was deleted or is retried meanwhile, and its next end is another one."""
     try:
         status, errors = ledger.read(lambda reader: status_and_errors(reader, end.job_id))
     except NotFoundError:
         return None
     if status.job.finished_at != end.finished_at:
+        # It is retried meanwhile, and its next end is another one.
         return None
-    return {
-        **status_view(status, settings.price_per_gpu_hour, errors),
-        "end": f"{end.job_id}/{end.finished_at:.3f}",
-    }
+    view = status_view(status, settings.price_per_gpu_hour, errors)
+    reason = ""
+    try:
+        # The same for each try to report this end.
+        run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
+    except HookError as error:
+        reason = str(error)
+        if attempt < MAX_ATTEMPTS:
+            again_seconds = pause(attempt)
+            ledger.put_off(end, again_seconds)
+            return Reported(end.job_id, attempt, reason, again_seconds)
+    ledger.note_reported(end)
+    return Reported(end.job_id, attempt, reason)
 
 
 def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:

@@ -519,17 +519,12 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     inside = next((name for name in origins if name == key or name.startswith(f"{key}.")), None)
     given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
     if first["type"] == "extra_forbidden":
-        return _no_setting(given or key, origins.get(given, ""))
+        key, origin = given or key, origins.get(given, "")
+        near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
+        return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
     where = _set_in(key, origins.get(given, ""))
     reason = first["msg"].removeprefix("Value error, ")
     return _invalid(f"The setting {key}{where} cannot be used: {reason}.", f"Correct it; {_LISTED}")
-
-
-def _no_setting(key: str, origin: str) -> ConfigError:
-    """The error of a key that is none, with the nearest that there is, as it is written where this one was
-    set."""
-    near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
-    return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
 
 
 def _set_in(key: str, origin: str) -> str:

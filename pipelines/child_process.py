@@ -224,9 +224,10 @@ class CalledChild(Generic[T]):
         environment: Mapping[str, str] | None = None,
         *,
         bound: bool = True,
+        output: int = 2,
     ) -> None:
         self._answer = answer
-        self._child = Child[_Answer](program, _Answer, environment, bound=bound)
+        self._child = Child[_Answer](program, _Answer, environment, bound=bound, output=output)
         self.pid = self._child.pid
         self.ended = False
         self._numbers = itertools.count()

@@ -18,56 +18,49 @@ from jobs import DISTRIBUTION
 from jobs.console import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
 from pipelines.errors import NightjarError
 
-#: Heading: {command: (module under jobs.cli, function, one line of help)}, in the order of `nightjar --help`.
-GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
+#: Heading: {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. A module
+#: has a command under its name.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
-        "run": ("run", "run", "Synthesize a file on this machine; needs no other service."),
-        "submit": ("submit", "submit", "Submit a file as a job for running workers."),
-        "dev": ("run", "dev", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
-        "nightly": ("serve", "nightly", "Submit the scheduled jobs of the night and write their exports."),
+        "run": ("run", "Synthesize a file on this machine; needs no other service."),
+        "submit": ("submit", "Submit a file as a job for running workers."),
+        "dev": ("run", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
+        "nightly": ("serve", "Submit the scheduled jobs of the night and write their exports."),
     },
     "Jobs": {
-        "status": ("status", "status", "Show a job's progress, speed and cost."),
-        "watch": ("status", "watch", "Show a job's progress until it ends."),
-        "wait": ("status", "wait", "Wait until a job ends; the exit code says how it ended."),
-        "list": ("status", "list_jobs", "List jobs, newest first."),
-        "show": ("show", "show", "Show what a job is made with, and the command that makes it again."),
-        "items": ("items", "items", "List a job's items and their audio files."),
-        "errors": ("items", "errors", "List a job's refused lines and failed items."),
-        "retry": ("control", "retry", "Run a job's failed items again."),
-        "pause": ("control", "pause", "Pause a job; items in the engine finish."),
-        "resume": ("control", "resume", "Continue a paused job."),
-        "cancel": ("control", "cancel", "Cancel a job; finished items are kept."),
-        "priority": ("control", "priority", "Change a job's priority."),
-        "delete": ("control", "delete", "Delete a job that has ended: its rows and its objects."),
+        "status": ("status", "Show a job's progress, speed and cost."),
+        "watch": ("status", "Show a job's progress until it ends."),
+        "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
+        "list": ("status", "List jobs, newest first."),
+        "show": ("show", "Show what a job is made with, and the command that makes it again."),
+        "items": ("items", "List a job's items and their audio files."),
+        "errors": ("items", "List a job's refused lines and failed items."),
+        "retry": ("control", "Run a job's failed items again."),
+        "pause": ("control", "Pause a job; items in the engine finish."),
+        "resume": ("control", "Continue a paused job."),
+        "cancel": ("control", "Cancel a job; finished items are kept."),
+        "priority": ("control", "Change a job's priority."),
+        "delete": ("control", "Delete a job that has ended: its rows and its objects."),
     },
     "Results": {
-        "export": (
-            "export",
-            "export",
-            "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...).",
-        ),
-        "report": ("export", "report", "Write an HTML report of a job, with audio players."),
-        "verify": ("export", "verify", "Check a job's files against the ledger; make lost files again."),
+        "export": ("export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
+        "report": ("export", "Write an HTML report of a job, with audio players."),
+        "verify": ("export", "Check a job's files against the ledger; make lost files again."),
     },
     "Models and servers": {
-        "models": ("models", "models", "List the models, or show one."),
-        "voices": (
-            "models",
-            "voices",
-            "List, add or delete stored voices: recordings that models clone, by name.",
-        ),
-        "serve": ("serve", "serve", "Serve a model over HTTP with OpenAI's API."),
+        "models": ("models", "List the models, or show one."),
+        "voices": ("models", "List, add or delete stored voices: recordings that models clone, by name."),
+        "serve": ("serve", "Serve a model over HTTP with OpenAI's API."),
     },
     "Installation": {
-        "doctor": ("admin", "doctor", "Check the installation and its services."),
-        "db": ("admin", "db", "Create or upgrade the ledger's tables."),
-        "config": ("admin", "config", "Show the settings and where they come from."),
-        "worker": ("serve", "worker", "Run a worker process."),
-        "workers": ("serve", "workers", "List the workers, what they do, and how fast."),
-        "flower": ("serve", "flower", "Run the Flower dashboard."),
-        "sweep": ("serve", "sweep", "Find orphaned objects in the store, and delete them if asked to."),
-        "completion": ("admin", "completion", "Print the shell completion script."),
+        "doctor": ("admin", "Check the installation and its services."),
+        "db": ("admin", "Create or upgrade the ledger's tables."),
+        "config": ("admin", "Show the settings and where they come from."),
+        "worker": ("serve", "Run a worker process."),
+        "workers": ("serve", "List the workers, what they do, and how fast."),
+        "flower": ("serve", "Run the Flower dashboard."),
+        "sweep": ("serve", "Find orphaned objects in the store, and delete them if asked to."),
+        "completion": ("admin", "Print the shell completion script."),
     },
 }
 COMMANDS = {name: where for group in GROUPS.values() for name, where in group.items()}
@@ -82,9 +75,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, function, _ = COMMANDS[cmd_name]
         with undisturbed():
-            return getattr(importlib.import_module(f"jobs.cli.{module}"), function)
+            return getattr(importlib.import_module(f"jobs.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -107,7 +99,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, group in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, text) for name, (_, _, text) in group.items()])
+                formatter.write_dl([(name, text) for name, (_, text) in group.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

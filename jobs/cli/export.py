@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from jobs.cli.options import Parsed, export_formats, of_job, price_option, where_option
+from jobs.cli.options import Option, Parsed, export_formats, of_job, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     from jobs.where import Where
 
 
-class FormatOption(click.Option):
-    """An option whose help lists the formats that are installed."""
+def _formats() -> str:
+    from jobs.export.formats import describe_formats
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        from jobs.export.formats import describe_formats
-
-        self.help = describe_formats()
-        return super().get_help_record(ctx)
+    return describe_formats()
 
 
 @click.command()
@@ -42,7 +38,8 @@ class FormatOption(click.Option):
     default="espnet",
     show_default=True,
     metavar="FORMAT",
-    cls=FormatOption,
+    cls=Option,
+    about=_formats,
     shell_complete=export_formats,
 )
 @click.option(

@@ -33,17 +33,17 @@ MESSAGES = "Messages"
 
 
 class Option(click.Option):
-    """An option that knows under which heading it stands."""
+    """An option that knows under which heading it stands; `about` gives its help where somebody asks."""
 
-    def __init__(self, *args: Any, heading: str = MESSAGES, **settings: Any) -> None:
+    def __init__(
+        self, *args: Any, heading: str = MESSAGES, about: Callable[[], str] | None = None, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
-        self.heading = heading
+        self.heading, self.about = heading, about
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        if self.help is None:
-            from jobs.job_options import help_of
-
-            self.help = help_of(self.human_readable_name)
+        if self.about is not None:
+            self.help = self.about()
         return super().get_help_record(ctx)
 
 
@@ -177,12 +177,15 @@ def job_options(function: F) -> F:
 
 def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
     """The option of a row of the table of `jobs.job_options`, which reads what is given."""
+    from jobs.job_options import help_of
+
     kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
     return click.option(
         flag.flag,
         name,
         cls=Option,
         heading=flag.heading,
+        about=lambda: help_of(name),
         metavar=flag.metavar,
         is_flag=flag.kind is bool,
         default=None,

@@ -91,7 +91,7 @@ def no_worker(settings: Settings) -> str:
     help="Maximum number of jobs.",
 )
 @common_options
-def list_jobs(
+def list(  # noqa: A001 - the name of the command
     states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
 ) -> None:
     """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status`

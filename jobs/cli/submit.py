@@ -10,8 +10,7 @@ import msgspec
 
 from jobs.cli.options import JobCommand, common_options, files, job_options
 from jobs.console import FAILED, Output
-from jobs.formatting import bytes_text, counted, printable, seconds_text
-from jobs.input_format import WORDS
+from jobs.formatting import counted
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
@@ -74,35 +73,21 @@ def _report(result: Any, output: Output) -> int:
     from jobs.ingest import check_wanted
 
     job = result.job
-    if output.as_json:
-        output.data(
-            {
-                "schema": "nightjar.submit/1",
-                "job": job.id,
-                "state": job.state.value,
-                "created": result.created,
-                "resumed": result.resumed,
-                "items": job.total_items,
-                "rejected_lines": job.rejected_lines,
-            }
-        )
-    else:
-        output.line(job.id)
+    view = {"schema": "nightjar.submit/1", "job": job.id, "state": job.state.value, "created": result.created}
+    view |= {"resumed": result.resumed, "items": job.total_items, "rejected_lines": job.rejected_lines}
+    output.say(view, job.id)
     if not result.created and not result.resumed:
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
     check_wanted(job)
-    step = (
-        f"Look at it with: nightjar status {job.id}"
-        if job.state.final
-        else f"Follow it with: nightjar watch {job.id}"
-    )
-    output.note(f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {step}")
+    step = "Look at it with: nightjar status" if job.state.final else "Follow it with: nightjar watch"
+    refused = f"{counted(job.rejected_lines, 'line')} refused"
+    output.note(f"{counted(job.total_items, 'item')}, {refused}. {step} {job.id}")
     return FAILED if job.rejected_lines else 0
 
 
 def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
     """Prints what a submit would make; the exit code of the command."""
-    from jobs.ingest import dry_run
+    from jobs.estimate import dry_run
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
@@ -110,22 +95,10 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
     refused = sum(estimate.rejected.values())
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate
-    if output.as_json:
-        output.data({"schema": "nightjar.estimate/1", **msgspec.to_builtins(estimate), "cost": price})
-    else:
-        if estimate.input_format != "dialogues":
-            output.line(f"input   {WORDS[estimate.input_format]}")
-        output.line(f"items   {estimate.items}")
-        output.line(f"audio   about {seconds_text(estimate.audio_seconds)}, {bytes_text(estimate.bytes)}")
-        output.line(f"engine  about {seconds_text(estimate.engine_seconds)} on one worker")
-        if price is not None:
-            output.line(f"cost    about {price:.2f}")
-        for code, count in estimate.rejected.items():
-            output.line(f"refused {count} x {code.value}")
-        for rejected in estimate.rejected_lines[:SHOWN_LINES]:
-            output.line(f"  line {rejected.line}  {rejected.code.value}  {printable(rejected.message)}")
-        if refused > SHOWN_LINES:
-            output.line(f"  and {counted(refused - SHOWN_LINES, 'line')} more")
+    view = {"schema": "nightjar.estimate/1", **msgspec.to_builtins(estimate), "cost": price}
+    if not output.as_json:
+        view["rejected_lines"] = view["rejected_lines"][:SHOWN_LINES]
+    output.record(view)
     if not estimate.items:
         if not refused:
             raise no_records()

@@ -209,7 +209,7 @@ class HibariPipeline:
             check_pronounceable(text)
             utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance))
         else:
-            utterance.pieces = iter(self._reader.read(text, lambda: self._closed))
+            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed)))
         with self._changed:
             if not stream:
                 self._changed.wait_for(

@@ -111,22 +111,18 @@ class EnglishReader:
 
     def __init__(self) -> None:
         words = oov.OOV()
-        #: The loaded voice, whose `from_ids` makes speech of what `read` returns.
+        #: The loaded voice, whose `from_ids` makes speech of `pieces`.
         self.voice = Hibari(g2p=BoundedG2P(_in_pieces(words, words.maxlen)))
 
-    def read(self, text: str, given_up: Callable[[], bool] = lambda: False) -> list[list[int]]:
-        """The phoneme ids of each piece of speech, in order, each with the silences the model expects
-        around it.
-
-        Between sentences it asks `given_up`; then it returns what it has. Raises `InputError`:
-        `input.unpronounceable` for text without pronounceable English or with a letter or sign that the
-        voice cannot read, `input.too_long` for signs that written out are too many characters.
-        """
-        return list(self.pieces(text, given_up))
-
     def pieces(self, text: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-        """As `read`, each sentence when it is asked for. Nothing comes of a text before the first piece
-        that can be pronounced."""
+        """The phoneme ids of each piece of speech, in order, each with the silences the model expects
+        around it, and each sentence when it is asked for.
+
+        Between sentences it asks `given_up`; then it ends. Nothing comes of a text before the first piece
+        that can be pronounced. Raises `InputError`: `input.unpronounceable` for text without pronounceable
+        English or with a letter or sign that the voice cannot read, `input.too_long` for signs that written
+        out are too many characters.
+        """
         held: list[str] = []
         pronounced = False
         for sentence in self.voice.split_sentences(readable(text)):
@@ -152,11 +148,11 @@ class EnglishReader:
 
 
 def check_pronounceable(text: str) -> None:
-    """The cheap part of `EnglishReader.read`, for submit: no model is loaded, and it costs microseconds.
+    """The cheap part of `EnglishReader.pieces`, for submit: no model is loaded, and it costs microseconds.
 
     Raises `InputError` for a letter or sign that the voice cannot read, for text without a letter, digit
     or sign that is spoken, and for signs that written out are too many characters. What passes may still
-    be refused by `read`, but rarely.
+    be refused by `pieces`, but rarely.
     """
     written = readable(text)
     if not any(character.isalnum() or character in _READ_SYMBOLS for character in written):

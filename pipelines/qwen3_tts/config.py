@@ -306,9 +306,7 @@ def describe(folder: Path) -> ModelCard:
         name=str(folder),
         family="qwen3_tts",
         engine="native",
-        sample_rate=Keys.read(folder / "speech_tokenizer" / "config.json", DOWNLOAD_AGAIN).value(
-            "output_sample_rate", Size
-        ),
+        sample_rate=CodecConfig.load(folder / "speech_tokenizer").output_sample_rate,
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,

@@ -103,7 +103,7 @@ def engine_options(
     """Sizes of the engine of a model that is not loaded yet.
 
     `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's
-    state in each slot; `wide`, and what it raises: as `plan_engine`.
+    state in each slot; `wide`, and what it raises: as `NativeModelOptions.plan`.
     """
     positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)

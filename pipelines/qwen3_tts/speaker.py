@@ -176,7 +176,7 @@ class VoiceCache:
         encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
         with on_device(self._decoder.device):
-            found = self._files.get(recording, variant, encode) if self._files else encode()
+            found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
             vector, codes = found["vector"], found.get("codes")
             if codes is None:
                 return PreparedVoice(vector)

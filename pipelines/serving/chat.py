@@ -189,10 +189,12 @@ async def _written(
     try:
         async with aclosing(serving.model.chunks(request, permit, stream=stream)) as chunks:
             async for chunk in chunks:
-                heard.append(chunk.samples)
                 if isinstance(chunk, Done):
+                    heard.append(chunk.speech.samples)
                     speech = replace(chunk.speech, samples=np.concatenate(heard))
-                elif chunk.text:
+                    continue
+                heard.append(chunk.samples)
+                if chunk.text:
                     written += chunk.text
                     yield chunk.text
     except NoAudioError as error:

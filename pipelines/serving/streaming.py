@@ -95,10 +95,11 @@ async def spoken(
         for request in requests:
             async with aclosing(serving.model.chunks(request, permit, opened)) as chunks:
                 async for chunk in chunks:
-                    if len(chunk.samples):
+                    audio = chunk.speech if isinstance(chunk, Done) else chunk
+                    if len(audio.samples):
                         heard = True
-                        serving.metrics.spoke(len(chunk.samples) / chunk.sample_rate)
-                    if piece := await ready(encoder.add, chunk.samples, isinstance(chunk, Done)):
+                        serving.metrics.spoke(len(audio.samples) / audio.sample_rate)
+                    if piece := await ready(encoder.add, audio.samples, isinstance(chunk, Done)):
                         yield piece
     finally:
         if held:

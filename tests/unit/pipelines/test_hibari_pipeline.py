@@ -137,7 +137,7 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
     voice = HibariPipeline(threads=1)
     begun = threading.Event()
 
-    def read(_text: str, given_up: Callable[[], bool]) -> list[list[int]]:
+    def pieces(_text: str, given_up: Callable[[], bool]) -> list[list[int]]:
         begun.set()
         for _ in range(2000):
             if given_up():
@@ -145,7 +145,7 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
             time.sleep(0.01)
         raise AssertionError("it was not given up")
 
-    monkeypatch.setattr(voice._reader, "read", read)
+    monkeypatch.setattr(voice._reader, "pieces", pieces)
     with ThreadPoolExecutor(1) as pool:
         submitted = pool.submit(submit, voice, request(LONG, "reads"))
         assert begun.wait(240)
