@@ -232,17 +232,20 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     }
     if not wanted:
         return None
-    import subprocess
-    import sys
+    import os
 
-    # Meters belong to the worker, and are slow to import.
-    command = [sys.executable, "-P", "-m", "worker.quality.meters"]
-    asked = msgspec.json.encode({"fetch": fetch, "meters": wanted})
-    answer = subprocess.run(
-        command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
-    )
-    facts = msgspec.json.decode(answer.stdout, type=dict[str, str])
-    return ModelError(ErrorCode(facts["code"]), facts["message"], facts["advice"]) if facts else None
+    from pipelines.child_process import CalledChild
+
+    # Meters belong to the worker, and are slow to import. Their libraries print.
+    with open(os.devnull, "wb") as nothing:
+        child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=nothing.fileno())
+    try:
+        child.call({"meters": wanted, "fetch": fetch}).result()
+    except ModelError as error:
+        return error
+    finally:
+        child.close()
+    return None
 
 
 def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.estimate import Estimate, dry_run
 from jobs.input_records import Records
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
@@ -31,17 +30,6 @@ from pipelines.errors import ErrorCode, InputError, ServiceError
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
-
-__all__ = [
-    "Estimate",
-    "IngestProgress",
-    "SubmitOptions",
-    "SubmitResult",
-    "check_wanted",
-    "dry_run",
-    "submit",
-    "submit_for_workers",
-]
 
 #: What a submit says of its job as it is.
 _SAID = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from jobs.source import Source
 
 InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
-INPUT_FORMATS: tuple[InputFormat, ...] = get_args(InputFormat)
 #: What a person may ask for: `auto` is one of the others, as `recognized` finds it.
 AskedFormat = Literal[
     "auto", "dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"

@@ -227,6 +227,9 @@ class ShardLines(Generic[Line]):
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
+        self._lost: set[int] = set()
+        #: Why numbers are not known, once some are not.
+        self.failure: StoreError | None = None
 
     def of(self, item: ItemRow) -> Line:
         """The line of an item. Raises `StoreError`."""
@@ -235,28 +238,17 @@ class ShardLines(Generic[Line]):
             self._loaded = self.inputs[item.shard_no]
         return self._lines[item.index]
 
-
-class ItemLines:
-    """Numbers of the lines of items, which are asked for in order. What the store cannot say is not known."""
-
-    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
-        self._lines = ShardLines(ledger, store, job_id, read_raw_shard)
-        self._lost: set[int] = set()
-        #: Why lines are not known, once some are not.
-        self.failure: StoreError | None = None
-
-    def line_of(self, item: ItemRow) -> int | None:
+    def number_of(self, item: ItemRow) -> int | None:
         """The number of the item's line; None where the store has lost it or cannot be reached."""
         # A store that itself failed is not waited for again.
-        away = self.failure is not None and self.failure.code not in (
+        lost = self.failure is None or self.failure.code in (
             ErrorCode.STORE_MISSING,
             ErrorCode.STORE_CONFLICT,
         )
-        if away or item.shard_no in self._lost:
-            return None
-        try:
-            return self._lines.of(item).line
-        except StoreError as error:
-            self.failure = error
-            self._lost.add(item.shard_no)
-            return None
+        if lost and item.shard_no not in self._lost:
+            try:
+                return self.of(item).line
+            except StoreError as error:
+                self.failure = error
+                self._lost.add(item.shard_no)
+        return None

@@ -125,9 +125,6 @@ class JobVoices:
         """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since
         it was frozen."""
         for name, voice in self.frozen.items():
-            info = store.head(references_prefix(job_id) + voice.recording)
-            if info is not None and info.sha256 == voice.recording.partition(".")[0]:
-                continue
             found = None if self.folder is None else _recorded(self.folder, name, self.card)
             if found is None or found[0] != voice:
                 message = f"The stored voice {name!r} was changed while the input was read."

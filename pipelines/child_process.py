@@ -117,7 +117,7 @@ def parent_channel(incoming: type[T] | Any) -> Channel[T]:
     """
     parent = int(os.environ.pop(_PARENT_PID))
     if os.environ.pop(_BOUND, None) is not None:
-        _die_with_parent()
+        die_with_parent()
     if os.getppid() != parent:
         os._exit(ORPHANED)
     connection = socket.socket(fileno=os.dup(0))
@@ -136,7 +136,7 @@ def spawn(command: Sequence[str], log: int, environment: Mapping[str, str]) -> s
 
     def bind() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _die_with_parent()
+        die_with_parent()
         if os.getppid() != parent:
             os._exit(ORPHANED)
 
@@ -175,7 +175,8 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
         os.killpg(process.pid, number)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -223,9 +224,10 @@ class CalledChild(Generic[T]):
         environment: Mapping[str, str] | None = None,
         *,
         bound: bool = True,
+        output: int = 2,
     ) -> None:
         self._answer = answer
-        self._child = Child[_Answer](program, _Answer, environment, bound=bound)
+        self._child = Child[_Answer](program, _Answer, environment, bound=bound, output=output)
         self.pid = self._child.pid
         self.ended = False
         self._numbers = itertools.count()

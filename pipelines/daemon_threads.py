@@ -14,16 +14,21 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """Up to `count` threads, started as they are needed."""
+    """Up to `count` threads, started as they are needed; the number may be raised."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = count
+        self.count = count
         self._name = name
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return self._work.qsize()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """As any executor's. Raises `RuntimeError` once shut down."""
@@ -34,7 +39,7 @@ class DaemonThreads(Executor):
             self._work.put((future, lambda: fn(*args, **kwargs)))
             if self._idle:
                 self._idle -= 1
-            elif len(self._threads) < self._count:
+            elif len(self._threads) < self.count:
                 thread = threading.Thread(
                     target=self._run, name=f"{self._name}-{len(self._threads) + 1}", daemon=True
                 )

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 import click
 import structlog
@@ -27,7 +26,6 @@ from jobs.worker_group import (
 )
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
-from pipelines.registry import describe
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +94,8 @@ def run(
     # At once: whoever started this process may end any time.
     watched = is_watched()
     settings = _settings()
-    if gpus is None and not (watched or private) and (count := _gpus_beside(settings, model)) > 1:
+    count = 0 if gpus is not None or watched or private else count_gpus(os.environ.get(VISIBLE))
+    if count > 1 and settings.vllm.tensor_parallel == 1:
         log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
@@ -112,16 +111,6 @@ def run(
 
     wait_for_parent()
     sys.exit(run_worker(settings, WorkerOptions(model, private, opening)))
-
-
-def _gpus_beside(settings: Settings, model: str | None) -> int:
-    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several."""
-    count = count_gpus(os.environ.get(VISIBLE))
-    engine = "vllm"
-    with suppress(NightjarError):
-        if model is not None and count > 1:
-            engine = settings.chosen_engine(describe(model))
-    return 0 if engine == "cpu" or (engine == "vllm" and settings.vllm.tensor_parallel > 1) else count
 
 
 def _group(
@@ -231,13 +220,8 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
 
     report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
     if as_json:
-        view = {
-            "orphans": report.orphans,
-            "bytes": report.bytes,
-            "deleted": delete,
-            "failed_jobs": report.failed_jobs,
-        }
-        Output(as_json=True).data({"schema": "nightjar.sweep/1", **view})
+        counts = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete}
+        Output(as_json=True).data({"schema": "nightjar.sweep/1", **counts, "failed_jobs": report.failed_jobs})
     else:
         failed = f"; {report.failed_jobs} jobs could not be looked at" if report.failed_jobs else ""
         click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")

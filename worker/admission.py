@@ -1,9 +1,7 @@
-"""Which shards a worker takes, how many of them are fed to its engine at a time, and which has to run
-alone."""
+"""Which shards a worker takes, and which has to run alone."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import threading
@@ -33,8 +31,6 @@ MEASURE_SECONDS = 0.5
 _DECAY = 0.8
 #: The last claimed shards tell the size of the next one.
 _RECENT_SHARDS = 5
-#: Shards that are fed at the same time: reference audio of a store behind a network takes a while to come.
-FOLDER_SHARDS, S3_SHARDS = 2, 16
 #: Between two looks whether a shard that waits is still wanted.
 LOOK_SECONDS = 0.5
 
@@ -85,10 +81,9 @@ class Demand:
         if self.fixed is not None:
             return True
         unclaimed, held = self._messages()
-        if held >= MAX_SHARDS or unclaimed >= MAX_UNCLAIMED or self.suspended():
+        if unclaimed >= MAX_UNCLAIMED or self.suspended():
             return False
-        slots = self.slots()
-        return self._missing(slots, unclaimed) > 0 if slots else held < SHARDS_AT_START
+        return self.shards > held
 
     @property
     def shards(self) -> int:
@@ -163,59 +158,6 @@ class Demand:
             return self._items_per_second
 
 
-#: Place of a shard in the order; the smaller one goes first.
-Rank = tuple[int, int]
-
-
-class FeedingOrder:
-    """A few shards at a time have their turn: those of a higher priority, then the older ones.
-    Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = itertools.count()
-        self._shards = FOLDER_SHARDS
-        self._feeding: set[Rank] = set()
-        self._waiting: set[Rank] = set()
-
-    def place(self, priority: int, *, remote: bool) -> Rank:
-        """The place of a shard that was claimed now. `remote`: a network lies before its store."""
-        with self._changed:
-            if remote:
-                self._shards = S3_SHARDS
-            return -priority, next(self._count)
-
-    def take(self, rank: Rank, give_up: Callable[[], bool]) -> bool:
-        """Waits until it is this shard's turn, or `give_up` returns True; returns whether it is.
-
-        A shard that has its turn keeps it, unless it is the last one of them and a higher one waits.
-        """
-        with self._changed:
-            if rank in self._feeding and not (
-                self._waiting and min(self._waiting) < rank == max(self._feeding)
-            ):
-                return True
-            self._feeding.discard(rank)
-            self._waiting.add(rank)
-            self._changed.notify_all()
-            try:
-                while len(self._feeding) >= self._shards or rank != min(self._waiting):
-                    self._changed.wait(LOOK_SECONDS)
-                    if give_up():
-                        return False
-            finally:
-                self._waiting.discard(rank)
-                self._changed.notify_all()
-            self._feeding.add(rank)
-            return True
-
-    def leave(self, rank: Rank) -> None:
-        """Lets another shard have its turn, until the next `take`."""
-        with self._changed:
-            self._feeding.discard(rank)
-            self._changed.notify_all()
-
-
 class ExclusiveLock:
     """Many may hold it together, or one alone. Who waits to be alone goes before those who come later.
     Thread-safe.
@@ -238,27 +180,22 @@ class ExclusiveLock:
     def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
         """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up`
         returns True."""
-        placed = self._enter(alone, give_up)
+        with self._changed:
+            self._waiting += alone
+            while waits := bool(self._running if alone else self.closed):
+                if give_up():
+                    break
+                self._changed.wait(LOOK_SECONDS)
+            self._waiting -= alone
+            if not waits:
+                self._running += 1
+                self._taken_alone = alone
+            self._changed.notify_all()
         try:
-            yield placed
+            yield not waits
         finally:
-            if placed:
+            if not waits:
                 with self._changed:
                     self._running -= 1
                     self._taken_alone = False
                     self._changed.notify_all()
-
-    def _enter(self, alone: bool, give_up: Callable[[], bool]) -> bool:
-        with self._changed:
-            self._waiting += alone
-            try:
-                while self._running if alone else self.closed:
-                    if give_up():
-                        return False
-                    self._changed.wait(LOOK_SECONDS)
-            finally:
-                self._waiting -= alone
-                self._changed.notify_all()
-            self._running += 1
-            self._taken_alone = alone
-            return True

@@ -44,10 +44,8 @@ log = structlog.get_logger(__name__)
 #: Of the broker itself. kombu's own list has errors in it that a message may cause, such as KeyError.
 BROKER_ERRORS = (RedisError, OSError)
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
-#: A consumer that lived so long starts its pauses anew.
-HEALTHY_SECONDS = 30.0
+#: Before the consumer connects anew; while the broker is away, Celery itself waits longer each time.
+PAUSE_SECONDS = 0.5
 #: Between two looks whether the worker is to end, or can use another shard.
 LOOK_SECONDS = 0.1
 
@@ -243,8 +241,6 @@ class SteadyConsumer(Consumer):
         super().__init__(*arguments, **options)
         # What Celery comes back from, and what an acknowledgement may meet.
         self.connection_errors = (Exception,)
-        self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._started_at = 0.0
 
     def start(self) -> None:
         """Listens until the worker ends."""
@@ -277,7 +273,8 @@ class SteadyConsumer(Consumer):
 
         def on_message(message: Any) -> None:
             try:
-                if _is_of_shard(message) and not _is_hungry():
+                task = message.headers.get("task") if isinstance(message.headers, dict) else None
+                if task == RUN_SHARD and not _is_hungry():
                     # It came when the worker had asked, and another one was claimed meanwhile.
                     message.requeue()
                     return
@@ -323,21 +320,11 @@ class SteadyConsumer(Consumer):
         self._rest()
 
     def _rest(self) -> None:
-        """Waits before the next connection, longer each time while none lasts; a worker that is to end
-        does not wait."""
-        now = time.monotonic()
-        healthy = now - self._started_at >= HEALTHY_SECONDS
-        self._pause_seconds = (
-            FIRST_PAUSE_SECONDS if healthy else min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
-        )
-        while (left := now + self._pause_seconds - time.monotonic()) > 0:
+        """Waits before the next connection; a worker that is to end does not wait."""
+        until = time.monotonic() + PAUSE_SECONDS
+        while time.monotonic() < until:
             celery_state.maybe_shutdown()
-            time.sleep(min(left, LOOK_SECONDS))
-        self._started_at = time.monotonic()
-
-
-def _is_of_shard(message: Any) -> bool:
-    return isinstance(message.headers, dict) and message.headers.get("task") == RUN_SHARD
+            time.sleep(LOOK_SECONDS)
 
 
 def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:

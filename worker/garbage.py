@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -41,20 +41,10 @@ class SweepReport:
     #: Jobs whose store or ledger did not answer as it should; nothing more of them was touched.
     failed_jobs: int = 0
 
-    def __add__(self, other: SweepReport) -> SweepReport:
-        return SweepReport(
-            self.orphans + other.orphans, self.bytes + other.bytes, self.failed_jobs + other.failed_jobs
-        )
 
-
-class Orphan(NamedTuple):
-    """An object that nothing named when it was found."""
-
-    info: ObjectInfo
-    #: The inputs none of whose lines names it, where it is reference audio.
-    read: frozenset[tuple[str, str]] = frozenset()
-
-
+#: An object that nothing named when it was found, and the inputs none of whose lines names it, where it is
+#: reference audio.
+Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
 #: What a sweep finds in a store: objects and their bytes.
 _Found = Iterator[tuple[int, int]]
 
@@ -75,14 +65,33 @@ def sweep(
     locks the job and asks the ledger for that very key again. Raises `ServiceError` where the ledger
     cannot be reached.
     """
-    report = SweepReport()
+    objects = size = failed = 0
     before = ledger.now() - grace_seconds
-    for job in ledger.jobs(_MAX_JOBS, FINAL_STATES):
-        if job.finished_at is not None and job.finished_at <= before:
-            report += _counted(job, store_for, partial(_orphans_of, ledger, job, before, delete))
-    for gone in ledger.deleted_jobs():
-        report += _counted(gone, store_for, partial(_left_of, ledger, gone, delete))
-    return report
+    ended = [
+        job
+        for job in ledger.jobs(_MAX_JOBS, FINAL_STATES)
+        if job.finished_at is not None and job.finished_at <= before
+    ]
+    for job in (*ended, *ledger.deleted_jobs()):
+        found = 0
+        try:
+            store = store_for(job.store_url)
+            store.confirm(job.store_identity)
+            for more, their_size in (
+                _orphans_of(ledger, store, job, before, delete)
+                if isinstance(job, Job)
+                else _left_of(ledger, store, job, delete)
+            ):
+                found, size = found + more, size + their_size
+        except NightjarError as error:
+            if error.code is ErrorCode.LEDGER_UNREACHABLE:
+                raise
+            log.warning("job not swept", job=job.id, code=error.code.value, error=str(error))
+            failed += 1
+        if found:
+            log.info("orphans", job=job.id, orphans=found)
+        objects += found
+    return SweepReport(objects, size, failed)
 
 
 def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> SweepReport:
@@ -104,37 +113,13 @@ def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iter
 
     Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
     """
-    for orphan in _unnamed(ledger, store, job):
-        modified_at = orphan.info.modified_at
-        if (
-            modified_at is not None
-            and modified_at <= before
-            and ledger.is_orphan(job.id, orphan.info.key, before, orphan.read)
-        ):
-            yield orphan
+    for info, read in _unnamed(ledger, store, job):
+        old = info.modified_at is not None and info.modified_at <= before
+        if old and ledger.is_orphan(job.id, info.key, before, read):
+            yield info, read
 
 
-def _counted(
-    job: Job | DeletedJob, store_for: Callable[[str], ObjectStore], find: Callable[[ObjectStore], _Found]
-) -> SweepReport:
-    """What is found in the store of a job, up to the first error of that."""
-    objects = size = failed = 0
-    try:
-        store = store_for(job.store_url)
-        store.confirm(job.store_identity)
-        for more, their_size in find(store):
-            objects, size = objects + more, size + their_size
-    except NightjarError as error:
-        if error.code is ErrorCode.LEDGER_UNREACHABLE:
-            raise
-        log.warning("job not swept", job=job.id, code=error.code.value, error=str(error))
-        failed = 1
-    if objects:
-        log.info("orphans", job=job.id, orphans=objects, bytes=size)
-    return SweepReport(objects, size, failed)
-
-
-def _orphans_of(ledger: Ledger, job: Job, before: float, delete: bool, store: ObjectStore) -> _Found:
+def _orphans_of(ledger: Ledger, store: ObjectStore, job: Job, before: float, delete: bool) -> _Found:
     for info, read in orphans(ledger, store, job, before):
         if not delete or ledger.delete_orphan(
             job.id, info.key, before, partial(store.delete, info.key), read
@@ -142,7 +127,7 @@ def _orphans_of(ledger: Ledger, job: Job, before: float, delete: bool, store: Ob
             yield 1, info.bytes
 
 
-def _left_of(ledger: Ledger, gone: DeletedJob, delete: bool, store: ObjectStore) -> _Found:
+def _left_of(ledger: Ledger, store: ObjectStore, gone: DeletedJob, delete: bool) -> _Found:
     """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any
     more."""
     if not delete:
@@ -157,20 +142,21 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     def listed(prefix: str) -> Iterator[ObjectInfo]:
         return _in_order(store.list(prefix), store)
 
-    prefix = job_prefix(job.id)
+    prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
     for kind in ("audio", "text", QUARANTINE):
-        yield from map(Orphan, _without(listed(f"{prefix}{kind}/"), ledger.artifact_facts(job.id, kind)))
+        for info in _without(listed(f"{prefix}{kind}/"), ledger.artifact_facts(job.id, kind)):
+            yield info, nothing
     packs = ledger.packs(job.id)
     inputs = frozenset(ledger.shard_inputs(job.id).values())
     named = packs | {key for key, _ in inputs}
     for place in (packs_prefix(job.id), f"{prefix}input/"):
-        yield from (Orphan(info) for info in listed(place) if info.key not in named)
+        yield from ((info, nothing) for info in listed(place) if info.key not in named)
     references = list(listed(f"{prefix}references/"))
     if references:
         named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(
             job.spec, job.id
         )
-        yield from (Orphan(info, inputs) for info in references if info.key not in named)
+        yield from ((info, inputs) for info in references if info.key not in named)
 
 
 def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:

@@ -32,7 +32,7 @@ UP, DRAINING = "up", "draining"
 #: Between a nudge and the run it asks for, so that one run serves several nudges.
 NUDGE_SECONDS = 0.02
 #: Before a manifest is tried again whose inputs are lost or damaged.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3600.0
+PAUSE_SECONDS = 600.0
 
 
 class PeriodicTask:
@@ -101,8 +101,8 @@ class Maintenance:
     on_job_ended: Callable[[str], None] = lambda _: None
     #: How many shards the worker can use.
     demand: Demand = field(default_factory=Demand)
-    #: Reports ends to the operator's hook, in a thread of its own; None: there is none.
-    report_ends: Callable[[], None] | None = None
+    #: Reports ends to the operator's hook, in a thread of its own.
+    report_ends: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         times = self.settings.times
@@ -110,10 +110,12 @@ class Maintenance:
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
-        self._dispatch = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
+        #: To be nudged when a shard ended: there may be room for another one.
+        self.dispatches = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
         self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.beat)
-        self._reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends or (lambda: None))
-        self._tasks = [self._dispatch, self._heartbeats, *([self._reports] if self.report_ends else [])]
+        #: To be nudged when a job may have ended: the operator's hook need not wait for the next look.
+        self.reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends)
+        self._tasks = (self.dispatches, self._heartbeats, self.reports)
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this
@@ -122,21 +124,13 @@ class Maintenance:
         self._registered = True
         for task in self._tasks:
             task.start()
-        self.nudge()
-        self.report_soon()
-
-    def report_soon(self) -> None:
-        """A job may have ended: the operator's hook need not wait for the next look at the ledger."""
-        self._reports.nudge()
-
-    def nudge(self) -> None:
-        """A shard ended: there may be room for another one."""
-        self._dispatch.nudge()
+        self.dispatches.nudge()
+        self.reports.nudge()
 
     def claimed(self) -> None:
         """A shard was claimed: the worker may be able to use more of them than it has said."""
         if self.demand.shards > self.worker.slots:
-            self._dispatch.nudge()
+            self.dispatches.nudge()
 
     def drain(self) -> None:
         """The worker takes no more shards: others are told, and it dispatches no more."""
@@ -204,63 +198,47 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
     """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook
     that fails holds up nothing."""
     for one in report_ends(ledger, settings):
+        about = {"job": one.job_id, "attempt": one.attempt, "reason": one.reason}
         if not one.reason:
             log.info("end of the job reported", job=one.job_id)
         elif one.again_seconds is None:
-            log.error(
-                "end of the job not reported; it is not tried again",
-                job=one.job_id,
-                attempt=one.attempt,
-                reason=one.reason,
-            )
+            log.error("end of the job not reported; it is not tried again", **about)
         else:
-            details = {
-                "attempt": one.attempt,
-                "reason": one.reason,
-                "again_seconds": round(one.again_seconds, 1),
-            }
-            log.warning("end of the job not reported yet", job=one.job_id, **details)
+            log.warning("end of the job not reported yet", **about, again_seconds=round(one.again_seconds, 1))
 
 
 @dataclass(eq=False)
 class Manifests:
     """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be
-    written is logged, and tried again with each pass of the reconciler until it is there: after growing
-    pauses where the failure is not of the store or the ledger.
+    written is logged, and tried again with each pass of the reconciler until it is there: after a pause
+    where the failure is not of the store or the ledger.
     """
 
     ledger: Ledger
     store_for: Callable[[str], ObjectStore]
     clock: Clock
-    #: Job -> when its manifest is tried again, and the pause before that.
-    pauses: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]], init=False)
+    #: Job -> when its manifest is tried again.
+    due_at: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def put_if_over(self, job_id: str) -> None:
         """Writes the manifest of a job with audio, if the job has ended."""
-        due_at, pause_seconds = self.pauses.get(job_id, (0.0, FIRST_PAUSE_SECONDS / 2))
-        if self.clock.monotonic() < due_at:
+        if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
             return
+        from jobs.export.manifest import put_manifest
+
         try:
-            self._put_if_over(job_id)
-            self.pauses.pop(job_id, None)
+            job = self.ledger.job(job_id)
+            if job.state.final and self.ledger.status(job_id).items.done:
+                store = self.store_for(job.store_url)
+                store.confirm(job.store_identity)
+                info = put_manifest(self.ledger, store, job_id)
+                log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)
+            elif job.state.final:
+                self.ledger.note_manifest(job)
+            self.due_at.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:
-                pause_seconds = min(pause_seconds * 2, LONGEST_PAUSE_SECONDS)
-                self.pauses[job_id] = self.clock.monotonic() + pause_seconds, pause_seconds
+                self.due_at[job_id] = self.clock.monotonic() + PAUSE_SECONDS
             log.warning(
                 "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
             )
-
-    def _put_if_over(self, job_id: str) -> None:
-        from jobs.export.manifest import put_manifest
-
-        job = self.ledger.job(job_id)
-        if not job.state.final:
-            return
-        if not self.ledger.status(job_id).items.done:
-            self.ledger.note_manifest(job)
-            return
-        store = self.store_for(job.store_url)
-        store.confirm(job.store_identity)
-        info = put_manifest(self.ledger, store, job_id)
-        log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)

@@ -3,7 +3,6 @@ item."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from pipelines.engine_metrics import EngineMetrics
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
-from worker.leases import Clock
 
 log = structlog.get_logger(__name__)
 
@@ -106,30 +104,3 @@ class Metrics:
             thread.join()
 
         return stop
-
-
-class EngineTimer:
-    """Shares out the time of an engine: while n requests are in it, each of them pays a n-th of the time.
-
-    The sum of all shares is the time in which the engine had work, whatever the batch was. This is the
-    virtual time of fair queueing (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a
-    request's share is how far it ran while the request was there.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._virtual_seconds = 0.0
-        self._read_at = clock.monotonic()
-
-    def change(self, requests: int) -> float:
-        """So many requests enter the engine, or leave it where the number is negative; the virtual seconds
-        by now. A request's share is what passed of them while it was there."""
-        with self._lock:
-            now = self._clock.monotonic()
-            if self._requests:
-                self._virtual_seconds += (now - self._read_at) / self._requests
-            self._read_at = now
-            self._requests += requests
-            return self._virtual_seconds

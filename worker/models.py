@@ -62,20 +62,18 @@ class Preload:
         Raises as `open_model`.
         """
         opened, self._opened = self._opened, None
-        if opened is None:
+        if opened is not None and model != self._model:
+            # Both at once may be more than the device holds.
+            wait([opened])
+            _close(opened)
             return None
-        if model == self._model:
-            return opened.result()
-        # Both at once may be more than the device holds.
-        wait([opened])
-        _close(opened)
-        return None
+        return None if opened is None else opened.result()
 
     def close(self) -> None:
         """Closes a pipeline that nobody took."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.add_done_callback(_close)
+        if self._opened is not None:
+            self._opened.add_done_callback(_close)
+            self._opened = None
 
 
 def _close(opened: Future[EngineProcess | None]) -> None:
@@ -128,6 +126,10 @@ class PipelineCache:
         """What is loaded now."""
         loaded = self._loaded
         return [] if loaded is None else [loaded.pipeline]
+
+    def slots(self) -> int:
+        """Those of the loaded model's engine; 0 while none is loaded."""
+        return max((pipeline.info.slots for pipeline in self.pipelines()), default=0)
 
     def close(self) -> None:
         """Closes the pipeline. May be called more than once."""

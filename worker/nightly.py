@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Collection, Sequence
@@ -12,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from jobs.dialogue import clean
@@ -24,6 +24,7 @@ from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
 
 if TYPE_CHECKING:
+    from jobs.export.items import Splits
     from jobs.ledger import Ledger
     from jobs.settings import Schedule, Settings
     from jobs.store.base import ObjectStore
@@ -39,8 +40,6 @@ _MISSING = {ErrorCode.INPUT_UNREADABLE, ErrorCode.STORE_MISSING}
 REPORT = "report"
 #: A place that ends so has no extension of its own.
 _OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
-#: Nights whose places are compared: those of a leap year and of one day more.
-_COMPARED_NIGHTS = [date(2027, 12, 1) + timedelta(days=days) for days in range(367)]
 
 
 class NightEnd(StrEnum):
@@ -55,15 +54,14 @@ class NightEnd(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Dataset:
+class Dataset(msgspec.Struct, frozen=True):
     """One export of a night."""
 
     format: str
     to: str
     items: int = 0
-    #: Why it was not written; empty: it stands.
-    reason: str = ""
+    #: Why it was not written; None: it stands.
+    reason: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +106,10 @@ class Night:
             )
             lines.append(f"  {counts}; see why with: nightjar errors {self.job_id}")
         for one in self.datasets:
-            written = f"{one.to} ({counted(one.items, 'item')})"
-            lines.append(f"  {one.format} {f'not written: {one.reason}' if one.reason else written}")
+            written = (
+                f"not written: {one.reason}" if one.reason else f"{one.to} ({counted(one.items, 'item')})"
+            )
+            lines.append(f"  {one.format} {written}")
         return "\n".join(lines)
 
     @property
@@ -137,10 +137,7 @@ class Night:
             "done_items": self.done_items,
             "failed_items": self.failed_items,
             "rejected_lines": self.rejected_lines,
-            "datasets": [
-                {"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None}
-                for one in self.datasets
-            ],
+            "datasets": msgspec.to_builtins(self.datasets),
         }
 
     def run(self, *, again: bool = False) -> None:
@@ -168,7 +165,7 @@ class Night:
                 self.job = self._submit(number)
         except NightjarError as error:
             missing = isinstance(error, InputError) and error.code in _MISSING
-            self._fail(_explained(error, self.job), NightEnd.MISSING if missing else NightEnd.FAILED)
+            self._fail(error, NightEnd.MISSING if missing else NightEnd.FAILED)
             return
         if self.job is not None and self.state in ENDED_BADLY:
             self._fail(_bad_end(self.job))
@@ -211,14 +208,13 @@ class Night:
     def explain(self) -> None:
         """Says what a person does about a job that goes on."""
         self.job = job = self.ledger.job(self.job_id)
-        datasets = " for its datasets" if self.schedule.exports else ""
+        again = "run this again for its datasets" if self.schedule.exports else "run this again"
+        why = f" ({job.state_reason})" if job.state_reason else ""
+        self.reason = f"its job is {job.state.value}{why}"
         if job.state is JobState.PAUSED:
-            why = f" ({job.state_reason})" if job.state_reason else ""
-            self.reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
-        else:
-            self.reason = f"its job is {job.state.value}" + (
-                f"; run this again{datasets}" if datasets else ""
-            )
+            self.reason += f"; continue it with `nightjar resume {job.id}`, and {again}"
+        elif self.schedule.exports:
+            self.reason += f"; {again}"
 
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """A night that has not run stays due."""
@@ -262,7 +258,7 @@ class Night:
         changed, or lines of the same file that were refused would be taken, since audio that they name is
         there now. A job that a person cancelled comes back for a change only. Raises `NightjarError`.
         """
-        from jobs.ingest import dry_run
+        from jobs.estimate import dry_run
         from jobs.source import open_source
         from jobs.spec import resolve, spec_sha
         from jobs.voices import voice_folder
@@ -287,39 +283,35 @@ class Night:
         return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
 
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
+        """Writes one export. One that fails keeps no other back, whatever is wrong with it."""
         to = place_of(self.settings, self.name, format, self.night)
         about = {"job": jobs[-1].id, "format": format, "to": to}
         try:
             items = self._write(jobs, format, to)
-        except NightjarError as error:
-            log.error("dataset not written", **about, code=error.code.value, error=str(error))
-            return Dataset(format, to, reason=str(error))
         except Exception as error:
-            # One dataset keeps no other back, whatever is wrong with it.
-            log.exception("dataset not written", **about)
-            return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
+            foreseen = isinstance(error, NightjarError)
+            reason = str(error) if foreseen else f"The export failed unexpectedly: {error!r}."
+            log.error("dataset not written", **about, error=reason, exc_info=not foreseen)
+            return Dataset(format, to, reason=reason)
         log.info("dataset complete", **about, items=items)
         return Dataset(format, to, items)
 
     def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
-        """Writes one export; how many items it has."""
-        from jobs.export import export, find_format, own_output, parse_splits
+        """How many items it has."""
+        from jobs.export import export, own_output
         from jobs.store import store_of
 
-        job, own, settings = jobs[-1], {one.id for one in jobs}, self.settings
-        store = store_of(job, settings.s3)
+        job, own, s3 = jobs[-1], {one.id for one in jobs}, self.settings.s3
+        store = store_of(job, s3)
         if format == REPORT:
             from jobs.report import ReportOptions, write_report
 
-            options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
+            options = ReportOptions(price_per_gpu_hour=self.settings.price_per_gpu_hour)
             return write_report(
                 self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)
             ).measured
-        wanted = self.schedule.splits
-        splits = parse_splits(wanted) if wanted and find_format(format).splittable else None
-        return export(
-            self.ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own
-        ).items
+        splits = _splits(format, self.schedule)
+        return export(self.ledger, store, job.id, format, to, splits=splits, s3=s3, replaces=own).items
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +362,8 @@ def run_nights(
             ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD."
         ) from None
     if unknown := set(names) - settings.schedules.keys():
-        known = ", ".join(sorted(settings.schedules)) or "none"
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"There is no schedule {sorted(unknown)[0]!r}.",
-            f"Schedules are: {known}.",
-        )
+        advice = f"Schedules are: {', '.join(sorted(settings.schedules)) or 'none'}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {min(unknown)!r}.", advice)
     if not settings.schedules:
         # A command of cron in another folder would do nothing every night.
         advice = "Write one as `[schedules.NAME]` into nightjar.toml of the working directory, or name its file with SPEECH_CONFIG."
@@ -433,39 +421,25 @@ def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
 def _bad_end(job: Job) -> NightjarError:
     """Why a night's job that failed or was cancelled made nothing, and what a person does."""
     if job.state is JobState.CANCELLED:
-        return ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"Its job {job.id} was cancelled.",
-            "Run the night again with another file in the place of this one, or with --again to make this one after all.",
-        )
+        message = f"Its job {job.id} was cancelled."
+        advice = "Run the night again with another file in the place of this one, or with --again to make this one after all."
+        return ServiceError(ErrorCode.LEDGER_STATE, message, advice)
+    message, advice = "Its file has no lines.", "Put a file with dialogues there and run the night again."
     if job.rejected_lines:
         message = f"Its job {job.id} has no items: all of the file's lines were refused."
-        return InputError(
-            ErrorCode.INPUT_NO_ITEMS,
-            message,
-            f"See why with `nightjar errors {job.id}`, mend the file and run the night again.",
-        )
-    return InputError(
-        ErrorCode.INPUT_NO_ITEMS,
-        "Its file has no lines.",
-        "Put a file with dialogues there and run the night again.",
-    )
-
-
-def _explained(error: NightjarError, job: Job | None) -> NightjarError:
-    """The error of a submit; that of a night whose file was changed after its first submit was stopped
-    says how to go on."""
-    if job is None or job.state is not JobState.INGESTING or error.code is not ErrorCode.LEDGER_STATE:
-        return error
-    message = f"Its job {job.id} was made from another file or other settings, and its submit was stopped."
-    return ServiceError(error.code, message, f"Run the night again after `nightjar cancel {job.id}`.")
+        advice = f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
+    return InputError(ErrorCode.INPUT_NO_ITEMS, message, advice)
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:
     """Where a night's export of a format goes. A format that is one file gets its extension, unless the
-    place has an end of its own."""
+    place has an end of its own. Raises `config.invalid` for a format that is unknown."""
     schedule = settings.schedules[name]
-    extension = ".html" if format == REPORT else ".jsonl" if _is_one_file(format, schedule.splits) else ""
+    extension = ".html"
+    if format != REPORT:
+        from jobs.export import find_format
+
+        extension = ".jsonl" if find_format(format).one_file(schedule.splits) else ""
     if (to := schedule.export_to) is not None:
         end = extension if _OPEN_END.search(to) else ""
         return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
@@ -474,88 +448,32 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
     )
 
 
-def _is_one_file(format: str, splits: str | None) -> bool:
-    """Whether an export is one file. A format that is unknown here may be of a schedule that this process
-    does not run."""
-    from jobs.export import find_format
+def _splits(format: str, schedule: Schedule) -> Splits | None:
+    """The splits of an export; None where it has none."""
+    from jobs.export import find_format, parse_splits
 
-    try:
-        return find_format(format).one_file(splits)
-    except ConfigError:
-        return False
+    wanted = schedule.splits
+    return parse_splits(wanted) if wanted and find_format(format).splittable else None
 
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
-    """Raises `config.invalid` for exports of these schedules that could not be written, or that have one
-    place with those of another schedule or one inside the other: before a night's work rather than after
-    it."""
+    """Raises `config.invalid` for exports of these schedules that are unknown, or could never be written
+    to their places: before a night's work rather than after it."""
+    from jobs.export import find_format
+
     for name in names:
-        _check_exports(settings, name)
-    owners: list[tuple[str, str]] = []
-    for name, schedule in settings.schedules.items():
+        schedule = settings.schedules[name]
+        spec, _ = _job(schedule)
+        store_url = schedule.store_url or settings.effective_store_url
         for wanted in schedule.exports:
-            place = place_of(settings, name, wanted, _COMPARED_NIGHTS[0])
-            place = place if is_remote(place) else os.path.abspath(place)
-            for other, owner in owners:
-                if owner != name and {owner, name} & set(names) and _meet(place, other):
-                    reason = (
-                        f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
-                    )
-                    raise ConfigError(
-                        ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own."
-                    )
-            owners.append((place, name))
-
-
-def _meet(place: str, other: str) -> bool:
-    """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others
-    without harm."""
-    if is_remote(place) or is_remote(other):
-        return place == other
-    return os.path.commonpath((place, other)) in (place, other)
-
-
-def _check_exports(settings: Settings, name: str) -> None:
-    """Raises `config.invalid` for formats that are unknown or never written to their places, and for
-    places that several share."""
-    from jobs.export import find_format, format_names, parse_splits
-
-    schedule = settings.schedules[name]
-    known = (*format_names(), REPORT)
-    if unknown := [wanted for wanted in schedule.exports if wanted not in known]:
-        reason = f"The schedule {name!r} exports {unknown[0][:40]!r}, which is not a format."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, f"Use: {', '.join(known)}.")
-    splits = None if schedule.splits is None else parse_splits(schedule.splits)
-    to = schedule.export_to
-    if to is not None and "{format}" not in to and len(schedule.exports) > 1:
-        reason = f"The schedule {name!r} has several exports and one place."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{format}` into `export_to`.")
-    places = (
-        set()
-        if to is None
-        else {night.strftime(to.replace("{date}", "%Y-%m-%d")) for night in _COMPARED_NIGHTS}
-    )
-    if schedule.exports and to is not None and len(places) < len(_COMPARED_NIGHTS):
-        reason = f"The exports of {name!r} have one place for several nights."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Put `{date}` into `export_to`.")
-    store_url = schedule.store_url or settings.effective_store_url
-    spec, _ = _job(schedule)
-    for wanted in schedule.exports:
-        place = place_of(settings, name, wanted, _COMPARED_NIGHTS[0])
-        try:
-            if wanted != REPORT:
-                chosen = find_format(wanted)
-                chosen.check(
-                    place,
-                    store_url,
-                    splits if chosen.splittable else None,
-                    packed=spec.pack is True,
-                    stored=spec.format,
-                )
-            elif is_remote(place):
-                raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
-        except ConfigError as error:
-            reason = f"The schedule {name!r} cannot export {wanted}: {error.message}"
-            raise ConfigError(
-                error.code, reason, "Leave it out, or change `export_to` or the store."
-            ) from error
+            try:
+                place = place_of(settings, name, wanted, date.today())
+                if wanted != REPORT:
+                    splits, packed = _splits(wanted, schedule), spec.pack is True
+                    find_format(wanted).check(place, store_url, splits, packed=packed, stored=spec.format)
+                elif is_remote(place):
+                    raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
+            except ConfigError as error:
+                reason = f"The schedule {name!r} cannot export {wanted[:40]}: {error.message}"
+                advice = f"{error.advice} Leave it out, or change `export_to` or the store."
+                raise ConfigError(error.code, reason, advice.lstrip()) from error

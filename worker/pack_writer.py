@@ -59,8 +59,8 @@ class PackWriter:
         self._packs = 0
 
     def add(self, done: Done, artifacts: Sequence[tuple[Artifact, bytes]], example_id: str) -> Future[Done]:
-        """Takes the artifacts of an item, without their SHA-256, and their bytes; the future has its outcome once they are stored, and raises what
-        the store raises.
+        """Takes the artifacts of an item, without their SHA-256, and their bytes; the future has its outcome
+        once they are stored, and raises what the store raises.
 
         A pack that is full now is put by this call, so that a slow store slows down who adds.
         """

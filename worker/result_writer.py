@@ -4,8 +4,6 @@ engine waits for a disk."""
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.audio_format import LOSSY
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
 from pipelines.vad import trim_silence
@@ -38,6 +37,7 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 #: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU
 #: back.
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
+MAX_BACKLOG = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -91,45 +91,30 @@ class ResultWriter:
     """A few threads that check and store what engines made. They wait for a store that is away while the
     item's lease lives."""
 
-    def __init__(self, max_backlog: int = 256, meters: MeterPool | None = None) -> None:
-        self.max_backlog = max_backlog
+    def __init__(self, meters: MeterPool | None = None) -> None:
         self._meters = meters or MeterPool()
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._threads = DaemonThreads(0, "writer")
 
     def serve(self, store: ObjectStore, audio_format: str) -> None:
         """Makes sure that there are enough threads for this store and for audio of this format."""
-        wanted = max(
-            S3_THREADS if store.remote else FOLDER_THREADS, LOSSY_THREADS if audio_format in LOSSY else 0
-        )
-        with self._lock:
-            while len(self._threads) < wanted:
-                thread = threading.Thread(target=self._run, name=f"writer-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        wanted = S3_THREADS if store.remote else FOLDER_THREADS
+        lossy = LOSSY_THREADS if audio_format in LOSSY else 0
+        self._threads.count = max(self._threads.count, wanted, lossy)
 
     @property
     def full(self) -> bool:
         """Whether so many results wait that the engine should get no more requests. Draws that wait for
         meters do not count."""
-        return self._queue.qsize() >= self.max_backlog
+        return self._threads.waiting >= MAX_BACKLOG
 
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
-        self._queue.put(work)
+        self._threads.submit(work)
 
     def close(self) -> None:
         """Stores what was submitted, then ends the threads. Draws that wait for meters are dropped."""
         self._meters.close()
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
+        self._threads.shutdown(wait=True)
 
     def work(
         self,

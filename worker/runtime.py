@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -21,7 +22,6 @@ from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
-from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
 from pipelines.errors import (
     ConfigError,
@@ -99,7 +99,6 @@ class Runtime:
         self.settings = settings
         self.options = options or WorkerOptions()
         self._clock = clock or SystemClock()
-        self._stores: dict[str, ObjectStore] = {}
         self._models: dict[str, str] = {}
         #: When this worker found that it cannot run a job.
         self._refused_at: dict[str, float] = {}
@@ -129,9 +128,11 @@ class Runtime:
         self._writer_processes = WriterProcesses(
             default_processes() if processes is None else processes, settings.s3
         )
+        #: The store of a job; one client each for the life of the process.
+        self.store_for = cache(self._writer_processes.open)
         self._exclusive = ExclusiveLock()
         self.demand = Demand(
-            settings.times.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock
+            settings.times.shards_in_flight, self.pipelines.slots, lambda: self._exclusive.closed, self._clock
         )
         self.runner = ShardRunner(
             self.ledger,
@@ -158,10 +159,7 @@ class Runtime:
             Publisher(settings),
             self._end_job,
             self.demand,
-            # `nightjar run` reports its jobs itself, when their manifest and report are written.
-            None
-            if self.options.private or not settings.notify.command
-            else lambda: report_ended_jobs(self.ledger, settings),
+            self._report_ends,
         )
 
     @property
@@ -213,7 +211,7 @@ class Runtime:
             ran = placed and self._run(ticket)
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED
-        self.maintenance.nudge()
+        self.maintenance.dispatches.nudge()
         self._end_job(ticket.job_id)
         return Handling.RAN
 
@@ -246,13 +244,6 @@ class Runtime:
         self.ledger.close()
         self._stopped.set()
         log.info("worker down", worker=self.worker.id)
-
-    def store_for(self, url: str) -> ObjectStore:
-        """The store of a job; one client each for the life of the process."""
-        store = self._stores.get(url)
-        if store is None:
-            store = self._stores[url] = self._writer_processes.open(url)
-        return store
 
     def _open(self, model: str) -> Pipeline:
         preload = self.options.preload
@@ -315,10 +306,6 @@ class Runtime:
             self._refused_at.pop(ticket.job_id, None)
         return True
 
-    def _engine_slots(self) -> int:
-        """Those of the open engine; 0 while none is open."""
-        return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
-
     def _leaves(self, job_id: str) -> bool:
         """Whether this worker leaves a job to others: one of another model than its own, or one that it
         lately could not run."""
@@ -361,7 +348,12 @@ class Runtime:
 
     def _end_job(self, job_id: str) -> None:
         self.manifests.put_if_over(job_id)
-        self.maintenance.report_soon()
+        self.maintenance.reports.nudge()
+
+    def _report_ends(self) -> None:
+        # `nightjar run` reports its jobs itself, when their manifest and report are written.
+        if not self.options.private:
+            report_ended_jobs(self.ledger, self.settings)
 
     def _end_drain(self) -> None:
         self.maintenance.drain()

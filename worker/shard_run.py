@@ -33,13 +33,13 @@ from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from worker.admission import MAX_WRITING_ITEMS, Demand, FeedingOrder, ItemCounts
+from worker.admission import MAX_WRITING_ITEMS, Demand, ItemCounts
+from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
-from worker.metrics import EngineTimer, Metrics
+from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
-from worker.request_builder import ReferenceCache, RequestBuilder
 from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
 
 if TYPE_CHECKING:
@@ -210,7 +210,12 @@ class ShardRun:
         if self._is_paused():
             # While the model was opened.
             raise LeaseGoneError(GoneReason.PAUSED)
-        self.begin(store, pipeline, todo, self._drawn_before(todo))
+        drawn_before: Mapping[int, int] = {}
+        if self._job.spec.quality is not None:
+            # `nightjar retry` continues with the next draws; those of a lost worker are made again.
+            places = self._job.id, todo[0].index, todo[-1].index
+            drawn_before = self._held.retrying(lambda: self._runner.ledger.drawn_before(*places))
+        self.begin(store, pipeline, todo, drawn_before)
         in_context = contextvars.copy_context().run
         threading.Thread(
             target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True
@@ -238,29 +243,14 @@ class ShardRun:
             self._waiting.append(ItemDraw(line, first, first + more))
         self._unsettled = {line.index for line in lines}
         self._store, self._builder = store, RequestBuilder(self._held, store, self._runner.references)
-        packs = self._pack_writer(store) if self._job.spec.pack is True else None
+        packs = None
+        if self._job.spec.pack is True:
+            run = self._runner.writer.run
+            packs = PackWriter(self._held, store, self._times, self._clock, run, self._only_waits_for)
         self._output = ShardOutput(
             self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
         )
         self._pipeline = pipeline
-
-    def _drawn_before(self, todo: Sequence[ShardLine]) -> Mapping[int, int]:
-        """How many draws open items have had: `nightjar retry` continues with the next ones; those of a
-        lost worker are made again."""
-        if self._job.spec.quality is None:
-            return {}
-        first, last = todo[0].index, todo[-1].index
-        return self._held.retrying(lambda: self._runner.ledger.drawn_before(self._job.id, first, last))
-
-    def _pack_writer(self, store: ObjectStore) -> PackWriter:
-        return PackWriter(
-            self._held,
-            store,
-            times=self._times,
-            clock=self._clock,
-            run=self._runner.writer.run,
-            alone=self._only_waits_for,
-        )
 
     @property
     def _stopped(self) -> bool:
@@ -410,11 +400,15 @@ class ShardRun:
         return bool(self._feeding or self._in_engine or self._writing)
 
     @property
+    def _over(self) -> bool:
+        """Whether every item has its outcome; when it winds down, every item that was begun."""
+        return not (self._begun if self._winding_down else self._unsettled)
+
+    @property
     def finished(self) -> bool:
-        """Whether every item has its outcome and every outcome was taken; when it winds down, every item
-        that was begun."""
+        """Whether it is over and every outcome was taken."""
         with self._changed:
-            return not self._outcomes and not (self._begun if self._winding_down else self._unsettled)
+            return self._over and not self._outcomes
 
     def _only_waits_for(self, stored: int) -> bool:
         """Whether the items that are on their way are as many as wait to be stored together, and no others
@@ -456,7 +450,8 @@ class ShardRun:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
             raise LeaseGoneError(GoneReason.PAUSED)
-        if _engine_is_broken(committed):
+        broken = any(isinstance(one, Failed) and one.code is ErrorCode.SYNTH_ENGINE for one in committed)
+        if broken and not any(isinstance(one, Done) for one in committed):
             log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
         # The ledger keeps these open for another attempt.
@@ -475,10 +470,9 @@ class ShardRun:
         maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
-            over = not self._unsettled or (self._winding_down and not self._begun)
             return (
                 len(self._outcomes) >= maximum
-                or over
+                or self._over
                 or self._error is not None
                 or self._held.gone is not None
             )
@@ -632,10 +626,3 @@ def _cancel(draws: Sequence[ItemDraw]) -> None:
     for draw in draws:
         if draw.handle is not None:
             draw.handle.cancel()
-
-
-def _engine_is_broken(outcomes: Sequence[Outcome]) -> bool:
-    failed = any(
-        isinstance(outcome, Failed) and outcome.code is ErrorCode.SYNTH_ENGINE for outcome in outcomes
-    )
-    return failed and not any(isinstance(outcome, Done) for outcome in outcomes)

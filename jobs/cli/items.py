@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.shard_file import ItemLines
+    from jobs.shard_file import RawLine, ShardLines
     from jobs.where import Where
 
 limit_option = click.option(
@@ -58,7 +58,7 @@ def items(
     if not output.as_json:
         output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
     for item in ledger.items(job.id, state=in_state, codes=codes, after=after, limit=limit, where=where):
-        line, audio = lines.line_of(item), item.artifact
+        line, audio = lines.number_of(item), item.artifact
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
         row = (item.index, "" if line is None else line, item.state.value, seconds, printable(item.id), last)
@@ -66,15 +66,15 @@ def items(
     _note_unknown(lines, output)
 
 
-def _lines(settings: Settings, ledger: Ledger, job: Job) -> ItemLines:
+def _lines(settings: Settings, ledger: Ledger, job: Job) -> ShardLines[RawLine]:
     # Other commands of this module pay for no store.
-    from jobs.shard_file import ItemLines
+    from jobs.shard_file import ShardLines, read_raw_shard
     from jobs.store import open_store
 
-    return ItemLines(ledger, open_store(job.store_url, settings.s3), job.id)
+    return ShardLines(ledger, open_store(job.store_url, settings.s3), job.id, read_raw_shard)
 
 
-def _note_unknown(lines: ItemLines, output: Output) -> None:
+def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
     if lines.failure is not None:
         output.note(f"The input lines of some items cannot be shown: {printable(str(lines.failure))}")
 
@@ -113,7 +113,7 @@ def errors(
     failed = (item for state in ended for item in ledger.items(job.id, state=state, codes=codes))
     views = chain(
         (line_error_view(job.id, line) for line in refused),
-        (item_error_view(job.id, item, lines.line_of(item)) for item in failed),
+        (item_error_view(job.id, item, lines.number_of(item)) for item in failed),
     )
     shown = False
     for view in islice(views, limit):

@@ -87,7 +87,7 @@ def _report(result: Any, output: Output) -> int:
 
 def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
     """Prints what a submit would make; the exit code of the command."""
-    from jobs.ingest import dry_run
+    from jobs.estimate import dry_run
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)

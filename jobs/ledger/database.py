@@ -112,13 +112,12 @@ class Database:
             return work(self._transaction(connection), *args, **kwargs)
 
     def _transaction(self, connection: sa.Connection) -> Transaction:
-        return Transaction(
-            connection.exec_driver_sql,
-            connection.dialect.name,
-            self.place,
-            self._backoff_seconds,
-            connection,
-        )
+        def execute(statement: str, values: Any) -> Any:
+            result = connection.exec_driver_sql(statement, values)
+            return result.cursor if result.returns_rows else result
+
+        engine = connection.dialect.name
+        return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
 
     def use_write_ahead_log(self) -> None:
         """Lets readers and a writer work side by side. The file remembers it."""

@@ -45,6 +45,7 @@ class Transaction:
     """Runs statements with parameters by name (`:name`), of which a list stands in an IN, and with `<now>`
     for the database's clock. Locks (`FOR UPDATE`) are PostgreSQL's alone: SQLite has one writer."""
 
+    #: Gives a cursor of the driver.
     execute: Callable[[str, Any], Any]
     #: `sqlite` or `postgresql`.
     engine: str
@@ -56,7 +57,9 @@ class Transaction:
     connection: Any = None
 
     def rows(self, statement: str, **values: object) -> list[Row]:
-        return self._run(statement, values).fetchall()
+        cursor = self._run(statement, values)
+        named = _row_type(*(column[0] for column in cursor.description))
+        return [named(*row) for row in cursor.fetchall()]
 
     def row(self, statement: str, **values: object) -> Row | None:
         """The first row, if there is one."""
@@ -172,9 +175,6 @@ def _sqlite(url: str) -> Iterator[Transaction]:
     path = Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
     uri = f"file:{quote(str(own_ledger(path)))}?mode=rw"
     with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
-        connection.row_factory = lambda cursor, row: _row_type(*(name for name, *_ in cursor.description))(
-            *row
-        )
         connection.execute("BEGIN")
         yield Transaction(connection.execute, "sqlite", place_of(path))
 
@@ -182,11 +182,8 @@ def _sqlite(url: str) -> Iterator[Transaction]:
 @contextmanager
 def _postgresql(url: str) -> Iterator[Transaction]:
     import psycopg
-    from psycopg.rows import namedtuple_row
 
-    with psycopg.connect(
-        url, connect_timeout=CONNECT_SECONDS, application_name="nightjar", row_factory=namedtuple_row
-    ) as connection:
+    with psycopg.connect(url, connect_timeout=CONNECT_SECONDS, application_name="nightjar") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         execute: Any = connection.execute
         yield Transaction(execute, "postgresql")

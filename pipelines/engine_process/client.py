@@ -305,19 +305,20 @@ class EngineProcess:
             except OSError as error:
                 reason = f"The speech could not be read from shared memory: {error}."
                 event = Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
+        elif isinstance(message, Taken):
+            with self._changed:
+                self._on_the_way.discard(message.number)
+                self._changed.notify()
+            return
         else:
             self._note(message)
             return
         if heard is not None:
             _tell(heard, event)
 
-    def _note(self, message: Taken | Stats | Opened | NotOpened) -> None:
+    def _note(self, message: Stats | Opened | NotOpened) -> None:
         """Takes in what the child says of itself."""
-        if isinstance(message, Taken):
-            with self._changed:
-                self._on_the_way.discard(message.number)
-                self._changed.notify()
-        elif isinstance(message, Stats):
+        if isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
         elif isinstance(message, Opened):

@@ -18,11 +18,8 @@ from pipelines.request import (
     EngineInfo,
     EngineStats,
     Generation,
-    Message,
     Modality,
-    PreparedRequest,
     Role,
-    SynthesisRequest,
 )
 
 Key = TypeVar("Key")
@@ -154,34 +151,12 @@ class RecentRecordings(Generic[Key, Value]):
         return self._kept[key][0]
 
     def keep(self, key: Key, value: Value, size: int) -> None:
-        """Keeps a new one, of so many bytes."""
-        self._kept[key] = value, size
-        self._bytes += size
+        """Keeps one of so many bytes, where it is new."""
+        if key not in self._kept:
+            self._kept[key] = value, size
+            self._bytes += size
 
     def forget(self) -> None:
         """Forgets those that are too many, once a request has all of its own."""
         while self._bytes > self._maximum_bytes:
             self._bytes -= self._kept.popitem(last=False)[1][1]
-
-
-_decode = msgspec.msgpack.Decoder(RequestRecord | PreparedRequest).decode
-
-
-def request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
-    """The request of a message, with its recordings."""
-    record, recordings = _decode(message.request), []
-    for number, recording in message.recordings:
-        if recording is not None:
-            kept.keep(number, recording, len(recording))
-        recordings.append(kept.get(number))
-    kept.forget()
-    if isinstance(record, PreparedRequest):
-        return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
-    left = iter(recordings)
-    messages = [
-        Message(role, kind, next(left) if content is None else content)
-        for role, kind, content in record.messages
-    ]
-    return SynthesisRequest(
-        record.request_id, tuple(messages), record.generation, record.seed, record.text_open
-    )

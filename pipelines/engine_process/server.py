@@ -27,17 +27,17 @@ from pipelines.engine_process.messages import (
     Opened,
     RecentRecordings,
     RequestFailed,
+    RequestRecord,
     SpeechMessage,
     Start,
     Stats,
     Taken,
     ToChild,
     ToClient,
-    request_of,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel, ErrorRecord, close_all, share
+from pipelines.ipc import Channel, ErrorRecord, share
 from pipelines.registry import open_pipeline
 from pipelines.request import (
     AudioChunk,
@@ -47,6 +47,7 @@ from pipelines.request import (
     Event,
     Failed,
     Handle,
+    Message,
     Pipeline,
     PreparedRequest,
     SynthesisRequest,
@@ -149,7 +150,7 @@ class EngineServer:
 
     def _handle(self, message: ToChild) -> None:
         if isinstance(message, Start):
-            request = request_of(message, self._recordings)
+            request = _request_of(message, self._recordings)
             with self._lock:
                 self._requests[message.number] = _Request()
             if not message.stream:
@@ -288,13 +289,38 @@ class EngineServer:
                 raise
             log.warning("the client takes no messages: %s", error)
         finally:
-            close_all(shared)
+            for descriptor in shared:
+                os.close(descriptor)
 
     def _send(self, message: ToClient) -> None:
         """For the main thread, which waits for a client that does not read, rather than gather speech.
         Raises `OSError`."""
         self._channel.send(message)
         self._channel.flush()
+
+
+_decode = msgspec.msgpack.Decoder(RequestRecord | PreparedRequest).decode
+
+
+def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
+    """The request of a message, with its recordings."""
+    record, recordings = _decode(message.request), []
+    if message.recordings:
+        for number, recording in message.recordings:
+            if recording is not None:
+                kept.keep(number, recording, len(recording))
+            recordings.append(kept.get(number))
+        kept.forget()
+    if isinstance(record, PreparedRequest):
+        return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
+    left = iter(recordings)
+    messages = [
+        Message(role, kind, next(left) if content is None else content)
+        for role, kind, content in record.messages
+    ]
+    return SynthesisRequest(
+        record.request_id, tuple(messages), record.generation, record.seed, record.text_open
+    )
 
 
 def _unsent(number: int, error: Exception) -> RequestFailed:

@@ -329,8 +329,8 @@ class CodecDecoder(CausalDecoder):
         self._table = torch.cat([codebook.table() for codebook in codebooks]).to(dtype)
         sizes = torch.tensor(config.codes)
         self._offsets, self._last = (sizes.cumsum(0) - sizes).to(device), (sizes - 1).to(device)
-        self._post = window_transformer(load.at("post_module."), layout, config.post)
-        self._upsample = UpsampleLayers(load.at("upsample."), layout, config.latent, config.downsample[::-1])
+        self.post = window_transformer(load.at("post_module."), layout, config.post)
+        self.upsample = UpsampleLayers(load.at("upsample."), layout, config.latent, config.downsample[::-1])
         model = CodecLoader(source, "decoder.model.", dtype, device)
         stack = ConvStack(model, layout, config.latent, config.decoder_dim, config.decoder_rates, tanh=True)
         self._stack = prepared_stack(stack, device, dtype, fused)
@@ -341,16 +341,8 @@ class CodecDecoder(CausalDecoder):
         """int64 [B, T, codebooks] -> [B, T, latent], what the codes stand for together."""
         return embedding(torch.minimum(codes.long(), self._last) + self._offsets, self._table).sum(dim=2)
 
-    def transformed(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """[B, T, latent] -> [B, T, latent] behind the quantizer's transformer."""
-        return self._post(x, past)
-
-    def upsampled(self, x: Tensor, past: Past | None = None) -> Tensor:
-        """[B, T, latent] -> [B, T * 4 in the published codec, latent]."""
-        return self._upsample(x, past)
-
     def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        return self._stack(self.upsampled(self.transformed(self.latents(codes), past), past), past, lengths)
+        return self._stack(self.upsample(self.post(self.latents(codes), past), past), past, lengths)
 
 
 @dataclass(frozen=True, slots=True)

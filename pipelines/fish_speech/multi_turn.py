@@ -3,17 +3,18 @@ spoken before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.fish_speech.prompt import Conversation, Prompt
-from pipelines.results import FinishedCodes, RequestInfo, Streamer, Utterance, no_audio
+from pipelines.request import Listener
+from pipelines.results import FinishedCodes, Receiver, RequestInfo, Streamer, Utterance, no_audio
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
@@ -107,14 +108,11 @@ class FishRequestInfo(RequestInfo[CodecState]):
         return FinishedCodes(tokens.codes, tokens.finish)
 
 
-class Turns:
+class Turns(Receiver[CodecState]):
     """Mixed in before a receiver of one sequence: it hears of all turns as if they were one."""
 
-    go_on: Callable[[TokenRequest], None]
-    failed: Callable[[NightjarError], None]
-
-    def __init__(self, info: FishRequestInfo, *arguments: Any) -> None:
-        super().__init__(info, *arguments)
+    def __init__(self, info: FishRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
         self._plan = info.plan
         self._columns = 0
         self._parts: list[NDArray[np.int64]] = []

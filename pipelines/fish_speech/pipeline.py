@@ -74,7 +74,8 @@ def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipel
     codec_dtype = chosen.codec_dtype or (chosen.dtype if native else None)
     codec = load_codec(config, device, precision(codec_dtype, device), chosen.reproducible)
     stage = open_stage(codec.decoder, sizes.decode_frames if sizes else None)
-    if native:
+    if isinstance(chosen, NativeModelOptions):
+        assert sizes is not None
         with torch.inference_mode():
             model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
         host = native_host(config, chosen.open_engine(model, sizes, stage))

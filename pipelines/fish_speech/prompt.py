@@ -41,14 +41,10 @@ class Vocabulary:
         names[f"<|semantic:{len(config.semantic) - 1}|>"] = config.semantic[-1]
         for name in (*_CONTROLS, *names):
             found = tokenizer.token_to_id(name)
-            if found is None:
-                raise _bad(f"{file} has no token {name}.")
+            if found is None or found >= config.slow.vocab:
+                raise _bad(f"{file} has no token {name} within the vocabulary of {config.slow.vocab}.")
             if found != names.get(name, found):
                 raise _bad(f"{file} gives {name} the id {found}, config.json {names[name]}.")
-            if found >= config.slow.vocab:
-                raise _bad(
-                    f"{file} gives {name} the id {found}, beyond the vocabulary of {config.slow.vocab}."
-                )
         # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
         self._spoken = frozenset(
             token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name)

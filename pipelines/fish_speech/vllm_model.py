@@ -6,7 +6,7 @@ sampler draws whole frames."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from kernels.registry import to_device
 from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.engines import PROMPT_CODES
 from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, take_fast, take_layers
-from pipelines.nn.checkpoint import Checkpoint, Loader
+from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
 from pipelines.vllm_engine.frames import Admitted, EngineFrameState, FrameModel
 
 
@@ -77,7 +77,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM
         #: counts, moves and fills.
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
-        self.fast = take_fast(Loader(_Empty(), "", self._dtype, self.drawn.device), self.fish)
+        self.fast = take_fast(Loader(Shapes(real=True), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList(
             [nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))]
         )
@@ -153,19 +153,3 @@ def _tensors(held: Any) -> list[Tensor]:
         return [held]
     parts = [getattr(held, field.name) for field in fields(held)] if is_dataclass(held) else held or ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-class _Empty:
-    """A source of tensors without values."""
-
-    def __contains__(self, name: str) -> bool:
-        return False
-
-    def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)

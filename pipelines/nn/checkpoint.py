@@ -49,7 +49,10 @@ class TensorSource(Protocol):
 
 
 class Shapes:
-    """A source of tensors without values."""
+    """A source of tensors without values, on the device `meta` unless they are `real`."""
+
+    def __init__(self, real: bool = False) -> None:
+        self._real = real
 
     def __contains__(self, name: str) -> bool:
         return False
@@ -61,7 +64,7 @@ class Shapes:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return torch.empty(tuple(shape), dtype=dtype, device=device if self._real else "meta")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,6 @@ class AudioEncoder:
     def device(self) -> torch.device:
         return self.adaptor.weight.device
 
-    def count(self, samples: int) -> int:
-        """Features of so many samples."""
-        return feature_count(-(-samples // _HOP), self.n_window)
-
     def mel(self, samples: NDArray[np.float32]) -> Tensor:
         """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
         padded = np.pad(samples, (0, -len(samples) % _HOP))

@@ -154,25 +154,27 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         salt: str | None,
         room: int,
     ) -> Script:
-        asked, config = request.generation, self.config
-        top_p = either(asked.top_p, 1.0)
-        temperatures = (
-            either(asked.text_temperature, either(asked.temperature, config.text_temperature)),
-            either(asked.audio_temperature, either(asked.temperature, config.audio_temperature)),
+        asked, config, top_p = request.generation, self.config, either(request.generation.top_p, 1.0)
+        text, audio = (
+            StreamSampling(
+                bounded(either(own, either(asked.temperature, default))), bounded_top_k(top_k), top_p
+            )
+            for own, default, top_k in (
+                (asked.text_temperature, config.text_temperature, either(asked.top_k, config.text_top_k)),
+                (
+                    asked.audio_temperature,
+                    config.audio_temperature,
+                    either(asked.audio_top_k, either(asked.top_k, config.audio_top_k)),
+                ),
+            )
         )
         return Script(
             request.request_id,
             prompt.ids,
             min(either(asked.max_tokens, _STEPS[mode]), room),
             request.seed,
-            StreamSampling(
-                bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p
-            ),
-            StreamSampling(
-                bounded(temperatures[1]),
-                bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))),
-                top_p,
-            ),
+            text,
+            audio,
             with_audio=mode == "text_audio",
             cfg=bounded(either(asked.cfg, 1.0)),
             min_rows=self._options.min_rows,

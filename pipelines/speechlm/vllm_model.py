@@ -79,11 +79,11 @@ class SpeechLmState(FrameState):
 
     def admit(self, request: Admitted) -> None:
         slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
-        text, audio = (extra.get(name, _GREEDY) for name in ("text", "audio"))
-        sampling = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
+        asked = _Asked(tuple(extra.get("text", _GREEDY)), tuple(extra.get("audio", _GREEDY)), half_of(extra))
+        sampling = SamplingParams(*asked.text, 1.0, *asked.audio, min_new_tokens=extra.get("min_rows", 0))
         seed, nothing = request.sampling.seed or 0, np.zeros(0, np.int64)
         self.drawing.place([Placement(slot, (), seed, sampling, nothing, self._unused, length)])
-        self._asked[slot] = asked = _Asked(tuple(text), tuple(audio), half_of(extra))
+        self._asked[slot] = asked
         self.origins[slot], self.max_rows[slot] = (
             extra.get("noise_origin", length),
             extra.get("max_rows", 1),

@@ -4,11 +4,8 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 from typing import Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -16,6 +13,7 @@ from vllm import ModelRegistry
 from vllm.transformers_utils.config import register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
+from pipelines.child_process import die_with_parent
 from pipelines.registry import FAMILIES
 from pipelines.vllm_engine.library import architecture
 
@@ -23,7 +21,6 @@ from pipelines.vllm_engine.library import architecture
 CONFIG_FORMAT = "nightjar"
 #: Names of the processes that vLLM starts.
 _CHILDREN = ("EngineCore", "VllmWorker")
-_PR_SET_PDEATHSIG = 1
 
 
 @register_config_parser(CONFIG_FORMAT)
@@ -50,12 +47,7 @@ def register() -> None:
 def _die_with_parent() -> None:
     """Left alone by a worker that was killed, an engine core would hold its GPU for ever."""
     parent = multiprocessing.parent_process()
-    if (
-        sys.platform != "linux"
-        or parent is None
-        or not multiprocessing.current_process().name.startswith(_CHILDREN)
-    ):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
+        die_with_parent()
+        if os.getppid() != parent.pid:
+            os._exit(1)

@@ -220,11 +220,11 @@ def _decode(golden: Golden, case: Item) -> None:
             latents = decoder.latents(codes[None].to(golden.device))
             golden.near("z_q", latents[0].T, arrays["z_q"], "state")
             golden.near(
-                "post_module_out", decoder.transformed(latents)[0].T, arrays["post_module_out"], "state"
+                "post_module_out", decoder.post(latents, None)[0].T, arrays["post_module_out"], "state"
             )
             golden.near(
                 "upsample_out",
-                decoder.upsampled(decoder.transformed(latents))[0].T,
+                decoder.upsample(decoder.post(latents, None), None)[0].T,
                 arrays["upsample_out"],
                 "state",
             )

@@ -161,7 +161,7 @@ class Golden:
 
     def prompt(self, case: Item) -> Prompt:
         encoder = self.encoder(case["do_normalize"]) if case["audio"] else None
-        counts = [encoder.count(len(one)) for one in self.samples(case)] if encoder is not None else []
+        counts = [len(encoder.encode(one)) for one in self.samples(case)] if encoder is not None else []
         return build_prompt(self.config, self.coder, self.messages(case), counts)
 
     def script(self, case: Item) -> Script:

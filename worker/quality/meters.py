@@ -1,18 +1,11 @@
 """Meters measure a draw with a model of their own: the built-in ones (`BUILT_IN`), and those of other
-packages.
-
-`python -m worker.quality.meters` answers the commands, which import no meter themselves, whether the
-weights of meters are here. Standard input: `{"fetch": true, "meters": {"asr": {"model": "base"}}}`.
-Standard output: `{}`, or the code, message and advice of what is missing. With `fetch` weights that are
-not here are fetched.
-"""
+packages."""
 
 # resemblyzer is in no extra: its import is checked where it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 import types
@@ -25,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-import msgspec
 import numpy as np
 
 from jobs.checks import ENTRY_POINT_GROUP, METERS, Option, known_meters
@@ -87,7 +79,7 @@ class Meter(Protocol):
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
 UNSPACED = frozenset(
-    {
+    [
         "zh",
         "chinese",
         "yue",
@@ -102,7 +94,7 @@ UNSPACED = frozenset(
         "khmer",
         "my",
         "burmese",
-    }
+    ]
 )
 #: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good
 #: speech too.
@@ -438,13 +430,6 @@ def _missing_library(name: str, error: ImportError) -> ModelError:
     )
 
 
-class Question(msgspec.Struct):
-    """What a command asks."""
-
-    fetch: bool
-    meters: dict[str, dict[str, Option]]
-
-
 def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
     """Why the first of these meters could not be opened here for its weights, or None."""
     for name in meters.keys() & WEIGHTS.keys():
@@ -455,20 +440,3 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
         except ImportError as error:
             return _missing_library(name, error)
     return None
-
-
-def main() -> None:
-    """Libraries may print; only the answer goes to standard output."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
-    error = missing_weights(question.meters, fetch=question.fetch)
-    facts = (
-        {} if error is None else {"code": error.code.value, "message": error.message, "advice": error.advice}
-    )
-    with answers:
-        answers.write(msgspec.json.encode(facts))
-
-
-if __name__ == "__main__":
-    main()

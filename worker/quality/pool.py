@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
@@ -64,10 +66,8 @@ class _SpoolFile:
     def __init__(self) -> None:
         with tempfile.TemporaryFile(prefix="nightjar-draws-") as file:
             self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
         self.end = 0
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +143,21 @@ class MeterPool:
         open_host: Callable[[], MeterProcess] = MeterProcess,
     ) -> None:
         self._in_memory = in_memory
-        self._open_host = open_host
         self._threads = DaemonThreads(processes, "meter")
-        self._hosts: dict[int, MeterProcess] = {}
+        self._hosts = [open_host() for _ in range(processes)]
+        self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
+        for host in self._hosts:
+            self._idle.put(host)
         self._spool = Spool()
         #: By meters: items on which they hung since their last answer, and how many outages were reported.
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
-        self._waiting = 0
         self._closing = False
 
     @property
     def waiting(self) -> int:
         """Draws that no meter has begun to measure."""
-        return self._waiting
+        return self._threads.waiting
 
     def submit(self, task: MeterTask) -> Future[Measured]:
         """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
@@ -164,41 +165,35 @@ class MeterPool:
         closed first.
 
         Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and
-        cannot.
+        cannot, and `CancelledError` once the pool is closed.
         """
         spooled = None
-        if self._waiting >= self._in_memory:
+        if self.waiting >= self._in_memory:
             spooled = self._spool.put(task.utterance.samples)
             task = replace(task, utterance=replace(task.utterance, samples=np.empty(0, np.float32)))
-        with self._lock:
-            if not self._closing:
-                self._waiting += 1
-                return self._threads.submit(self._measured, task, spooled)
-        dropped: Future[Measured] = Future()
-        dropped.cancel()
-        return dropped
+        try:
+            return self._threads.submit(self._measured, task, spooled)
+        except RuntimeError:
+            raise CancelledError from None
 
     def close(self) -> None:
         """Cancels what waits and what is measured now, and ends the processes."""
-        with self._lock:
-            self._closing = True
-        for host in self._hosts.values():
+        self._closing = True
+        for host in self._hosts:
             host.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for host in self._hosts.values():
+        for host in self._hosts:
             host.close()
 
     def _measured(self, task: MeterTask, spooled: SpooledSamples | None) -> Measured:
-        with self._lock:
-            self._waiting -= 1
         utterance = task.utterance
         if spooled is not None:
             utterance = replace(utterance, samples=spooled.read())
-        if task.abandoned():
+        if self._closing or task.abandoned():
             raise CancelledError
-        meters = msgspec.json.encode(task.meters)
+        meters, host = msgspec.json.encode(task.meters), self._idle.get()
         try:
-            readings = self._host().measure(task.meters, utterance)
+            readings = host.measure(task.meters, utterance)
         except Exception as error:
             if self._closing:
                 # The measurement was cut short, which says nothing about the draw.
@@ -208,18 +203,10 @@ class MeterPool:
             elif not isinstance(error, ModelError):
                 self._hung.pop(meters, None)
             raise
+        finally:
+            self._idle.put(host)
         self._hung.pop(meters, None)
         return Measured(utterance.samples, readings)
-
-    def _host(self) -> MeterProcess:
-        """The host of this thread."""
-        with self._lock:
-            if self._closing:
-                raise CancelledError
-            thread = threading.get_ident()
-            if thread not in self._hosts:
-                self._hosts[thread] = self._open_host()
-            return self._hosts[thread]
 
     def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
         """Raises an outage in the place of a hang where the meters hung on too many items since their last

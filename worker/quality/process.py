@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jobs.checks import METERS, Option
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, beside_the_engine
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.meters import Meter, Reading, Readings, Utterance, open_meter
+from worker.quality.meters import Meter, Reading, Readings, Utterance, missing_weights, open_meter
 
 #: Time limit for opening the meters, which may fetch their weights.
 OPENING_SECONDS = 600.0
@@ -37,13 +37,16 @@ class MeterHangError(MeterError):
 
 
 class _Draw(msgspec.Struct, frozen=True):
-    """A draw to measure; None: its meters are opened only."""
+    """A draw to measure."""
 
     meters: dict[str, dict[str, Option]]
+    #: None: the meters are opened only.
     sample_rate: int | None = None
     text: str = ""
     language: str = ""
     reference: bytes | None = None
+    #: Not None: their weights are looked for only, and fetched where it is true (`jobs.checks`).
+    fetch: bool | None = None
 
 
 class MeterProcess:
@@ -120,6 +123,10 @@ class _Meters:
 
     def answer(self, draw: _Draw, data: NDArray[np.uint8]) -> dict[str, Reading]:
         """What they read. Raises `ModelError` for one that cannot be opened."""
+        if draw.fetch is not None:
+            if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
+                raise error
+            return {}
         keys = {
             msgspec.json.encode([name, options]): (name, options) for name, options in draw.meters.items()
         }
@@ -151,10 +158,10 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
         raise
 
 
-def _failure(error: Exception) -> MeterError:
-    return MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500])
-
-
 if __name__ == "__main__":
     os.nice(5)
-    answer_calls(_Draw, _Meters().answer, _failure)
+    answer_calls(
+        _Draw,
+        _Meters().answer,
+        lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500]),
+    )

@@ -12,7 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jobs.ingest import SubmitOptions, dry_run, submit
+from jobs.estimate import dry_run
+from jobs.ingest import SubmitOptions, submit
 from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
 from jobs.repair import restore_inputs
 from jobs.shard_file import read_shard

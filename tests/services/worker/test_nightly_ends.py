@@ -62,7 +62,7 @@ def test_a_night_without_items_is_an_error_and_stays_due(house: House, bad: tupl
     assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
         NightEnd.RAN,
         night.job_id,
-        [""] * 4,
+        [None] * 4,
     )
     assert house.exported() == ["a", "b"]
     assert house.ledger.schedule_history("news") == [NIGHT.isoformat()]
@@ -115,7 +115,7 @@ def test_a_night_goes_on_without_its_deleted_first_job(house: House) -> None:
     assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (
         NightEnd.RAN,
         third.job_id,
-        [""] * 4,
+        [None] * 4,
     )
     assert house.exported() == ["a"]
 
@@ -229,7 +229,7 @@ def test_a_night_that_is_looked_at_again_changes_nothing(house: House) -> None:
         again = house.run()
     assert (again.end, [(one.items, one.reason) for one in again.datasets]) == (
         NightEnd.RAN,
-        [(1, ""), (0, ""), (1, ""), (1, "")],
+        [(1, None), (0, None), (1, None), (1, None)],
     )
     assert (house.contents(), {path: path.stat().st_mtime_ns for path in times}) == (before, times)
     assert {log["event"] for log in logs} == {"dataset complete"}
@@ -248,7 +248,7 @@ def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:
     assert house.contents() == first
     house.make(night, mended=True)
     after = house.run()
-    assert [(one.items, one.reason) for one in after.datasets] == [(3, ""), (0, ""), (3, ""), (3, "")]
+    assert [(one.items, one.reason) for one in after.datasets] == [(3, None), (0, None), (3, None), (3, None)]
     assert house.exported() == ["a", "fails-1", "b"]
     files = {
         file["name"]: file["sha256"]
@@ -310,7 +310,7 @@ def test_a_dataset_that_was_being_written_anew_goes_on(
             (told.parent / file["name"]).exists() for file in json.loads(told.read_text())["files"]
         )
         (dataset,) = house.run().datasets
-        assert (dataset.items, dataset.reason) == (3, "")
+        assert (dataset.items, dataset.reason) == (3, None)
         found.append(house.contents())
     assert all(one == found[-1] for one in found)
     assert not [name for name in found[-1] if "_export" in name]
@@ -376,7 +376,7 @@ def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(
     house.write(line("a"))
     house.make(house.run())
     night = house.run()
-    assert [(one.format, "a surprise" in one.reason) for one in night.datasets] == [
+    assert [(one.format, "a surprise" in (one.reason or "")) for one in night.datasets] == [
         (name, name == "espnet") for name in EXPORTS
     ]
     assert {one.items for one in night.datasets if not one.reason} == {0, 1}
@@ -393,7 +393,7 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     second = house.run()
     assert house.exported() == ["a"]
     house.make(second)
-    assert [one.reason for one in house.run().datasets] == [""] * 4
+    assert [one.reason for one in house.run().datasets] == [None] * 4
     assert house.exported() == ["c"]
     assert (
         json.loads((house.sets / "webdataset" / "export.json").read_text())["identity"]["job"]
@@ -401,7 +401,7 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     )
 
 
-def test_a_file_changed_after_its_submit_was_stopped_is_explained(
+def test_a_file_changed_after_its_submit_was_stopped_names_the_job(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.write(line("a"))
@@ -412,7 +412,7 @@ def test_a_file_changed_after_its_submit_was_stopped_is_explained(
     (job,) = house.ledger.jobs()
     house.write(line("b"))
     night = house.run()
-    assert (night.end, f"nightjar cancel {job.id}" in night.reason) == (NightEnd.FAILED, True)
+    assert (night.end, job.id in night.reason) == (NightEnd.FAILED, True)
     house.ledger.cancel(job.id)
     assert house.run().end is NightEnd.SUBMITTED
 

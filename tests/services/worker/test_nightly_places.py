@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from jobs.settings import Schedule
 from pipelines.errors import ConfigError
 from tests.support.night_kit import EXPORTS, House, changed_schedule, line
 
@@ -45,23 +43,6 @@ def test_formats_of_one_file_have_their_extension(house: House, to: str, names: 
     assert all((house.folder / "x" / name).exists() for name in names)
 
 
-@pytest.mark.parametrize("to", ["/data/{format}/%d", "/data/%m-%d", "/data/{format}%"])
-def test_places_that_come_back_are_refused(house: House, to: str) -> None:
-    schedule = house.settings.schedules["news"].model_copy(update={"export_to": to, "exports": ("espnet",)})
-    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
-    house.write(line("a"))
-    with pytest.raises(ConfigError, match="one place"):
-        house.run()
-
-
-@pytest.mark.parametrize("names", [(), ("news",), ("other",)])
-def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str, ...]) -> None:
-    schedules: Mapping[str, Schedule] = dict.fromkeys(("news", "other"), house.settings.schedules["news"])
-    house.settings = house.settings.model_copy(update={"schedules": schedules})
-    with pytest.raises(ConfigError, match="one place"):
-        house.run(names=names)
-
-
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -90,16 +71,3 @@ def test_formats_that_never_fit_their_place_are_refused_before_the_night(
     with pytest.raises(ConfigError, match=why):
         house.run()
     assert house.ledger.jobs() == []
-
-
-@pytest.mark.parametrize(("first", "second"), [("{date}", "{date}/b"), ("{date}/b/c.x", "{date}/b")])
-def test_a_place_inside_another_schedules_is_refused(house: House, first: str, second: str) -> None:
-    schedule = house.settings.schedules["news"]
-    given = {"news": first, "other": second}
-    schedules = {
-        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)})
-        for name, to in given.items()
-    }
-    house.settings = house.settings.model_copy(update={"schedules": schedules})
-    with pytest.raises(ConfigError, match="into the other's"):
-        house.run()

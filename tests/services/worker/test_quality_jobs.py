@@ -78,7 +78,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 def orphans_of(rig: Rig, job: Job) -> list[str]:
     """What a sweep in an hour would find."""
-    return [orphan.info.key for orphan in orphans(rig.ledger, rig.store, job, rig.ledger.now() + 3600)]
+    return [info.key for info, _ in orphans(rig.ledger, rig.store, job, rig.ledger.now() + 3600)]
 
 
 def draws_of(rig: Rig, job: Job) -> dict[int, list[Draw]]:

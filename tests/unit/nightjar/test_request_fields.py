@@ -21,7 +21,7 @@ from tests.support.field_tables import changed, fields_of
 from tests.support.serving_kit import Running, b64, card_of, wav
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone
 from tests.support.websocket_kit import talk
-from worker.request_builder import ReferenceCache, RequestBuilder
+from worker.feeding import ReferenceCache, RequestBuilder
 
 TEXT = "Good morning."
 SAID = Message("user", "text", TEXT)

@@ -106,7 +106,7 @@ def test_who_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "open_executor", lambda *_: None)
     monkeypatch.setattr(opening, "Engine", lambda _executor, _sizes, room, _stage, _codec: room)
 
-    def room(device: str, **chosen: int) -> Any:
+    def room(device: str, **chosen: Any) -> Any:
         model: Any = SimpleNamespace(device=torch.device(device))
         return NativeModelOptions(**chosen).open_engine(model, EngineOptions(512), cast("Any", None))
 

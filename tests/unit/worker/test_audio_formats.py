@@ -92,9 +92,9 @@ def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: py
     monkeypatch.setattr(result_writer, "LOSSY_THREADS", 7)
     rig = build()
     rig.writer.serve(rig.store, "flac")
-    assert len(rig.writer._threads) == result_writer.FOLDER_THREADS
+    assert rig.writer._threads.count == result_writer.FOLDER_THREADS
     rig.writer.serve(rig.store, "opus")
-    assert len(rig.writer._threads) == 7
+    assert rig.writer._threads.count == 7
 
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tests.support.worker_rig import wait_for
-from worker.admission import FOLDER_SHARDS, FeedingOrder, Rank
+from worker.feeding import FOLDER_SHARDS, FeedingOrder, Rank
 
 
 def waits(

@@ -10,7 +10,7 @@ from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.worker_rig import WORKER, Rig
-from worker.maintenance import FIRST_PAUSE_SECONDS, Maintenance, Manifests
+from worker.maintenance import PAUSE_SECONDS, Maintenance, Manifests
 
 
 class NoBroker:
@@ -98,7 +98,7 @@ def test_a_manifest_whose_input_is_lost_is_written_when_that_is_there_again(rig:
     rig.store.put(key, lost)
     keeper.reconcile()
     assert newest_job_manifest(rig.store, job.id) is None, "it was tried again without a pause"
-    keeper.clock.advance(FIRST_PAUSE_SECONDS)
+    keeper.clock.advance(PAUSE_SECONDS)
     keeper.reconcile()
     assert newest_job_manifest(rig.store, job.id) is not None
 

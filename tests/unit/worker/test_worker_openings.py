@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from structlog.testing import capture_logs
 
 from jobs.ledger.records import ItemState, ShardState, Ticket
@@ -18,7 +19,6 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
 )
-from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
 from tests.support.ledger_kit import execute
@@ -202,17 +202,19 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
         runtime.stop()
 
 
-def test_only_a_worker_that_leaves_gpus_idle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    settings = Settings()
-    assert commands._gpus_beside(settings, None, False) == 2
-    assert commands._gpus_beside(settings, "no-such-model", False) == 2
-    assert commands._gpus_beside(Settings(vllm=VllmSettings(tensor_parallel=2)), None, False) == 0
-    assert commands._gpus_beside(settings, None, True) == 0
-    forget = register_pipeline("on-a-cpu", replace(fake_card(), engine="cpu"), FakePipeline)
-    try:
-        assert commands._gpus_beside(settings, "on-a-cpu", False) == 0
-    finally:
-        forget()
-    monkeypatch.setattr(commands, "is_watched", lambda: True)
-    assert commands._gpus_beside(settings, None, False) == 0
+@pytest.mark.parametrize(
+    ("gpus", "tensor_parallel", "watched", "says"),
+    [("0,1", 1, False, True), ("0", 1, False, False), ("0,1", 2, False, False), ("0,1", 1, True, False)],
+)
+def test_only_a_worker_that_leaves_gpus_idle_says_so(
+    gpus: str, tensor_parallel: int, watched: bool, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(
+        commands, "_settings", lambda: Settings(vllm=VllmSettings(tensor_parallel=tensor_parallel))
+    )
+    monkeypatch.setattr(commands, "is_watched", lambda: watched)
+    monkeypatch.setattr("worker.celery_app.run_worker", lambda *_: 0)
+    with capture_logs() as logs:
+        CliRunner().invoke(commands.cli, ["run"])
+    assert any("uses one GPU" in line["event"] for line in logs) == says

@@ -18,12 +18,12 @@ from jobs.spec import item_seed
 from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError, StoreError, SynthesisError
 from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
+from worker.feeding import EngineTimer, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import PeriodicTask
-from worker.metrics import EngineTimer, Metrics
+from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.quality.verdict import check_speech
-from worker.request_builder import ReferenceCache, RequestBuilder
 
 SPEC = JobSpec("fake", seed=3, generation=Generation(voice="sine", temperature=0.5))
 JOB = Job(
