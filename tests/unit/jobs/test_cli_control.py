@@ -342,8 +342,8 @@ def test_a_model_is_shown_on_the_engine_that_the_settings_choose(
     shown = (
         CliRunner().invoke(cli, ["models", str(Path(__file__).parents[2] / "golden/spark/checkpoint")]).stdout
     )
-    assert dict(line.split(maxsplit=1) for line in shown.splitlines())["engine"] == engine
-    assert "\nengines: native, vllm\n" in shown
+    told = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert (told["engine"], told["engines"]) == (engine, "native, vllm")
 
 
 def test_a_run_on_an_engine_that_cannot_be_here_is_refused_before_anything_starts(
