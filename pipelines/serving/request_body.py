@@ -238,8 +238,9 @@ class Body(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """The fields that are settings of a line's `generation`, but the seed, which is a request's."""
-        names = Generation.__struct_fields__
-        return {name: getattr(self, name) for name in names if name != "seed" and hasattr(self, name)}
+        # Of the model alone: fields that nobody knows may be attributes too.
+        names = type(self).model_fields.keys() & set(Generation.__struct_fields__) - {"seed"}
+        return {name: getattr(self, name) for name in names}
 
 
 class SpokenBody(Body):

@@ -25,6 +25,7 @@ from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder,
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
 from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
+from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import FakeClock
 from tests.support.serving_kit import b64, heard, wav
 
@@ -311,6 +312,14 @@ def test_large_bodies_without_a_slot_are_bounded_together_and_small_ones_are_not
         assert memory.bytes == 1 << 17
 
     asyncio.run(play())
+
+
+def test_fields_that_nobody_knows_are_no_settings() -> None:
+    unknown = {"mode": "sung", "instruct": "Whisper.", "max_tokens": 5, "text_temperature": "hot"}
+    body = SpeechBody.model_validate({"model": "fake", "input": "Hello.", "cfg": 2.0, **unknown})
+    settings = body.settings()
+    assert settings["cfg"] == 2.0
+    assert not settings.keys() & unknown.keys()
 
 
 def shaped(*, opened: int = 0, values: int = 0) -> bytes:
