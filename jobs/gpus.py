@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 
 from pipelines.engine_choice import NO_GPU, VISIBLE
@@ -197,7 +198,7 @@ def share_cores(
 
     `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of
     the GPUs there; cores near no GPU are divided among all workers. The hardware threads of one core stay
-    together, where each worker gets as many.
+    together.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     everyone = range(len(bus_ids))
@@ -210,16 +211,27 @@ def share_cores(
     if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(everyone)}
 
-    def place(core: int) -> tuple[int, int]:
-        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        return min(_core_list(siblings), default=core), core
-
-    shares: list[list[int]] = [[] for _ in everyone]
+    shares: list[set[int]] = [set() for _ in everyone]
     for local, members in [*groups.items(), (cores.difference(*groups), list(everyone))]:
-        ordered, parts = sorted(local, key=place), len(members)
-        for part, member in enumerate(members):
-            shares[member] += ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
+        for member, part in zip(members, _divided(local, len(members), system)):
+            shares[member].update(part)
     return [frozenset(share) for share in shares]
+
+
+def _divided(cores: Iterable[int], parts: int, system: Path) -> list[list[int]]:
+    """Consecutive parts of nearly one size, by whole physical cores if each part then has enough."""
+    threads: dict[int, list[int]] = {}
+    for core in sorted(cores):
+        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        threads.setdefault(min(_core_list(siblings), default=core), []).append(core)
+    physical = [threads[first] for first in sorted(threads)]
+    divided: list[list[int]] = []
+    for units in (physical, [[core] for one in physical for core in one]):
+        ends = [len(units) * part // parts for part in range(parts + 1)]
+        divided = [list(chain.from_iterable(units[first:last])) for first, last in pairwise(ends)]
+        if min(map(len, divided)) >= LEAST_CORES:
+            break
+    return divided
 
 
 def _core_list(path: Path) -> set[int]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
@@ -143,12 +145,21 @@ def _looks_like(head: bytes) -> InputFormat | None:
         return None
     # The last one may be cut off.
     whole = lines[:-1] or lines
-    marks: dict[bytes, InputFormat] = {b"\t": "tsv", b",": "csv", b";": "csv"}
+    marks: dict[str, InputFormat] = {"\t": "tsv", ",": "csv", ";": "csv"}
     for mark, kind in marks.items():
-        counts = [line.count(mark) for line in whole]
-        if counts[0] and 2 * counts.count(counts[0]) > len(counts):
+        counts = [_fields(line, mark) for line in whole]
+        if counts[0] > 1 and 2 * counts.count(counts[0]) > len(counts):
             return kind
     return "text"
+
+
+def _fields(line: bytes, mark: str) -> int:
+    """How many fields a line has; 0: it is no CSV, whose fields in quotes may hold the mark."""
+    if mark == "\t":
+        return line.count(b"\t") + 1
+    with suppress(csv.Error):
+        return len(next(csv.reader([line.decode(errors="replace")], delimiter=mark), []))
+    return 0
 
 
 def _json_kind(line: bytes) -> InputFormat | None:

@@ -54,6 +54,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 MAX_RECORD_LINES = 1000
 _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 _ROWS = 256
+#: Records that are put into batches at once.
+_PIECE_RECORDS, _PIECE_BYTES = 256, 1 << 16
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
 ALL = Reading()
@@ -89,14 +91,27 @@ class Records:
         input that cannot be read."""
         if self.format == "dialogues" and self.chosen.limit is None and self.chosen.sample is None:
             return self.source.batches(max_lines, max_bytes, after_line)
-        pieces = (
-            ([record], len(record) if isinstance(record, bytes) else 0) for record in self._chosen_records()
-        )
-        return batches_of(pieces, max_lines, max_bytes, after_line)
+        return batches_of(self._pieces(), max_lines, max_bytes, after_line)
+
+    def _pieces(self) -> Iterator[tuple[list[Record], int]]:
+        """The chosen records, some at a time, with their bytes."""
+        some: list[Record] = []
+        size = 0
+        for record in self._chosen_records():
+            some.append(record)
+            if isinstance(record, bytes):
+                size += len(record)
+            if size >= _PIECE_BYTES or len(some) == _PIECE_RECORDS:
+                yield some, size
+                some, size = [], 0
+        yield some, size
 
     def _chosen_records(self) -> Iterator[Record]:
         """All records, blank where they were not chosen; none after the last chosen one of a limit."""
         limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
+        if limit is None and sample is None:
+            yield from read(self)
+            return
         left = total = 0
         if sample is not None:
             total = sum(not _blank(record) for record in read(self))
@@ -107,7 +122,7 @@ class Records:
         # one pass.
         draw = random.Random(f"nightjar.sample:{self.spec.seed}").random
         for record in read(self):
-            if (limit is None and sample is None) or _blank(record):
+            if _blank(record):
                 yield record
                 continue
             if not left:
@@ -229,6 +244,11 @@ class Columns:
         """The names of the columns that are read."""
         return [*self.of.values(), *self._ids[1:], *(["messages"] if self.chat else [])]
 
+    def _id(self, cell: Callable[[str], Any]) -> str | None:
+        """The id of a row. Raises `InputError` where its columns differ."""
+        ids = [_text(cell(name), name) or None for name in self._ids]
+        return chosen_id(ids[-1], ids[0]) if ids else None
+
     def record(self, cell: Callable[[str], Any], number: int) -> Record:
         """The dialogue of a row, or why there is none."""
         try:
@@ -240,13 +260,12 @@ class Columns:
         """The dialogue of a row, whose cells are read by their columns' names: a bad value is this row's
         fault alone. Raises `InputError`."""
         try:
-            ids = [_text(cell(name), name) or None for name in self._ids]
-            # Raises where the columns differ.
-            named = chosen_id(ids[-1], ids[0]) if ids else None
             if self.chat:
-                return chat_dialogue(_encode({"messages": cell("messages"), "id": named}), number)
+                return chat_dialogue(_encode({"messages": cell("messages"), "id": self._id(cell)}), number)
             values = {field: _text(cell(name), name) for field, name in self.of.items()}
-            return row_dialogue({**values, "id": named or ""}, number, self._voices)
+            if len(self._ids) > 1:
+                values["id"] = self._id(cell) or ""
+            return row_dialogue(values, number, self._voices)
         except (UnicodeError, TypeError, ValueError) as error:
             message = f"The row cannot be read: {clean(str(error), 200)}."
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Correct it.") from None
@@ -294,7 +313,8 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
             advice = "Write as many, and put a text with the separator in quotes."
             yield refused(number, InputError(ErrorCode.INPUT_BAD_LINE, message, advice))
-        yield from [b""] * more
+        for _ in range(more):
+            yield b""
 
 
 def _csv(records: Records) -> Iterator[Record]:

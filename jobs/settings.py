@@ -449,7 +449,7 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         message = f"The configuration file {path} does not exist."
         raise _invalid(message, "Correct SPEECH_CONFIG or unset it.") from None

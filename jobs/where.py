@@ -149,7 +149,7 @@ def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collecti
     )
     advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {', '.join([*there, *FACTS])}."
     if not there:
-        advice = f"The job was made without checks, see docs/quality.md. Without scores there are: {', '.join(FACTS)}."
+        advice = f"No item of it has scores: it has no checks, or nothing passed as far as them (docs/quality.md). Without scores there are: {', '.join(FACTS)}."
     elif unmeasured:
         advice = f"Checks with this meter are in docs/quality.md. {advice}"
     return ConfigError(

@@ -146,7 +146,7 @@ def _absolute(line: bytes) -> bytes:
         return line
     dialogue = msgspec.json.decode(line)
     for message in dialogue["messages"]:
-        if len(message) == 3 and message[1] == "audio":
+        if isinstance(message, list) and len(message) == 3 and message[1] == "audio":
             content = message[2]
             message[2] = (
                 os.path.abspath(content) if isinstance(content, str) and not is_remote(content) else content

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import msgspec
+from sqlalchemy.exc import IntegrityError
 
 from jobs.ledger.control import TOTALS
 from jobs.ledger.lifecycle import NUMBER, lock_known_job, update_job
@@ -28,16 +29,16 @@ from jobs.own_files import recorded
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
+_UNIQUE_VIOLATION = "23505"
 #: Ids in one IN list.
 _CHUNK = 5000
-#: Rows of [index, example id, shard, turn]. Faster than a row at a time, and other threads run meanwhile:
-#: Python's drivers let go of its lock once a statement, not once a row.
+#: Shard -> index -> example id, as JSON. Half the time of a row at a time, and other threads run meanwhile:
+#: Python's driver of SQLite lets go of its lock once a statement, not once a row.
 _ADD_ITEMS = """
 INSERT INTO items (job_no, idx, example_id, shard_no, turn)
-SELECT CAST(:job_no AS INTEGER), CAST(value ->> 0 AS BIGINT), value ->> 1, CAST(value ->> 2 AS INTEGER), CAST(value ->> 3 AS INTEGER)
-FROM <each>
+SELECT :job_no, CAST(item.key AS INTEGER), item.value, CAST(shard.key AS INTEGER), :turn
+FROM json_each(:rows) AS shard, json_each(shard.value) AS item
 """
-_EACH = {"sqlite": "json_each(:rows)", "postgresql": "json_array_elements(CAST(:rows AS JSON))"}
 
 
 def new_job_id() -> str:
@@ -96,17 +97,11 @@ def stage(
     job = _lock_ingesting(sql, job_id)
     if job.lines_read >= lines_read:
         return False
-    items = [
-        (index, example_id, shard.no, shard.turns.get(index, 0))
-        for shard in shards
-        for index, example_id in shard.items
-    ]
-    if any("\x00" in example_id for _, example_id, *_ in items):
+    if any("\x00" in example_id for shard in shards for _, example_id in shard.items):
         raise InputError(
             ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input."
         )
-    statement = _ADD_ITEMS.replace("<each>", _EACH[sql.engine])
-    sql.change(statement, job_no=job.no, rows=msgspec.json.encode(items).decode())
+    _add_items(sql, job.no, shards)
     rows = [
         {
             "job_id": job_id,
@@ -133,6 +128,35 @@ def stage(
         rejected=len(rejected),
     )
     return True
+
+
+def _add_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> None:
+    """Raises `IntegrityError`."""
+    if sql.engine == "postgresql":
+        _copy_items(sql, job_no, shards)
+        return
+    by_turn: dict[int, dict[int, dict[int, str]]] = {}
+    for shard in shards:
+        for index, example_id in shard.items:
+            of_turn = by_turn.setdefault(shard.turns.get(index, 0), {})
+            of_turn.setdefault(shard.no, {})[index] = example_id
+    for turn, rows in by_turn.items():
+        sql.change(_ADD_ITEMS, job_no=job_no, turn=turn, rows=msgspec.json.encode(rows).decode())
+
+
+def _copy_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> None:
+    """By COPY, which takes half the time of any INSERT."""
+    statement = "COPY items (job_no, idx, example_id, shard_no, turn) FROM STDIN"
+    try:
+        with sql.connection.connection.driver_connection.cursor() as cursor, cursor.copy(statement) as copy:
+            for shard in shards:
+                for index, example_id in shard.items:
+                    copy.write_row((job_no, index, example_id, shard.no, shard.turns.get(index, 0)))
+    except Exception as error:
+        # It speaks to psycopg itself, past SQLAlchemy's wrapping.
+        if getattr(error, "sqlstate", None) == _UNIQUE_VIOLATION:
+            raise IntegrityError(statement, None, error) from error
+        raise
 
 
 def _cleaned(line: RejectedLine) -> dict[str, object]:

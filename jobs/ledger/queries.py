@@ -353,8 +353,10 @@ class _Source:
             return _FACTS[name].replace("<items>", self._items)
         if name in SCORE_COLUMNS:
             return f"measured.{name}"
-        path = f'$."{name}"' if self._engine == "sqlite" else name
-        return f"CAST(measured.others ->> CAST({self._parameter(path)} AS TEXT) AS DOUBLE PRECISION)"
+        if self._engine == "sqlite":
+            path = self._parameter(f'$."{name}"')
+            return f"CAST(json_extract(measured.others, {path}) AS DOUBLE PRECISION)"
+        return f"CAST(measured.others ->> CAST({self._parameter(name)} AS TEXT) AS DOUBLE PRECISION)"
 
     def _parameter(self, value: object) -> str:
         name = f"value{len(self.values)}"

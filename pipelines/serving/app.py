@@ -202,7 +202,7 @@ def _page(schema: Mapping[str, Any], title: str) -> Iterator[str]:
     yield '<p>Routes and bodies of this server. Programs read <a href="openapi.json">openapi.json</a>.</p><h2>Routes</h2>'
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
-            yield f"<h3><b>{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(route['description'])}</p>"
+            yield f"<h3><b>{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(route.get('description', ''))}</p>"
             if "requestBody" in route:
                 yield f"<p>Body: {_linked(route['requestBody']['content']['application/json']['schema'])}</p>"
     yield f"<h3><b>GET</b> <code>{escape(WEBSOCKET)}</code></h3><p>A WebSocket: texts in pieces in Cartesia's words; their speech as it "

@@ -117,6 +117,29 @@ class TestIngest:
         with pytest.raises(InputError):
             ledger.stage(job.id, [NewShard(1, ((10, "nul\x00"),), "k1", "s1", 1)], [], 11)
 
+    def test_turns_of_a_dialogue_are_items_that_share_its_id(self, ledger: Ledger) -> None:
+        job = ledger.begin_job(new_job())
+        two = [
+            NewShard(0, ((0, "a"), (1, "a"), (2, "a")), "k", "s", 1, {1: 1, 2: 2}),
+            NewShard(1, ((3, "b"), (4, "c"), (5, "c")), "k1", "s1", 1, {5: 1}),
+        ]
+        assert ledger.stage(job.id, two, [], 3)
+        assert [(row.index, row.shard_no, row.example_id, row.turn) for row in ledger.items(job.id)] == [
+            (0, 0, "a", 0),
+            (1, 0, "a", 1),
+            (2, 0, "a", 2),
+            (3, 1, "b", 0),
+            (4, 1, "c", 0),
+            (5, 1, "c", 1),
+        ]
+        with pytest.raises(DuplicateExamples) as caught:
+            ledger.stage(job.id, [NewShard(2, ((6, "c"), (7, "c")), "k2", "s2", 1, {7: 1})], [], 4)
+        assert caught.value.example_ids == ("c",)
+        with pytest.raises(ServiceError) as refused:
+            ledger.stage(job.id, [NewShard(2, ((5, "d"),), "k2", "s2", 1)], [], 4)
+        assert refused.value.code is ErrorCode.LEDGER_STATE
+        assert ledger.staged_shards(job.id) == (2, 6, 3)
+
     def test_a_job_without_items_fails(self, ledger: Ledger) -> None:
         job = ledger.seal_job(ledger.begin_job(new_job()).id)
         assert (job.state, job.state_reason) == (JobState.FAILED, "input.no_items")

@@ -161,6 +161,14 @@ def test_gpus_of_one_node_divide_it_by_whole_cores(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("count", [3, 5])
+def test_no_core_is_split_where_workers_do_not_get_as_many(count: int, tmp_path: Path) -> None:
+    system = write_sys(tmp_path, {}, [(core, core + 8) for core in range(8)])
+    divided = [share for share in share_cores([""] * count, range(16), system) if share is not None]
+    assert sorted(core for share in divided for core in share) == list(range(16))
+    assert all({(core + 8) % 16 for core in share} == share for share in divided)
+
+
 def test_cores_near_no_gpu_are_divided_too(tmp_path: Path) -> None:
     system = write_sys(tmp_path, {bus_id(0): "0-3", bus_id(1): "0-3"})
     assert shares([bus_id(0), bus_id(1)], range(8), system) == ["0-1,4-5", "2-3,6-7"]

@@ -101,6 +101,7 @@ def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, forma
     [
         ("a.jsonl", b"Hello there.\nHow are you?\n", "--input-format text"),
         ("a", b"id,text\na,Hello\n", "--input-format csv"),
+        ("a", b'id,text\na,"Hello, you"\nb,"One, two"\n', "--input-format csv"),
         ("a", b"id\ttext\na\tHello, you\n", "--input-format tsv"),
         ("text", b"utt-1 hello there\nutt-2 good evening\n", "--input-format kaldi"),
         ("a.txt", "Hello.\n".encode("utf-16"), "UTF-16"),
@@ -212,6 +213,12 @@ ROWS = {
 
 def test_csv_has_the_lines_that_an_editor_shows(tmp_path: Path) -> None:
     assert read(write(tmp_path, TABLE), "csv") == ROWS
+
+
+def test_batches_of_a_long_table_keep_lines_and_bounds(tmp_path: Path) -> None:
+    path = write(tmp_path, "text\n" + "".join(f"Number {number}.\n" for number in range(2, 1001)))
+    expected = {line: (f"line-{line}", f"Number {line}.", None) for line in range(351, 1001)}
+    assert read(path, "csv", max_lines=100, after=350) == expected
 
 
 @pytest.mark.parametrize("after", range(13))

@@ -14,6 +14,7 @@ from sqlalchemy import event
 
 from jobs.ledger import Ledger
 from jobs.ledger.records import SCHEMA_REVISION, ItemState
+from jobs.where import parse_where
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError
 from tests.support.ledger_kit import execute, submit, worker
 
@@ -74,6 +75,25 @@ def test_items_that_change_while_a_page_is_read_do_not_end_the_list(ledger: Ledg
 
     event.listen(ledger.database.engine, "before_cursor_execute", change)
     assert [row.index for row in ledger.items(job.id, ItemState.PENDING, limit=4)] == [0, 2, 3, 4]
+
+
+def test_statements_run_on_the_sqlite_of_ubuntu_22_04(ledger: Ledger) -> None:
+    statements: list[str] = []
+    event.listen(
+        ledger.database.engine, "before_cursor_execute", lambda *about: statements.append(str(about[2]))
+    )
+    job = submit(ledger, [2])
+    # Bound to one model, so that models of jobs are compared.
+    ledger.register_worker(worker())
+    ticket = ledger.take_ready(1)[0]
+    assert ledger.claim(ticket, "w1", 9.0)
+    assert not ledger.others_may_run(job.id, "w1")
+    assert ledger.measured_rtf("fake") is None
+    with pytest.raises(ConfigError):
+        ledger.items(job.id, where=parse_where("mine > 1"))
+    assert any("json_extract(spec" in statement for statement in statements)
+    # SQLite 3.37 does not know this operator.
+    assert not [statement for statement in statements if "->" in statement]
 
 
 def test_several_processes_migrate_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +28,14 @@ def test_defaults_live_in_the_home(tmp_path: Path) -> None:
     assert settings.effective_store_url == str(tmp_path / "out")
     assert settings.effective_broker_url == "redis://127.0.0.1:6379/0"
     assert settings.origin("home") == "default"
+
+
+def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    (tmp_path / "nightjar.toml").write_text('store_url = "höme"\n', "utf-8")
+    code = "from jobs.settings import load_settings; print(ascii(load_settings().store_url))"
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    said = subprocess.check_output([sys.executable, "-c", code], env=os.environ | variables, text=True)
+    assert said == "'h\\xf6me'\n"
 
 
 def test_command_line_over_environment_over_dotenv_over_file_over_defaults(

@@ -72,9 +72,9 @@ def test_any_text_is_a_filter_or_a_refusal(text: str) -> None:
         assert isinstance(parse_where(text), Where)
 
 
-def test_every_check_has_a_column_in_the_ledger() -> None:
-    # Without one its scores are in the column of the others, where filters find them more slowly.
-    assert set(CHECKS) == set(SCORE_COLUMNS)
+def test_columns_of_the_ledger_are_those_of_checks() -> None:
+    # The scores of a check without one are in the column of the others, where filters find them more slowly.
+    assert set(SCORE_COLUMNS) <= set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_every_check_has_a_column_in_the_ledger() -> None:
             [],
             (),
             "has the score 'wer': the job was made without the meter asr.",
-            "The job was made without checks",
+            "No item of it has scores",
         ),
     ],
 )

@@ -296,3 +296,9 @@ def test_audio_in_a_bucket_keeps_its_address(tmp_path: Path, where: str) -> None
         assert line["messages"][0] == ["user", "audio", where]
     (line,) = read(written_input([{"text": "three", "reference_audio": "anna.wav"}], Reading(), tmp_path))
     assert line["messages"][0] == ["user", "audio", str(Path.cwd() / "anna.wav")]
+
+
+def test_messages_of_two_kinds_are_left_to_the_check_of_lines(tmp_path: Path) -> None:
+    odd = {"role": "user", "content": "Hello.", "name": "Ann"}
+    path = written_input([{"messages": [["user", "audio", "/a.wav"], odd]}], Reading(), tmp_path)
+    assert read(path)[0]["messages"] == [["user", "audio", "/a.wav"], odd]
