@@ -40,7 +40,7 @@ interrupts.heed()
 gc.set_threshold(50_000, 20, 100)
 
 # The same examples in every run; NIGHTJAR_RANDOM_EXAMPLES=1 tries others.
-settings.register_profile("same", derandomize=True, database=None)
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
 if not os.environ.get("NIGHTJAR_RANDOM_EXAMPLES"):
     settings.load_profile("same")
 

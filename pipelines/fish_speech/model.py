@@ -78,8 +78,14 @@ def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
     dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
-        widths = [stack.q_width, stack.kv_width, stack.kv_width]
-        query, key, value = layer("attention.wqkv.weight", sum(widths), dim).split(widths)
+        widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
+        if f"{layer.prefix}attention.wq.weight" in load.source:
+            query, key, value = (
+                layer(f"attention.w{part}.weight", width, dim) for part, width in widths.items()
+            )
+        else:
+            whole = layer("attention.wqkv.weight", sum(widths.values()), dim)
+            query, key, value = whole.split(list(widths.values()))
         norms = [
             halves(layer(f"attention.{part}_norm.weight", head_dim), head_dim) if stack.qk_norm else None
             for part in "qk"
@@ -101,7 +107,9 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
     if fast.hidden != slow:
-        project = load("project_in.weight", fast.hidden, slow), load("project_in.bias", fast.hidden)
+        other = f"{FAST}fast_project_in.weight" in load.source
+        name = "fast_project_in" if other else "project_in"
+        project = load(f"{name}.weight", fast.hidden, slow), load(f"{name}.bias", fast.hidden)
     return FastWeights(
         StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
         load("embeddings.weight", fast.vocab, fast.hidden),

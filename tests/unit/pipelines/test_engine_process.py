@@ -157,7 +157,7 @@ def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
     failed = error_of(submit(process, request("[[fail:synth.no_eos]]")))
     assert isinstance(failed, SynthesisError)
     assert failed.code is ErrorCode.SYNTH_NO_EOS
-    with pytest.raises(ModelError, match=r"no config\.json") as bad:
+    with pytest.raises(ModelError, match=r"config\.json is missing") as bad:
         open_process(str(Path(__file__).parent))
     assert bad.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
     assert bad.value.advice
