@@ -144,7 +144,7 @@ def _bound(address: str, port: int) -> socket.socket:
     try:
         family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
         # From here on a client that knows the address gets an answer, if a late one.
-        both = family == socket.AF_INET6
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]

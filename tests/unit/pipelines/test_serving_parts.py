@@ -7,6 +7,7 @@ import base64
 import errno
 import io
 import json
+import socket
 import threading
 import wave
 from contextlib import suppress
@@ -16,7 +17,7 @@ import pytest
 import soundfile
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
 from pipelines.serving import ServeOptions, request_body
 from pipelines.serving.admission import AdmissionQueue, Permit
@@ -25,6 +26,7 @@ from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder,
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
 from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
+from pipelines.serving.server import _bound
 from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import FakeClock
 from tests.support.serving_kit import b64, heard, wav
@@ -320,6 +322,12 @@ def test_fields_that_nobody_knows_are_no_settings() -> None:
     settings = body.settings()
     assert settings["cfg"] == 2.0
     assert not settings.keys() & unknown.keys()
+
+
+def test_a_host_without_both_ip_versions_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with suppress(ConfigError):
+        _bound("::1", 0).close()
 
 
 def shaped(*, opened: int = 0, values: int = 0) -> bytes:
