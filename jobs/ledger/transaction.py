@@ -32,8 +32,8 @@ NOW = {
     "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
 }
 _LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
-#: A member of an object. SQLite has this operator from 3.38 on, newer than that of Ubuntu 22.04.
-_MEMBER = re.compile(r"(\w+) ->> '(\w+)'")
+#: A field of a job's spec. SQLite has this operator from 3.38 on, newer than that of Ubuntu 22.04.
+_FIELD = re.compile(r"spec ->> '(\w+)'")
 #: Columns of JSON.
 _JSON = frozenset({"spec", "labels", "meta", "scores"})
 
@@ -120,7 +120,7 @@ class Transaction:
 def _for_engine(statement: str, engine: str) -> str:
     statement = statement.replace("<now>", NOW[engine])
     if engine == "sqlite":
-        return _MEMBER.sub(r"json_extract(\1, '$.\2')", _LOCKS.sub("", statement))
+        return _FIELD.sub(r"json_extract(spec, '$.\1')", _LOCKS.sub("", statement))
     # The names of parameters as psycopg wants them.
     return re.sub(r":(\w+)", r"%(\1)s", statement)
 
