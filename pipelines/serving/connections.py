@@ -31,12 +31,10 @@ _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno
 _LOG_SECONDS = 60.0
 #: Chunks of a body in a second; others are read later.
 CHUNKS_A_SECOND = 1000
-#: What is read of a connection before others have their turn: a piece of many chunks, which may have 6 bytes,
-#: and one of few.
+#: What is read of a connection before others have their turn: a piece of many chunks or frames, which may have 6
+#: bytes, and one of few.
 _TURN_BYTES, _LARGE_TURN_BYTES = 2048, 1 << 16
 _FEW_CHUNKS = 32
-
-
 #: What the app receives between the messages when the server stops.
 DRAIN = "nightjar.drain"
 #: What the app calls, by its scope, with whether it has nothing to do for this connection.
@@ -46,8 +44,6 @@ PING_SECONDS, PONG_SECONDS = 20.0, 60.0
 #: Of what a client sends: the frames of a message, and those of a second, pings among them; others are read
 #: later.
 MAX_FRAMES, FRAMES_A_SECOND = 1024, 1000
-#: What is read of it before others have their turn: a frame may have 6 bytes.
-_TURN_BYTES = 2048
 #: Between two reads of what a client sends that is to hear why its connection ends.
 _DISCARD_SECONDS = 0.05
 _BAD_TEXT, _TOO_BIG = 1007, 1009
