@@ -166,8 +166,8 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
     (tmp_path / "input.jsonl").write_text(json.dumps({"example_id": "a", "messages": messages}) + "\n")
     shown = jobs("models", model)
     assert shown.returncode == 0, shown.stderr
-    for words in ("family: spark_tts", "engines: native, vllm", "sample_rate: 16000"):
-        assert words in shown.stdout
+    facts = dict(line.split(maxsplit=1) for line in shown.stdout.splitlines())
+    assert (facts["family"], facts["engines"], facts["sample_rate"]) == ("spark_tts", "native, vllm", "16000")
     bad = jobs("submit", "input.jsonl", "--model", model, "--voice", "robot")
     assert bad.returncode != 0
     assert "female/high/moderate" in bad.stderr
