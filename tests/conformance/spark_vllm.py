@@ -17,6 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.adapter import sampling_params
+from pipelines.vllm_engine.library import ModelSpec
 from tests.conformance.spark import PROBABILITY_LIMIT
 from tests.conformance.spark_engines import Opened, sampling_of
 
@@ -37,9 +38,8 @@ def _chances(opened: Opened, case: Item) -> None:
     sampler = Sampler(logprobs_mode="processed_logprobs")
     logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
     for index, settings in enumerate(case["settings"]):
-        asked = sampling_params(
-            TokenRequest("", [0], sampling_of(golden, settings, 0, ())), 1, streamed=False
-        )
+        request = TokenRequest("", [0], sampling_of(golden, settings, 0, ()))
+        asked = sampling_params(ModelSpec(golden.folder), request, streamed=False)
         made = sampler(logits.clone(), _metadata(asked, logits.shape[1])).logprobs_tensors
         golden.near(
             f"settings {index}",

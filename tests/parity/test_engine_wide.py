@@ -84,7 +84,7 @@ def keys_and_values(members: list[GenerationRequest], frames: int) -> dict[Gener
                     .transpose(3, 2)
                     .flatten(3, 4)
                 )
-                kept[one.request] = written[:, :, :, : one.context].clone()
+                kept[one.request] = written[:, :, :, : one.last + one.started].clone()
     return kept
 
 

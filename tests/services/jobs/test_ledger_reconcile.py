@@ -175,6 +175,7 @@ class TestTimesAhead:
         lease_next(ledger)
         jump(ledger, "shards", "lease_until")
         assert ledger.reconcile().times_ahead == 1
+        pass_time(ledger, "shards", 1, "lease_until")
         assert ledger.reconcile().expired_leases == 1
 
     def test_a_shard_that_waits_for_tomorrow_is_ready(self, ledger: Ledger) -> None:

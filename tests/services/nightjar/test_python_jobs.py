@@ -224,7 +224,7 @@ def test_a_job_for_a_fleet(here: Path, valkey_url: str, monkeypatch: pytest.Monk
     for again in (nightjar.submit, nightjar.run):
         with pytest.raises(NightjarError, match="cancelled") as caught:
             again(["Good evening."], out="fleet", quiet=True, labels={"corpus": "evening"})
-        assert (caught.value.code, '`idempotency_key="KEY"`' in caught.value.advice) == (
+        assert (caught.value.code, "`--idempotency-key KEY`" in caught.value.advice) == (
             ErrorCode.LEDGER_CANCELLED,
             True,
         )
