@@ -47,7 +47,7 @@ class Proof:
         """Whether the sources are those with which the tests passed."""
         return self.digest(root) == self.sha256
 
-    def test_files(self, root: Path = ROOT) -> set[Path]:
+    def files_of_tests(self, root: Path = ROOT) -> set[Path]:
         return set(self._files(root, self.tests))
 
     @staticmethod
@@ -69,7 +69,7 @@ def skip_proven(items: Iterable[pytest.Item]) -> None:
         return
     for proof in proofs():
         if proof.holds():
-            files = proof.test_files()
+            files = proof.files_of_tests()
             mark = pytest.mark.skip(reason=f"passed with these sources: {proof.name} of tests/proven.toml")
             for item in items:
                 if item.path in files:
@@ -78,7 +78,7 @@ def skip_proven(items: Iterable[pytest.Item]) -> None:
 
 def passes(proof: Proof) -> bool:
     """Runs the tests of a group."""
-    command = [sys.executable, "-m", "pytest", "-q", *sorted(map(str, proof.test_files()))]
+    command = [sys.executable, "-m", "pytest", "-q", *sorted(map(str, proof.files_of_tests()))]
     return subprocess.run(command, env={**os.environ, ALL_TESTS: "1"}, check=False).returncode == 0
 
 

@@ -4,13 +4,13 @@ A turn makes one frame for each of its rows. A stream has a listener, who began 
 chunk was handed on. Its lead is the audio that was handed on and that the listener has not heard yet.
 While a stream is alive a turn is one of these, in this order:
 
-1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a
-  turn of such streams, filled up
-   with the earliest other ones where places cost nothing. Batch work is passed over `FAIR_TURNS` times in a row at most.
+1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a turn
+   of such streams, filled up with the earliest other ones where places cost nothing. Batch work is passed
+   over `FAIR_TURNS` times in a row at most.
 2. Every stream with a lead below `DUE_SECONDS`, or every stream where few slots are free, and batch work.
 3. No batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of
-  all streams, `AHEAD_ROWS` at
-   least and `MOST_AHEAD_ROWS` at most. So a newcomer waits for a short turn only, and speech is still made faster than it is heard.
+   all streams, `AHEAD_ROWS` at least and `MOST_AHEAD_ROWS` at most. So a newcomer waits for a short turn
+   only, and speech is still made faster than it is heard.
 """
 
 from __future__ import annotations
