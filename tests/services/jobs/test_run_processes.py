@@ -192,7 +192,7 @@ def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None
     gpus = install_nvidia_smi(shell.folder / "state" / "bin", 2)
     run = shell.run("run", "in.jsonl", "--gpu", "0,7", **gpus)
     assert run.returncode == 4
-    assert "config.invalid: GPU 7 does not exist; this host has 0 and 1." in run.stderr
+    assert "config.invalid: GPU 7 does not exist; this host has 0, 1." in run.stderr
     no_driver = shell.run("run", "in.jsonl", "--gpu", "all", PATH=str(shell.folder))
     assert no_driver.returncode == 4
     assert "config.invalid: --gpu all: no GPU was found on this host (`nvidia-smi`" in no_driver.stderr
