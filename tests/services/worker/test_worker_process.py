@@ -326,7 +326,7 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
         ("0,0", "--gpu names GPU 0 twice."),
         ("-1", "--gpu: '-1' is no GPU."),
         ("both", "--gpu: 'both' is no GPU."),
-        ("", "--gpu names no GPU."),
+        ("", "--gpu: '' is no GPU."),
     ],
 )
 def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:
