@@ -3,7 +3,6 @@ nothing left behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -17,7 +16,8 @@ import pytest
 
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.ledger import Ledger
-from jobs.settings import load_settings
+from jobs.ledger.records import QUARANTINED
+from jobs.settings import Settings, load_settings
 from jobs.worker_group import FAILED_STARTS
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.run_kit import SLOW, Shell, until, write_input
@@ -138,12 +138,12 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
             "the worker started",
             100,
         )
-        running = slow.folder / "out/.nightjar/worker.json"
-        until(
-            lambda: len(json.loads(running.read_text())["pids"]) == 1,
-            "the end of the worker was not seen",
-            100,
-        )
+        with closing(Ledger.of(Settings(home=slow.folder / "out"))) as ledger:
+            until(
+                lambda: [row.gpu for row in ledger.worker_statuses() if row.state == QUARANTINED] == ["1"],
+                "the end of the worker was not seen",
+                100,
+            )
         slow.let_go()
         _, said = run.communicate(timeout=100)
     assert run.returncode == 0, said
