@@ -273,7 +273,6 @@ class Ledger:
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)
     shard_ends = _reads(queries.shard_ends)
-    commits = _reads(queries.commits)
     draws_of = _reads(queries.draws_of)
     drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
