@@ -12,7 +12,7 @@ import msgspec
 from jobs.checks import Quality, checked
 from jobs.dialogue import CUSTOM_ID, clean
 from jobs.input_format import AskedFormat, InputFormat, check_format, recognized
-from jobs.input_records import ALL, SPEAKERS, Records, check_columns, reading_of, speakers_sha256
+from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
 from jobs.line_check import LineChecker
 from jobs.source import Source
@@ -63,7 +63,7 @@ class ResolvedSpec:
             check_format(source, found)
         seen = replace(self, input_format=found)
         _check_format(found, self.spec)
-        chosen = reading_of(self.spec)
+        chosen = self.spec.reading or ALL
         if found == "kaldi" and chosen.voices is not None:
             chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
             seen = replace(seen, spec=msgspec.structs.replace(self.spec, reading=chosen))
@@ -91,7 +91,7 @@ def resolve(
     spec = msgspec.structs.replace(
         spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
     )
-    names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
+    names = [*names_of(spec.generation), *((spec.reading or ALL).voices or {}).values()]
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
@@ -110,7 +110,7 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
     if format == "auto":
         return
-    chosen = reading_of(spec)
+    chosen = spec.reading or ALL
     if chosen.columns is not None and format not in ("csv", "tsv", "parquet"):
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, "This input is not a table, and has no columns.", "Leave --column out."
@@ -123,7 +123,7 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
 
 def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
     """Raises `config.invalid`."""
-    chosen = reading_of(spec)
+    chosen = spec.reading or ALL
     if chosen.limit is not None and chosen.sample is not None:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them."
