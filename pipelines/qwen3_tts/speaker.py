@@ -164,7 +164,7 @@ class VoiceCache:
         self._config, self._codec_config = config, codec.config
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
-        self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity)
+        self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
