@@ -392,7 +392,7 @@ def _replace(
     own = old == new or (old.running and since == new)
     if not own and not (old.job in replaces and old.format == new.format):
         filtered = f" with the filter {old.where!r}" if old.where else ""
-        message = f"{destination.address!r} holds another export: job {old.job} in the format {old.format}{filtered}."
+        message = f"{destination.address!r} holds another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
         raise invalid(message, "Export to an empty place, or remove what is there.")
     lists = [destination.record(name, list[WrittenFile]) or [] for name in destination.lists()]
     files = {file.name: file for file in chain(listed, *lists)}
