@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import chat_dialogue, chosen_id, clean
-from jobs.input_records import Columns, row_dialogue
+from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
+from jobs.input_records import Columns
 from jobs.ledger.records import Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
@@ -103,7 +103,7 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
-            records = records.select_columns(Columns(list(names), chosen, _NAMED).read)  # pyright: ignore[reportAttributeAccessIssue]
+            records = records.select_columns([*Columns(names, chosen, _NAMED).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
     for record in records:
         supervisions = getattr(record, "supervisions", None)
         if supervisions is None:

@@ -260,16 +260,6 @@ class Attempt:
     audio_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What was committed at one time."""
-
-    #: None: before the ledger kept it.
-    at: float | None
-    done: int
-    audio_ms: float
-
-
 def attempts_page(sql: Transaction, job_id: str, after: tuple[int, int], limit: int) -> list[Attempt]:
     """Up to `limit` attempts after (shard, epoch), in this order."""
     statement = """
@@ -281,15 +271,6 @@ def attempts_page(sql: Transaction, job_id: str, after: tuple[int, int], limit: 
     """
     rows = sql.rows(statement, job=job_id, shard=after[0], epoch=after[1], limit=limit)
     return [Attempt(*row) for row in rows]
-
-
-def commits(sql: Transaction, job_id: str) -> list[Commit]:
-    """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
-    statement = f"""
-    SELECT made_at, count(*), CAST(sum(duration_ms) AS DOUBLE PRECISION) FROM artifacts
-    WHERE job_no = {NUMBER} AND kind = 'audio' GROUP BY made_at ORDER BY made_at
-    """
-    return [Commit(*row) for row in sql.rows(statement, job=job_id)]
 
 
 def draws_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[DrawRow]:

@@ -244,7 +244,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def _open_voices(self, speaker: SpeakerEncoder, options: PipelineOptions) -> VoiceCache:
         files = None
         if options.voice_cache is not None:
-            identity = partial(voice_identity, self.config, self.codec.config, speaker.device, speaker.dtype)
+            identity = voice_identity(self.config, self.codec.config, speaker.device, speaker.dtype)
             files = RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
         return VoiceCache(speaker, self.codec, files)
 
