@@ -33,7 +33,7 @@ from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from worker.admission import MAX_WRITING_ITEMS, Demand, ItemCounts
+from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
@@ -272,7 +272,7 @@ class ShardRun:
                         self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
                 if not self._waiting or not order.take(rank, lambda: self._stopped):
                     return
-                while (writer.full or len(self._writing) >= MAX_WRITING_ITEMS) and not self._stopped:
+                while writer.full and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
