@@ -150,7 +150,7 @@ class Ledger:
     register_worker = _writes(workers.register_worker)
     worker_heartbeat = _writes(workers.worker_heartbeat)
     retire_worker = _writes(workers.retire_worker)
-    lose_worker = _writes(workers.lose_worker)
+    lose_workers = _writes(workers.lose_workers)
     others_may_run = _reads(workers.others_may_run)
     report_quarantines = _writes(workers.report_quarantines)
     worker_statuses = _reads(job_status.worker_statuses)

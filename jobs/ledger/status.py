@@ -20,7 +20,7 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.transaction import Row, Transaction, record, words
-from jobs.own_files import killed_workers, located
+from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
 #: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out
@@ -49,7 +49,7 @@ _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :
 #: Workers that live and take shards of :model, of any state but those that have ended; without those that
 #: refused :job the last time.
 _LIVE_WORKERS = f"""
-SELECT host, pid, state FROM workers
+SELECT state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
 AND id NOT IN (
     SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
@@ -212,9 +212,8 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
     (status,) = statuses_of(sql, [job])
     if job.state.final:
         return status
-    killed = killed_workers(sql.place)
-    heard = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
-    states = [state for host, pid, state in heard if (host, pid) not in killed]
+    killed = was_killed(sql.place)
+    states = [] if killed else sql.column(_LIVE_WORKERS, model=job.spec.model, job=job.id)
     quarantined = states.count(QUARANTINED)
     outage = sql.row(_OUTAGE, job=job.id)
     return replace(
@@ -347,7 +346,7 @@ class WorkerStatus:
 def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerStatus]:
     """The workers, the newest first; `everyone`: also those that retired, and those that were lost more
     than a day ago."""
-    now, killed = sql.now, killed_workers(sql.place)
+    now, killed = sql.now, was_killed(sql.place)
     held: dict[str, list[Row]] = {}
     leases: dict[str, list[Row]] = {}
     for row in sql.rows(_HELD, now=now):
@@ -359,7 +358,7 @@ def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerS
     for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
         silent_seconds = max(0.0, now - row.heartbeat_at)
         # The next pass of a reconciler says so too; there may be no worker left that makes one.
-        gone = silent_seconds > LIVE_SECONDS or (row.host, row.pid) in killed
+        gone = killed or silent_seconds > LIVE_SECONDS
         found.append(
             record(
                 WorkerStatus,

@@ -130,21 +130,19 @@ def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
     sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=worker_id, reason=clean(reason))
 
 
-def lose_worker(sql: Transaction, host: str, pid: int) -> int:
-    """Ends the leases of a worker whose process is known to be dead, so that the next `reconcile` need not
-    wait for their end; returns how many. If the process lives after all, the epoch fences it."""
-    process = {"host": clean(host), "pid": pid}
+def lose_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
+    """Ends the leases of workers whose processes are known to be dead, of all or of one, so that the next
+    `reconcile` need not wait for their end; returns how many. If one lives after all, the epoch fences it."""
+    dead = f"state <> '{RETIRED}'{'' if host is None else ' AND host = :host AND pid = :pid'}"
+    process = {} if host is None else {"host": clean(host), "pid": pid}
     ended = sql.change(
-        """
+        f"""
         UPDATE shards SET lease_until = heartbeat_at WHERE state = 'leased'
-        AND worker_id IN (SELECT id FROM workers WHERE host = :host AND pid = :pid)
+        AND worker_id IN (SELECT id FROM workers WHERE {dead})
         """,
         **process,
     )
-    sql.change(
-        f"UPDATE workers SET state = '{LOST}' WHERE host = :host AND pid = :pid AND state <> '{RETIRED}'",
-        **process,
-    )
+    sql.change(f"UPDATE workers SET state = '{LOST}' WHERE {dead}", **process)
     return ended
 
 
