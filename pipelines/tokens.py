@@ -90,21 +90,10 @@ class TokenReceiver(Protocol):
     def failed(self, error: NightjarError) -> None: ...
 
 
-class TokenHost(SpeechEngine[TokenRequest], Protocol):
-    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by
-    this contract."""
-
-    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; blocks while the waiting room is full, but never on the engine's own thread.
-
-        Raises `SynthesisError`: `synth.aborted` once the engine is closed.
-        """
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Positions of a sequence: prompt and new tokens."""
-        ...
+#: An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by this
+#: contract. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
+#: `SynthesisError` (`synth.aborted`) once the engine is closed.
+TokenHost = SpeechEngine[TokenRequest]
 
 
 def token_sampling(

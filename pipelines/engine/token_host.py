@@ -49,18 +49,12 @@ class NativeHost:
         self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
 
     @property
-    def max_context(self) -> int:
-        """Positions of a sequence: prompt and new tokens."""
-        info = self._engine.info
-        return min(info.kv_pages * info.page_size, info.max_context)
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a frame."""
         return self._engine.info
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; see `pipelines.tokens.TokenHost.submit`. A receiver may call it, and a stream
+        """Queues a sequence; see `pipelines.tokens.TokenHost`. A receiver may call it, and a stream
         never waits.
 
         It ends at the model's own ends, whatever the stop ids, and has no shadow. Raises `SynthesisError`
