@@ -186,7 +186,7 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
     if not len(made):
         return made
-    limit, after = max(_peak(samples), PEAK_LIMIT), _peak(made)
+    limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
 
@@ -225,7 +225,7 @@ def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[
     before = loudness(samples, sample_rate)
     if before == -math.inf:
         return samples, before
-    gain = min(10 ** ((TARGET_LUFS - before) / 20), PEAK_LIMIT / _peak(samples))
+    gain = min(10 ** ((TARGET_LUFS - before) / 20), PEAK_LIMIT / peak(samples))
     return samples * np.float32(gain), before + 20 * math.log10(gain)
 
 
@@ -310,7 +310,8 @@ def _ogg_checksum(page: bytearray) -> int:
     return int(f"{register:032b}"[::-1], 2)
 
 
-def _peak(samples: NDArray[np.float32]) -> float:
+def peak(samples: NDArray[np.float32]) -> float:
+    """The largest amplitude of samples [samples]."""
     return max(float(samples.max()), -float(samples.min()))
 
 

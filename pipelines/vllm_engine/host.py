@@ -33,7 +33,8 @@ from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
-from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
+from pipelines.results import Receiver
+from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.library import AT_ONCE, CODE_SPAN, ModelSpec, architecture, on_cpu
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
@@ -252,7 +253,7 @@ class VllmHost:
             engine="vllm",
         )
 
-    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
+    def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
         """Queues a sequence; blocks while the waiting room is full (never on the host's own loop).
 
         Raises `SynthesisError` (`synth.aborted`) once the host is closed, `EngineCrashError` once its
@@ -344,13 +345,13 @@ class VllmHost:
             self._llm.shutdown()
         await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
-    def _enter(self, request: TokenRequest, receiver: TokenReceiver) -> None:
+    def _enter(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
         # A task that is cancelled before its first step runs no line of its own: what must happen at the end
         # happens here.
         task.add_done_callback(lambda task: self._ended(task, request, receiver))
 
-    def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: TokenReceiver) -> None:
+    def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: Receiver[Any]) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         error = self._failure(task)
         del self._tasks[request]
@@ -385,7 +386,7 @@ class VllmHost:
         message = f"vLLM failed: {type(error).__name__}: {error}."
         return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log.")
 
-    async def _sequence(self, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
+    async def _sequence(self, request: TokenRequest, receiver: Receiver[Any]) -> Tokens:
         name = f"{request.request_id}#{next(self._numbers)}"
         if request.shadow is None:
             return await self._collect(name, request, receiver)
@@ -398,7 +399,7 @@ class VllmHost:
         finally:
             await self._llm.abort(shadow)
 
-    async def _collect(self, name: str, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
+    async def _collect(self, name: str, request: TokenRequest, receiver: Receiver[Any]) -> Tokens:
         ids: list[int] = []
         codes: list[NDArray[np.int64]] = []
         finish = None
