@@ -39,7 +39,7 @@ from pipelines.speechlm.lm import (
     read_output,
 )
 from pipelines.speechlm.weights import check_names, refuse_pickle
-from pipelines.tokens import TokenRequest, Tokens
+from pipelines.tokens import TokenHost, TokenRequest, Tokens
 from pipelines.validation import (
     bounded,
     bounded_top_k,
@@ -49,7 +49,6 @@ from pipelines.validation import (
     frames_within,
     speech_task,
 )
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
 _CODEC_BATCH = 64
@@ -102,6 +101,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
     # start.
+    from pipelines.vllm_engine.host import VllmHost
+
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
@@ -229,7 +230,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         coder: TextCoder,
         encoder: AudioEncoder,
         codec: Xcodec,
-        host: VllmHost,
+        host: TokenHost,
         options: SpeechLmOptions,
     ) -> None:
         self.config = config
@@ -242,7 +243,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._options = options
         self._heard: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
-        self._meta = {"engine": "vllm", "dtype": host.info.dtype, "codec_dtype": type_name(codec.dtype)}
+        info = host.info
+        self._context = info.max_context
+        self._meta = {"engine": "vllm", "dtype": info.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
         super().__init__(host, stage, SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
 
@@ -259,8 +262,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
         prompt = build_prompt(self.config, self.coder, messages, [len(one) for one in features])
-        room = self.host.max_context - len(prompt.ids)
-        check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
+        room = self._context - len(prompt.ids)
+        check_room(len(prompt.ids), self._context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
         keep = self._options.keep_unfinished

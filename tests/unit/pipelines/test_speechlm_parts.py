@@ -36,7 +36,7 @@ from pipelines.speechlm.lm import (
 from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
+from pipelines.vllm_engine.pairs import Half, half_of, match
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
 
@@ -98,7 +98,7 @@ def test_the_assistants_messages_are_skipped_for_audio_alone() -> None:
 def test_pairs_are_matched_by_name_place_and_wholeness() -> None:
     main, null = Half("a", "main", 3.0), Half("a", "null", 3.0)
     assert half_of({}) is None
-    assert half_of(pair_extra("a", "main", 3)) == main
+    assert half_of({"pair": ["a", "main", 3.0]}) == main
 
     def matched(positions: list[int], whole: list[bool]) -> tuple[list[int], list[int], list[int]]:
         found = match([None, null, main], np.array(positions), np.array(whole))
