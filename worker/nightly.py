@@ -414,8 +414,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
             try:
                 place = place_of(settings, name, wanted, date.today())
                 if wanted != REPORT:
-                    splits, packed = _splits(wanted, schedule), spec.pack is True
-                    find_format(wanted).check(place, store_url, splits, packed=packed, stored=spec.format)
+                    find_format(wanted).check(place, store_url, spec, _splits(wanted, schedule))
                 elif is_remote(place):
                     raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
             except ConfigError as error:
