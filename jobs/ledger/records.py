@@ -41,12 +41,7 @@ class JobState(StrEnum):
 
     @property
     def final(self) -> bool:
-        return self in {
-            JobState.CANCELLED,
-            JobState.COMPLETED,
-            JobState.COMPLETED_WITH_ERRORS,
-            JobState.FAILED,
-        }
+        return self in FINAL
 
 
 class ShardState(StrEnum):
@@ -423,7 +418,7 @@ WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)
 #: Jobs whose shards are handed out.
 DISPATCHED = (JobState.READY, JobState.RUNNING)
 #: Jobs that have ended.
-FINAL = tuple(state for state in JobState if state.final)
+FINAL = (JobState.CANCELLED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.FAILED)
 #: Jobs whose failed items can be opened again.
 RETRYABLE_JOBS = (*WORKING, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
 #: Shards that still have to end.

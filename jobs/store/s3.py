@@ -108,11 +108,6 @@ class S3Store(ObjectStore):
 
     remote: ClassVar[bool] = True
 
-    @classmethod
-    def at(cls, address: str, settings: S3Settings | None = None) -> S3Store:
-        """The store at `s3://bucket/prefix`. Raises `config.invalid`."""
-        return cls(*split_s3_url(address), settings)
-
     def __init__(self, bucket: str, prefix: str, settings: S3Settings | None = None) -> None:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
