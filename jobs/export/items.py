@@ -22,7 +22,6 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
-from jobs.voices import stored_voices
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError
 from pipelines.request import Generation, SpokenRole
@@ -183,7 +182,7 @@ def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generatio
     generation = of_role.over(defaults.of(role))
     if (
         of_role.voice is None
-        and generation.voice in stored_voices(job.spec)
+        and generation.voice in (job.spec.stored_voices or {})
         and reference_places(dialogue.messages, index)
     ):
         # The line's recording went before the job's stored voice.
