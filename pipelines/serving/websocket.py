@@ -26,7 +26,7 @@ from pipelines.serving.connections import DRAIN, RESTING
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.middleware import CLIENT_LEFT, WEBSOCKET
 from pipelines.serving.streaming import Serving, spoken, unit_request
-from pipelines.serving.text_units import Piece, TextPassages, TextUnits, has_words
+from pipelines.serving.text_units import Piece, TextUnits, has_words
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Context:
         wanted = not in_context if serving.options.text_in is None else serving.options.text_in
         grows = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
         self._grows = grows
-        self._text = TextPassages() if grows else TextUnits()
+        self._text = TextUnits(by_word=grows)
         self._passage: Passage | None = None
         #: What is said next, and the numbers of flushes: places in the speech that the client wants to hear of.
         self._todo: deque[Passage | int] = deque()
