@@ -33,9 +33,9 @@ from benchmarks.random_models.qwen3_tts import (
 from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_encoder import CodecEncoder
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig
 from pipelines.qwen3_tts.model import take_weights
+from pipelines.qwen3_tts.speaker import CodecEncoder
 
 #: Ids of the published tokenizer.
 _START, _END, _ASSISTANT = 151644, 151645, 77091

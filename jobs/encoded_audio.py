@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
-import msgspec
 import numpy as np
 import soundfile
 
@@ -41,7 +40,7 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
     Raises `SynthesisError` for speech that is no audio, or has less than a sample at the job's rate.
     """
     audio_format = cast("AudioFormat", spec.format)
-    rate = speech.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
+    rate = spec.sample_rate or speech.sample_rate
     samples = resample(speech.samples, speech.sample_rate, rate)
     if not len(samples):
         raise SynthesisError(
@@ -49,6 +48,11 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
             f"The speech has no sample at {rate} Hz.",
             "Check the text, or try again.",
         )
+    return encoded(samples, rate, audio_format)
+
+
+def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio:
+    """The file of samples at this rate."""
     data = encode(samples, rate, audio_format)
     # What a reader gets of MP3 and Opus is the codec's to say.
     heard = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)

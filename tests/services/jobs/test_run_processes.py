@@ -3,7 +3,6 @@ nothing left behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -17,7 +16,8 @@ import pytest
 
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.ledger import Ledger
-from jobs.settings import load_settings
+from jobs.ledger.records import QUARANTINED
+from jobs.settings import Settings, load_settings
 from jobs.worker_group import FAILED_STARTS
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.run_kit import SLOW, Shell, until, write_input
@@ -135,12 +135,12 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
             "the worker started",
             100,
         )
-        running = slow.folder / "out/.nightjar/worker.json"
-        until(
-            lambda: len(json.loads(running.read_text())["pids"]) == 1,
-            "the end of the worker was not seen",
-            100,
-        )
+        with closing(Ledger.of(Settings(home=slow.folder / "out"))) as ledger:
+            until(
+                lambda: [row.gpu for row in ledger.worker_statuses() if row.state == QUARANTINED] == ["1"],
+                "the end of the worker was not seen",
+                100,
+            )
         slow.let_go()
         _, said = run.communicate(timeout=100)
     assert run.returncode == 0, said
@@ -189,7 +189,7 @@ def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None
     gpus = install_nvidia_smi(shell.folder / "state" / "bin", 2)
     run = shell.run("run", "in.jsonl", "--gpu", "0,7", **gpus)
     assert run.returncode == 4
-    assert "config.invalid: GPU 7 does not exist; this host has 0 and 1." in run.stderr
+    assert "config.invalid: GPU 7 does not exist; this host has 0, 1." in run.stderr
     no_driver = shell.run("run", "in.jsonl", "--gpu", "all", PATH=str(shell.folder))
     assert no_driver.returncode == 4
     assert "config.invalid: --gpu all: no GPU was found on this host (`nvidia-smi`" in no_driver.stderr
