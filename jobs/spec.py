@@ -9,9 +9,9 @@ from typing import cast
 
 import msgspec
 
-from jobs.checks import Quality, checked
+from jobs.checks import Quality
 from jobs.dialogue import CUSTOM_ID, clean
-from jobs.input_format import AskedFormat, InputFormat, check_format, recognized
+from jobs.input_format import AskedFormat, InputFormat, format_of
 from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
@@ -52,11 +52,7 @@ class ResolvedSpec:
         Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that
         cannot be read.
         """
-        found = self.input_format
-        if found == "auto":
-            found = recognized(source)
-        elif found not in ("dialogues", "openai-batch"):
-            check_format(source, found)
+        found = format_of(source, self.input_format)
         seen = replace(self, input_format=found)
         _check_format(found, self.spec)
         chosen = self.spec.reading or ALL
@@ -162,7 +158,6 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
     check_columns(chosen.columns or {})
     if quality is not None:
-        quality = checked(quality)
         if not quality.paces and card.pace is not None:
             # What was learned by now stays this job's measure.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))

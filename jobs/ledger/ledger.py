@@ -23,6 +23,7 @@ from jobs.ledger.records import (
     RejectedLine,
     Ticket,
 )
+from jobs.ledger.schema import ROWS_OF_JOBS
 from jobs.ledger.status import JobStatus
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import recorded
@@ -246,7 +247,7 @@ class Ledger:
     def delete_rows(self, job_id: str) -> None:
         """Removes every row of a job whose deletion began, its own one last; one transaction for some
         rows."""
-        for table in control.tables_of_jobs():
+        for table in ROWS_OF_JOBS:
             last = self.database.read(control.last_of, table, job_id)
             for first in range(0, last + 1, control.ROWS_AT_ONCE):
                 self.database.write(control.delete_range, table, job_id, first)

@@ -101,7 +101,7 @@ WITH leases AS (
     FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
     WHERE ended_at >= <now> - {RECENT_SECONDS}
     UNION ALL
-    SELECT shards.worker_id, n_done, audio_ms, started_at, <now>, n_done - claimed_done, shards.n_failed - claimed_failed
+    SELECT shards.worker_id, n_done, audio_ms, started_at, CAST(:now AS DOUBLE PRECISION), n_done - claimed_done, shards.n_failed - claimed_failed
     FROM shards
     JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
     WHERE shards.state = 'leased'
@@ -372,7 +372,7 @@ def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerS
     held: dict[str, list[HeldShard]] = {}
     for row in sql.rows(_HELD):
         held.setdefault(row.worker_id, []).append(record(HeldShard, row))
-    recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT)}
+    recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT, now=now)}
     found: list[WorkerStatus] = []
     for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
         silent_seconds = max(0.0, now - row.heartbeat_at)
