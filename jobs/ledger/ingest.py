@@ -24,14 +24,12 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.status import job_of, read_job
-from jobs.ledger.transaction import Row, Transaction
+from jobs.ledger.transaction import Transaction
 from jobs.own_files import recorded
-from pipelines.errors import ErrorCode, InputError, ServiceError
+from pipelines.errors import ErrorCode, InputError
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _UNIQUE_VIOLATION = "23505"
-#: Ids in one IN list.
-_CHUNK = 5000
 #: Shard -> index -> example id, as JSON. Half the time of a row at a time, and other threads run meanwhile:
 #: Python's driver of SQLite lets go of its lock once a statement, not once a row.
 _ADD_ITEMS = """
@@ -94,7 +92,7 @@ def stage(
     first `KEPT_REJECTED_LINES` of the job are kept: a small archive can hold a billion. A caller that lost
     the connection may stage the same batch again.
     """
-    job = _lock_ingesting(sql, job_id)
+    job = lock_known_job(sql, job_id, "added to", JobState.INGESTING)
     if job.lines_read >= lines_read:
         return False
     if any("\x00" in example_id for shard in shards for _, example_id in shard.items):
@@ -170,8 +168,7 @@ def duplicates(sql: Transaction, job_id: str, shards: Sequence[NewShard]) -> lis
     ids = [example_id for shard in shards for index, example_id in shard.items if index not in shard.turns]
     found = {example_id for example_id, count in Counter(ids).items() if count > 1}
     statement = f"SELECT example_id FROM items WHERE job_no = {NUMBER} AND example_id IN (:ids)"
-    for start in range(0, len(ids), _CHUNK):
-        found.update(sql.column(statement, job=job_id, ids=ids[start : start + _CHUNK]))
+    found.update(sql.column(statement, job=job_id, ids=ids))
     return list(dict.fromkeys(example_id for example_id in ids if example_id in found))
 
 
@@ -187,7 +184,7 @@ def seal_job(sql: Transaction, job_id: str) -> Job:
 
 def abandon_job(sql: Transaction, job_id: str) -> None:
     """Removes every row of a job that is still ingesting."""
-    job = _lock_ingesting(sql, job_id)
+    job = lock_known_job(sql, job_id, "abandoned", JobState.INGESTING)
     sql.change("DELETE FROM items WHERE job_no = :job_no", job_no=job.no)
     for table in ("rejected_lines", "shards"):
         sql.change(f"DELETE FROM {table} WHERE job_id = :job", job=job_id)
@@ -207,14 +204,3 @@ def staged_shards(sql: Transaction, job_id: str) -> tuple[int, int, int]:
     if row is None:
         raise no_such_job(job_id)
     return row[0], row[1], row[2]
-
-
-def _lock_ingesting(sql: Transaction, job_id: str) -> Row:
-    job = lock_known_job(sql, job_id)
-    if job.state != JobState.INGESTING:
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"Job {job_id} is {job.state}, so nothing can be added to it.",
-            "Submit a new job.",
-        )
-    return job

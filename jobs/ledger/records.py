@@ -507,23 +507,14 @@ class Verdict(StrEnum):
     CLOSE = "close"
 
 
-@dataclass(frozen=True, slots=True)
-class AfterCrash:
-    verdict: Verdict
-    attempts: int
-
-
-def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> AfterCrash:
-    """Judges a crashed lease. A lease that ended items before it crashed starts the count of attempts
-    anew."""
+def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> tuple[Verdict, int]:
+    """Judges a crashed lease: with the attempts that are spent then. A lease that ended items before it
+    crashed starts their count anew."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
-        return AfterCrash(Verdict.RETRY, attempts)
-    if open_items == 0:
-        return AfterCrash(Verdict.CLOSE, attempts)
-    if open_items == 1:
-        return AfterCrash(Verdict.MARK_DEAD, attempts)
-    return AfterCrash(Verdict.BISECT, attempts)
+        return Verdict.RETRY, attempts
+    verdicts = {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}
+    return verdicts.get(open_items, Verdict.BISECT), attempts
 
 
 def last_attempt(attempts: int, max_attempts: int) -> bool:

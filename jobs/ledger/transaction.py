@@ -31,6 +31,9 @@ NOW = {
     "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
     "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
 }
+#: A list is one value, so that a statement is the same whatever is in it.
+LISTS = {"sqlite": r"IN (SELECT value FROM json_each(:\1))", "postgresql": r"= ANY(:\1)"}
+_LIST = re.compile(r"IN \(:(\w+)\)")
 _LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
 #: A field of a job's spec. SQLite has this operator from 3.38 on, newer than that of Ubuntu 22.04.
 _FIELD = re.compile(r"spec ->> '(\w+)'")
@@ -100,25 +103,18 @@ class Transaction:
         return self.value("SELECT <now>")
 
     def _run(self, statement: str, values: dict[str, object]) -> Any:
-        for name, value in list(values.items()):
+        for name, value in values.items():
             if isinstance(value, Enum):
                 values[name] = value.value
             elif isinstance(value, list | tuple | set):
-                del values[name]
-                listed = {
-                    f"{name}_{number}": one.value if isinstance(one, Enum) else one
-                    for number, one in enumerate(value)
-                }
-                statement = statement.replace(
-                    f"(:{name})", f"({', '.join(f':{one}' for one in listed) or 'NULL'})"
-                )
-                values |= listed
+                listed = msgspec.to_builtins(value)
+                values[name] = msgspec.json.encode(listed).decode() if self.engine == "sqlite" else listed
         return self.execute(_for_engine(statement, self.engine), values)
 
 
 @lru_cache(maxsize=256)
 def _for_engine(statement: str, engine: str) -> str:
-    statement = statement.replace("<now>", NOW[engine])
+    statement = _LIST.sub(LISTS[engine], statement.replace("<now>", NOW[engine]))
     if engine == "sqlite":
         return _FIELD.sub(r"json_extract(spec, '$.\1')", _LOCKS.sub("", statement))
     # The names of parameters as psycopg wants them.
