@@ -22,7 +22,6 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
-from jobs.voices import stored_voices
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError
 from pipelines.request import Generation, SpokenRole
@@ -121,7 +120,7 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         own, defaults = own.of(role), defaults.of(role)
     generation = own.over(defaults)
     voice = generation.voice
-    if recordings and own.voice is None and voice in stored_voices(job.spec):
+    if recordings and own.voice is None and voice in (job.spec.stored_voices or {}):
         # The line's recording went before the job's stored voice.
         voice = None
     speaker = _speaker(job, item.references, voice, recordings)

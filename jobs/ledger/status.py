@@ -193,7 +193,9 @@ def find_job(sql: Transaction, prefix: str) -> Job:
         raise no_such_job(wanted)
     if len(found) > 1:
         raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id."
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Several jobs begin with {wanted!r}.",
+            "Give more characters of the id.",
         )
     return job_of(sql, found[0])
 
