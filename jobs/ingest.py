@@ -17,7 +17,8 @@ import msgspec
 from jobs.input_records import Records
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
-from jobs.ledger import DuplicateExamples, Ledger
+from jobs.ledger import Ledger
+from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, repeated_lines
 from jobs.packs import ahead

@@ -11,7 +11,7 @@ import msgspec
 
 from jobs.checks import Quality
 from jobs.turns import Speak, row_id
-from pipelines.errors import ConfigError, ErrorCode, NotFoundError
+from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 
 #: Label of a job whose input is not written as dialogues.
@@ -138,17 +138,6 @@ class NewJob:
     #: Share of failed items that pauses the job, see `over_budget`; None: never.
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        """Raises `config.invalid` for an error budget that would never, or always, be spent."""
-        # The comparison is also false for NaN.
-        if self.error_budget is not None and not 0 <= self.error_budget <= 1:
-            message = f"The error budget is {self.error_budget}."
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID,
-                message,
-                "Give the share of failed items that pauses the job, from 0 to 1.",
-            )
 
 
 @dataclass(frozen=True, slots=True)

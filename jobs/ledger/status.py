@@ -248,16 +248,6 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
     )
 
 
-def newest_statuses(
-    sql: Transaction,
-    limit: int = 50,
-    states: Collection[JobState] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> list[JobStatus]:
-    """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
-    return statuses_of(sql, newest_jobs(sql, limit, states, labels))
-
-
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     """The statuses of these jobs, without what they wait for."""
     now, busy = sql.now, worked_on(sql, [job.id for job in found])

@@ -11,17 +11,20 @@ import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION, clean
 from jobs.own_files import own_ledger, place_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
@@ -130,6 +133,12 @@ def words(*values: Enum) -> str:
 def decoded(value: Any) -> Any:
     """The value of a column of JSON, which SQLite gives as text."""
     return msgspec.json.decode(value) if isinstance(value, str) else value
+
+
+def columns_of(record: DataclassInstance) -> dict[str, object]:
+    """A record as columns, with texts that every database takes."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def record(kind: type[T], row: Row, **changes: object) -> T:

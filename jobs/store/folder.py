@@ -152,7 +152,12 @@ class FolderStore(ObjectStore):
         """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
         time."""
         segments, stem = split_prefix(prefix)
-        yield from self._walk(segments, stem)
+        for name, size, modified_at in self._entries(segments):
+            key = "/".join([*segments, name])
+            if name.endswith("/") and name.startswith(stem):
+                yield from self.list(key)
+            elif name.startswith(stem):
+                yield ObjectInfo(key, size, modified_at=modified_at)
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -207,15 +212,6 @@ class FolderStore(ObjectStore):
         if identity is not None and found != identity:
             raise store_away(str(self._root), found, identity)
         return top
-
-    def _walk(self, folder: list[str], stem: str = "") -> Iterator[ObjectInfo]:
-        for name, size, modified_at in self._entries(folder):
-            if not name.startswith(stem):
-                continue
-            if name.endswith("/"):
-                yield from self._walk([*folder, name[:-1]])
-            else:
-                yield ObjectInfo("/".join([*folder, name]), size, modified_at=modified_at)
 
     def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
         """Names, sizes and times of change in a folder, nothing where it is gone; folders have a slash at
