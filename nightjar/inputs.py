@@ -62,26 +62,12 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for what gives the names of its parts where records are meant, and for what
-    gives nothing."""
-    kind = type(records).__name__
-    if isinstance(records, Mapping):
-        advice = "Give one of its values, such as a split of a dataset, or put a single record into a list."
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, not a list of records.", advice
-        )
-    if hasattr(records, "iterrows"):
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT,
-            f"A {kind} gives its columns, and no records.",
-            'Give its rows: to_dict("records").',
-        )
-    if not isinstance(records, Iterable):
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT,
-            f"A value of type {kind} is not a list of records.",
-            "Give a path, or a list of texts or mappings.",
-        )
+    """Raises `InputError` for what gives nothing, and for what gives the names of its parts where records
+    are meant: a mapping, and a table of pandas."""
+    if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
+        message = f"A {type(records).__name__} is not a list of records."
+        advice = 'Give a path, or a list of texts or mappings: of a DatasetDict a split, of a DataFrame to_dict("records").'
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:

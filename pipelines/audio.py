@@ -9,7 +9,6 @@ import struct
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,8 +75,8 @@ def decode(
     numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
-    with _opened(data) as file:
-        rate = _header(file, max_seconds).sample_rate
+    with _opened(data, max_seconds) as file:
+        rate = int(file.samplerate)
         mono = _mono(file, min(int(max_seconds * rate), MAX_SAMPLES // file.channels), channel)
     if mono is None:
         raise _too_long(max_seconds)
@@ -91,41 +90,26 @@ def decode(
     return np.ascontiguousarray(mono, dtype=np.float32), rate
 
 
-@dataclass(frozen=True, slots=True)
-class AudioHeader:
-    """What an encoded file says of itself."""
-
-    #: In libsndfile's words: WAV, WAVEX, RF64, FLAC, OGG, MP3, AIFF ...
-    kind: str
-    frames: int
-    channels: int
-    sample_rate: int
-
-
-def read_header(data: bytes, max_seconds: float) -> AudioHeader:
-    """The header of an encoded file, within the bounds of `decode`; decodes nothing. Raises `InputError`
-    as `decode` does."""
-    with _opened(data) as file:
-        return _header(file, max_seconds)
+def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
+    """An encoded file within the bounds of `decode`, closed: its format, frames, channels and samplerate.
+    Decodes nothing. Raises `InputError` as `decode` does."""
+    with _opened(data, max_seconds) as file:
+        return file
 
 
 @contextmanager
-def _opened(data: bytes) -> Generator[soundfile.SoundFile]:
+def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate, frames, channels = file.samplerate, file.frames, file.channels
+            if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
+                message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
+                raise _unreadable(message)
+            if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
+                raise _too_long(max_seconds)
             yield file
     except (soundfile.SoundFileError, ValueError, TypeError) as error:
         raise _unreadable("The audio cannot be read.") from error
-
-
-def _header(file: soundfile.SoundFile, max_seconds: float) -> AudioHeader:
-    rate, frames, channels = int(file.samplerate), int(file.frames), int(file.channels)
-    if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-        message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
-        raise _unreadable(message)
-    if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
-        raise _too_long(max_seconds)
-    return AudioHeader(file.format, frames, channels, rate)
 
 
 def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray[np.float32] | None:
@@ -202,7 +186,7 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
     if not len(made):
         return made
-    limit, after = max(_peak(samples), PEAK_LIMIT), _peak(made)
+    limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
 
@@ -231,10 +215,8 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
     return _OFFSET_LUFS + 10 * math.log10(blocks.mean())
 
 
-def normalize_loudness(
-    samples: NDArray[np.float32], sample_rate: int, target_lufs: float = TARGET_LUFS, peak: float = PEAK_LIMIT
-) -> tuple[NDArray[np.float32], float]:
-    """Samples [samples] scaled to `target_lufs`, or to `peak` where the target would exceed it, and their
+def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[NDArray[np.float32], float]:
+    """Samples [samples] scaled to `TARGET_LUFS`, or to `PEAK_LIMIT` where the target would exceed it, and their
     loudness in LUFS.
 
     Scaling is all it does: the waveform keeps its shape. Silence comes back as it is, with a loudness of
@@ -243,7 +225,7 @@ def normalize_loudness(
     before = loudness(samples, sample_rate)
     if before == -math.inf:
         return samples, before
-    gain = min(10 ** ((target_lufs - before) / 20), peak / _peak(samples))
+    gain = min(10 ** ((TARGET_LUFS - before) / 20), PEAK_LIMIT / peak(samples))
     return samples * np.float32(gain), before + 20 * math.log10(gain)
 
 
@@ -299,19 +281,6 @@ def _filtered(
     return found
 
 
-def ogg_pages(data: bytes) -> list[tuple[int, int]]:
-    """Where the pages of an Ogg file begin and end, as their headers say: the last one of a file that was
-    cut ends behind it."""
-    pages: list[tuple[int, int]] = []
-    end = 0
-    while end < len(data):
-        begin, table = end, end + _OGG_SEGMENTS + 1
-        segments = data[table - 1] if table <= len(data) else 0
-        end = table + segments + sum(data[table : table + segments])
-        pages.append((begin, end))
-    return pages
-
-
 def _with_steady_serial(data: bytes) -> bytes:
     """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two
     files would be equal.
@@ -319,27 +288,30 @@ def _with_steady_serial(data: bytes) -> bytes:
     The number has to differ between files, because files that are joined into one keep theirs (RFC 3533,
     section 4).
     """
-    file = bytearray(data)
-    pages = ogg_pages(data)
-    for begin, _ in pages:
-        for field in (_OGG_SERIAL, _OGG_CHECKSUM):
-            file[begin + field.start : begin + field.stop] = bytes(4)
-    serial = struct.pack("<I", zlib.crc32(file))
-    for begin, end in pages:
-        file[begin + _OGG_SERIAL.start : begin + _OGG_SERIAL.stop] = serial
-        checksum = struct.pack("<I", _ogg_checksum(bytes(file[begin:end])))
-        file[begin + _OGG_CHECKSUM.start : begin + _OGG_CHECKSUM.stop] = checksum
-    return bytes(file)
+    pages: list[bytearray] = []
+    end = 0
+    while end < len(data):
+        begin, table = end, end + _OGG_SEGMENTS + 1
+        sizes = data[table : table + data[table - 1]]
+        end = table + len(sizes) + sum(sizes)
+        pages.append(bytearray(data[begin:end]))
+        pages[-1][_OGG_SERIAL] = pages[-1][_OGG_CHECKSUM] = bytes(4)
+    serial = struct.pack("<I", zlib.crc32(b"".join(pages)))
+    for page in pages:
+        page[_OGG_SERIAL] = serial
+        page[_OGG_CHECKSUM] = struct.pack("<I", _ogg_checksum(page))
+    return b"".join(pages)
 
 
-def _ogg_checksum(page: bytes) -> int:
+def _ogg_checksum(page: bytearray) -> int:
     """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from
     0 and without inversion."""
     register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2)
 
 
-def _peak(samples: NDArray[np.float32]) -> float:
+def peak(samples: NDArray[np.float32]) -> float:
+    """The largest amplitude of samples [samples]."""
     return max(float(samples.max()), -float(samples.min()))
 
 

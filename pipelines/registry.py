@@ -122,9 +122,9 @@ class Family:
             ) from error
 
 
-def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
+def _qwen3_tts(hub_name: str, capabilities: Capabilities) -> Published:
     card = ModelCard(
-        f"qwen3-tts-{kind}",
+        f"qwen3-tts-{hub_name.lower()}",
         "qwen3_tts",
         "native",
         24_000,
@@ -154,11 +154,11 @@ _BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, s
 _CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
 _DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
 _QWEN3_TTS = (
-    _qwen3_tts("0.6b-base", "0.6B-Base", _BASE),
-    _qwen3_tts("0.6b-customvoice", "0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
-    _qwen3_tts("1.7b-base", "1.7B-Base", _BASE),
-    _qwen3_tts("1.7b-customvoice", "1.7B-CustomVoice", _CUSTOM),
-    _qwen3_tts("1.7b-voicedesign", "1.7B-VoiceDesign", _DESIGN),
+    _qwen3_tts("0.6B-Base", _BASE),
+    _qwen3_tts("0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
+    _qwen3_tts("1.7B-Base", _BASE),
+    _qwen3_tts("1.7B-CustomVoice", _CUSTOM),
+    _qwen3_tts("1.7B-VoiceDesign", _DESIGN),
 )
 
 #: Models that need no checkpoint: name -> the package with `describe`, whose module `pipeline` has `load`.
@@ -265,10 +265,9 @@ def model_names() -> list[str]:
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, by name. Touches no network: published checkpoints show what was
     published."""
-    providers = {name: _provider(name) for name in model_names()}
     return [
-        PUBLISHED[name][1].card if provider is None else replace(provider.describe(), name=name)
-        for name, provider in providers.items()
+        PUBLISHED[name][1].card if name in PUBLISHED and name not in _registered else describe(name)
+        for name in model_names()
     ]
 
 

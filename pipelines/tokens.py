@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import Drawing
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
@@ -73,38 +73,10 @@ class Tokens:
     codes: NDArray[np.int64] | None = None
 
 
-class TokenReceiver(Protocol):
-    """Who waits for one sequence. Called on the engine's own thread, so it must be quick."""
-
-    #: Whether `tokens` is wanted while the sequence grows.
-    streamed: bool
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
-        ...
-
-    def finished(self, tokens: Tokens) -> None:
-        """The whole sequence."""
-        ...
-
-    def failed(self, error: NightjarError) -> None: ...
-
-
-class TokenHost(SpeechEngine[TokenRequest], Protocol):
-    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by
-    this contract."""
-
-    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; blocks while the waiting room is full, but never on the engine's own thread.
-
-        Raises `SynthesisError`: `synth.aborted` once the engine is closed.
-        """
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Positions of a sequence: prompt and new tokens."""
-        ...
+#: An engine of token sequences: a request in, a `Receiver` told. Families take either engine by this
+#: contract. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
+#: `SynthesisError` (`synth.aborted`) once the engine is closed.
+TokenHost = SpeechEngine[TokenRequest]
 
 
 def token_sampling(

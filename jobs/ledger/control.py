@@ -32,7 +32,7 @@ from jobs.ledger.records import (
     JobState,
     ShardState,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, metadata
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, ROWS_OF_JOBS
 from jobs.ledger.transaction import Row, Transaction, words
 from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
@@ -266,8 +266,6 @@ BEING_DELETED = "being deleted"
 #: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but
 #: those of its rows.
 ROWS_AT_ONCE = 10_000
-#: Columns by whose ranges the rows of a job go.
-_RANGES = ("idx", "shard_no", "line", "no")
 
 
 class DeletedJob(NamedTuple):
@@ -277,15 +275,6 @@ class DeletedJob(NamedTuple):
     store_url: str
     store_identity: str | None
     deleted_at: float
-
-
-def tables_of_jobs() -> list[str]:
-    """Every table with rows of jobs, but the jobs' own; those that refer to others first."""
-    return [
-        table.name
-        for table in reversed(metadata.sorted_tables)
-        if {"job_no", "job_id"} & set(table.columns.keys())
-    ]
 
 
 def check_deletable(job_id: str, state: JobState) -> None:
@@ -346,7 +335,6 @@ def forget_deleted(sql: Transaction, job_id: str) -> None:
 def _range_of(table: str) -> tuple[str, str]:
     """The column by whose ranges the rows of a job go, and the condition of its rows. Its number is looked
     up in the same statement: SQLite gives the number of a row that is gone to a new job."""
-    columns = metadata.tables[table].primary_key.columns.keys()
-    of_job = f"job_no = {NUMBER}" if "job_no" in columns else "job_id = :job"
-    fenced = "EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
-    return next(name for name in _RANGES if name in columns), f"{of_job} AND {fenced}"
+    column = ROWS_OF_JOBS[table]
+    of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
+    return column, f"{of_job} AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"

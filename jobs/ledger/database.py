@@ -20,8 +20,8 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 import migrations
-from jobs.ledger import schema
 from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.schema import statements
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
@@ -396,7 +396,8 @@ def _upgrade(sql: Transaction) -> None:
     config.attributes["connection"] = sql.connection
     current = _revision(sql)
     if current is None:
-        schema.metadata.create_all(sql.connection)
+        for statement in statements(sql.engine):
+            sql.change(statement)
         command.stamp(config, SCHEMA_REVISION)
     elif current != SCHEMA_REVISION:
         command.upgrade(config, SCHEMA_REVISION)
@@ -407,5 +408,4 @@ def _config() -> Config:
 
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
-    config.attributes["metadata"] = schema.metadata
     return config

@@ -109,7 +109,7 @@ class Engine:
             kernels=executor.kernels + packed + (f", {self._codec}" if self._codec else ""),
             kv_pages=executor.kv.pages,
             page_size=executor.kv.page_size,
-            max_context=options.max_context,
+            max_context=min(executor.kv.pages * executor.kv.page_size, options.max_context),
             reproducible=executor.reproducible,
             engine="native",
         )

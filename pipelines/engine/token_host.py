@@ -13,7 +13,8 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import Finish, GenerationRequest, PromptPrefix
 from pipelines.engine.state import SamplingParams
 from pipelines.request import EngineInfo
-from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
+from pipelines.results import Receiver
+from pipelines.tokens import TokenRequest, Tokens
 
 #: Frames to ids, and to the codes of their steps.
 TokensOf = Callable[[NDArray[np.int64]], tuple[list[int], NDArray[np.int64] | None]]
@@ -48,18 +49,12 @@ class NativeHost:
         self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
 
     @property
-    def max_context(self) -> int:
-        """Positions of a sequence: prompt and new tokens."""
-        info = self._engine.info
-        return min(info.kv_pages * info.page_size, info.max_context)
-
-    @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a frame."""
         return self._engine.info
 
-    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; see `pipelines.tokens.TokenHost.submit`. A receiver may call it, and a stream
+    def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
+        """Queues a sequence; see `pipelines.tokens.TokenHost`. A receiver may call it, and a stream
         never waits.
 
         It ends at the model's own ends, whatever the stop ids, and has no shadow. Raises `SynthesisError`
@@ -96,10 +91,10 @@ class NativeHost:
 
 
 class _Receiver:
-    """Tells a `TokenReceiver` what the engine says of its request, whose sequence has a maximum of so many
+    """Tells a receiver of tokens what the engine says of its request, whose sequence has a maximum of so many
     tokens."""
 
-    def __init__(self, receiver: TokenReceiver, tokens_of: TokensOf, most: int) -> None:
+    def __init__(self, receiver: Receiver[Any], tokens_of: TokensOf, most: int) -> None:
         self._receiver, self._tokens_of, self._most = receiver, tokens_of, most
         self._passed = 0
         self.failed = receiver.failed

@@ -31,7 +31,6 @@ from pipelines.request import SynthesisRequest
 from pipelines.results import Meta, SpeechPipeline
 from pipelines.tokens import TokenHost, TokenRequest, token_sampling
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
@@ -83,6 +82,8 @@ def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipel
         # vLLM reads the tensors in a process of its own, where an error would only be a dead engine; and it
         # measures the memory that is left, so it is the last.
         load_weights(config, torch.float32, torch.device("meta"))
+        from pipelines.vllm_engine.host import VllmHost
+
         host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
@@ -108,6 +109,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
+        self._context = host.info.max_context
         info, codec_dtype = host.info, type_name(codec.decoder.dtype)
         self._meta: Meta = {"engine": info.engine, "dtype": info.dtype, "codec_dtype": codec_dtype}
         if info.engine == "native":
@@ -123,7 +125,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
                 "This model has no repetition penalty: its sampling looks out for repetitions by itself."
             )
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
-        defaults, context = self.config.sampling, self.host.max_context
+        defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]
         self._check_room(sum(words))
@@ -145,8 +147,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""
-        context = self.host.max_context
-        check_room(positions, context, context - positions, "a larger max_context")
+        check_room(positions, self._context, self._context - positions, "a larger max_context")
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:

@@ -45,7 +45,6 @@ from pipelines.tokens import (
     token_sampling,
 )
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
@@ -143,6 +142,8 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     chosen = read_options(TokenModelOptions, options, ENGINE)
     load_vllm(chosen.cpu_kv_gib)
+    from pipelines.vllm_engine.host import VllmHost
+
     device, config = _begin(folder, chosen)
     # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
     load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
@@ -221,6 +222,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info, native = host.info, host.info.engine == "native"
+        self._context = info.max_context
         self._meta: Meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
         self._meta |= {"dtype": info.dtype, "codec_dtype": type_name(parts.codec.dtype)}
         super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
@@ -231,8 +233,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         task = speech_task(request.messages, generation, self.capabilities)
         check_seed(request.seed)
         prompt, voice = self._prompt(task)
-        room = self.host.max_context - len(prompt)
-        check_room(len(prompt), self.host.max_context, room, "a larger max_context")
+        room = self._context - len(prompt)
+        check_room(len(prompt), self._context, room, "a larger max_context")
         # Tokens that the LM may write: speech, what stands before it, and one that may be the end.
         tokens, most, longest = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
         if generation.max_seconds is not None:

@@ -12,7 +12,7 @@ require_vllm()
 
 from benchmarks import spark_tts, speechlm  # noqa: E402
 from pipelines.errors import ErrorCode, SynthesisError  # noqa: E402
-from pipelines.vllm_engine.adapter import EngineMoment  # noqa: E402
+from pipelines.vllm_engine.host import EngineMoment  # noqa: E402
 
 
 def test_spark_on_both_engines_in_one_run(tmp_path: Path) -> None:
