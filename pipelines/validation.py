@@ -110,9 +110,9 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
 
 def speech_task(
-    messages: Sequence[Message], generation: Generation, capabilities: Capabilities
+    messages: Sequence[Message], generation: Generation, capabilities: Capabilities, seed: int = 0
 ) -> SpeechTask:
-    """The task of one dialogue for a model with these capabilities.
+    """The task of one dialogue for a model with these capabilities; `seed`: that of a request.
 
     The text of the one user turn is spoken; user audio in that turn is the voice to clone, or the voices;
     system text is the instruction where the model takes one, unless `generation.instruct` says otherwise;
@@ -122,7 +122,7 @@ def speech_task(
     Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing asked for
     is dropped in silence, apart from system text for a model that takes no instructions.
     """
-    check_generation(generation)
+    check_generation(generation, seed)
     text, audio, system = _said(messages, capabilities)
     if capabilities.multi_turn:
         audio = []
@@ -148,24 +148,20 @@ def speech_task(
     )
 
 
-def check_generation(generation: Generation) -> None:
-    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range: `_RANGES`."""
-    for name in _RANGES:
-        if (value := getattr(generation, name)) is not None:
-            _check_range(name, value)
+def check_generation(generation: Generation, seed: int = 0) -> None:
+    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range, `_RANGES`, or the
+    seed of a request."""
+    for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
+        least, most, allowed = _RANGES[name]
+        if value is not None and not least <= value <= most:
+            message = f"`{name}` is {value!r}; it must be {allowed}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
 
 def check_seed(seed: int) -> None:
     """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed <
     2**63."""
-    _check_range("seed", seed)
-
-
-def _check_range(name: str, value: float) -> None:
-    least, most, allowed = _RANGES[name]
-    if not least <= value <= most:
-        message = f"`{name}` is {value!r}; it must be {allowed}."
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
+    check_generation(Generation(), seed)
 
 
 def no_character() -> InputError:

@@ -160,20 +160,16 @@ class Qwen3TTSModel(FrameModel):
         )
         self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
 
-    def embed(self, prompt: Prompt) -> Tensor:
-        """Embeddings [length, hidden] of a prompt: projected text, plus the sum of its codec embeddings,
-        plus the voice vector."""
-        return self._embedded([prompt])
-
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """`embed` of each, in one set of launches for prompts of up to so many positions together."""
         found: list[Tensor] = []
         for group in _groups(prompts):
-            found += self._embedded(group).split([len(prompt) for prompt in group])
+            found += self.embed(*group).split([len(prompt) for prompt in group])
         return found
 
-    def _embedded(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Embeddings of prompts one after the other, [positions, hidden]."""
+    def embed(self, *prompts: Prompt) -> Tensor:
+        """Embeddings of prompts one after the other, [positions, hidden]: projected text, plus the sum of its
+        codec embeddings, plus the voice vector."""
         text, codes, trailing = (
             torch.from_numpy(np.concatenate(parts))
             for parts in zip(
