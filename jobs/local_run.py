@@ -31,7 +31,6 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
-    from pipelines.registry import ModelCard
 
 #: How often a run looks at its ledger and its processes.
 POLL_SECONDS = 0.5
@@ -39,8 +38,6 @@ POLL_SECONDS = 0.5
 STALL_SECONDS = 60.0
 #: After so long without an item that ended, a run makes sure that its ledger can still be written.
 WRITE_SECONDS = 10.0
-#: How often a run tries to report its end, and the pause in between.
-REPORT_TRIES, REPORT_PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,10 @@ def run_locally(
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
-    if spec.card.check_engine is not None:
-        spec.card.check_engine(engine)
     with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
         stop.kill = embedded.kill
         store = open_store(settings.effective_store_url, settings.s3)
-        _say_settings(run.chosen, spec.card, store, progress)
+        _say_settings(run.chosen, store, progress)
         if engine == "native":
             # Such a model takes longer to open than most inputs take to read.
             embedded.prepare(spec.spec.model)
@@ -132,7 +127,7 @@ def run_locally(
     return RunResult(status, made, where)
 
 
-def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, progress: Progress) -> None:
+def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
     """Says which settings of an installation apply here, and which do not."""
     if settings.store_url is not None:
         progress.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
@@ -140,8 +135,6 @@ def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, progr
         progress.say(
             f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own."
         )
-    if unused := settings.unused(card):
-        progress.say(unused)
 
 
 def _explain(ledger: Ledger, job: Job, where: str, progress: Progress, *, created: bool) -> None:
@@ -295,8 +288,9 @@ def _report(
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
     """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that
     fails holds up nothing."""
-    from jobs.notification import report_ends_with_retries
+    from jobs.notification import report_ends
 
-    for one in report_ends_with_retries(ledger, settings, REPORT_TRIES, REPORT_PAUSE_SECONDS):
-        again = "" if one.again_seconds is None else " The next run in this folder tries again."
-        progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")
+    for one in report_ends(ledger, settings, again_seconds=0.0):
+        if one.reason:
+            again = "" if one.again_seconds is None else " The next run in this folder tries again."
+            progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

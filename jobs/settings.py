@@ -207,8 +207,6 @@ class ServeSettings(SettingsGroup):
     all voices of Qwen3-TTS, named ones on all routes. `false`: sentence by sentence."""
     voices_folder: Path | None = None
     """Folder of stored voices. Unset: `voices` in `home`."""
-    strict: bool = False
-    """Refuse requests for speech with a field that the server does not know."""
 
 
 def _job_options(value: dict[str, Any]) -> dict[str, Any]:
@@ -374,16 +372,6 @@ class Settings(SettingsGroup):
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
         return options | ({"engine": engine} if card.engines else {})
-
-    def unused(self, card: ModelCard) -> str | None:
-        """A sentence about settings of the engine vllm where a model runs on the engine native; None:
-        there are none.
-
-        Raises as `chosen_engine`.
-        """
-        if self.vllm == VllmSettings() or self.chosen_engine(card) != "native":
-            return None
-        return f"{PREFIX}VLLM__TENSOR_PARALLEL is not used: {card.name} runs on the engine native."
 
     def origin(self, key: str) -> str:
         """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""

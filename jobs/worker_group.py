@@ -125,7 +125,7 @@ class WorkerPlan:
     @property
     def details(self) -> dict[str, object]:
         """GPU, cores and port for the log: those that are set."""
-        cores = None if self.cores is None else core_text(self.cores)
+        cores = None if self.cores is None else sorted(self.cores)
         values = {"gpu": self.gpu, "cores": cores, "metrics_port": self.metrics_port}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -385,17 +385,6 @@ class WorkerGroup:
 def _let_go(child: Child[WorkerReport]) -> None:
     with suppress(OSError):
         child.channel.send(True)
-
-
-def core_text(cores: frozenset[int]) -> str:
-    """`0-3,8`."""
-    ranges: list[list[int]] = []
-    for core in sorted(cores):
-        if ranges and ranges[-1][1] == core - 1:
-            ranges[-1][1] = core
-        else:
-            ranges.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 class QuarantineReports:

@@ -50,7 +50,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 #: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of
 #: the batch.
 _MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
-_MAX_TOP_K = 2**31 - 1
+#: A larger top_k is taken for this one.
+MAX_TOP_K = 2**31 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
 #: Settings, the ability that they need, what a model without it is said to lack, and what others do.
@@ -194,11 +195,6 @@ def bounded(setting: float) -> float:
     return setting and min(max(setting, _MIN_SETTING), _MAX_SETTING)
 
 
-def bounded_top_k(top_k: int) -> int:
-    """A top_k as an engine takes it: at most 2**31 - 1."""
-    return min(top_k, _MAX_TOP_K)
-
-
 def either(*settings: T | None) -> T:
     """The first that is set: what a request asks for, or else the model's own."""
     return next(setting for setting in settings if setting is not None)
@@ -314,17 +310,19 @@ def _voice(asked: str, able: Capabilities) -> str | None:
         return voice
     if not voices and not able.multi_turn and asked in OPENAI_VOICES:
         return None
-    none = "This model has no named voices: remove `voice`."
-    advice = f"Choose one of: {', '.join(voices)}." if voices else none
-    raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)
+    raise _unknown(ErrorCode.INPUT_UNKNOWN_VOICE, "voice", asked, voices)
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
     if (language := language_of(asked, languages)) is not None:
         return language
-    none = "This model does not let one choose: remove `language`."
-    advice = f"Choose one of: {', '.join(languages)}." if languages else none
-    raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)
+    raise _unknown(ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", asked, languages)
+
+
+def _unknown(code: ErrorCode, kind: str, asked: str, known: tuple[str, ...]) -> InputError:
+    none = f"This model has none to choose from: remove `{kind}`."
+    advice = f"Choose one of: {', '.join(known)}." if known else none
+    return InputError(code, f"Unknown {kind} {asked[:80]!r}.", advice)
 
 
 def _unsupported(what: str, advice: str) -> InputError:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import cast
 
 import msgspec
-import numpy as np
 
 from jobs.checks import Quality
 from jobs.dialogue import spoken_text
@@ -27,8 +26,8 @@ from pipelines.request import Handle, Speech, SynthesisRequest
 from pipelines.vad import trim_silence
 from worker.leases import GoneReason, HeldLease
 from worker.pack_writer import PackWriter
-from worker.quality.meters import Utterance
-from worker.quality.pool import Measured, MeterPool, MeterTask
+from worker.quality.meters import Readings, Utterance
+from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
@@ -103,9 +102,8 @@ class ResultWriter:
 
     @property
     def full(self) -> bool:
-        """Whether so many results wait that the engine should get no more requests. Draws that wait for
-        meters do not count."""
-        return self._threads.waiting >= MAX_BACKLOG
+        """Whether so many results wait that the engine should get no more requests."""
+        return self._threads.waiting >= MAX_BACKLOG or self._meters.full
 
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
@@ -121,7 +119,7 @@ class ResultWriter:
         shard: ShardOutput,
         draw: ItemDraw,
         made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Measured]] | None = None,
+        measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
     ) -> None:
         """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
 
@@ -142,7 +140,7 @@ class ResultWriter:
         shard: ShardOutput,
         draw: ItemDraw,
         made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Measured]] | None,
+        measured: tuple[Mapping[str, Score], Future[Readings]] | None,
     ) -> Outcome | History | Future[Done] | None:
         """The one path from what the engine made to an item's outcome; None while meters measure it.
 
@@ -167,8 +165,8 @@ class ResultWriter:
                 check_speech(made)
             return _stored(shard, draw, Done(index, (), draw.engine_ms), made, seed, draw.number)
         elif measured is not None:
-            before, (samples, readings) = measured[0], measured[1].result()
-            checked = judged(draw.number, seed, replace(made, samples=samples), quality, readings, before)
+            before, readings = measured[0], measured[1].result()
+            checked = judged(draw.number, seed, made, quality, readings, before)
         else:
             checked = self._checked(shard, draw, made, quality)
             if checked is None:
@@ -216,10 +214,8 @@ class ResultWriter:
         # The item itself: a request's id is another one in each attempt and draw.
         task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
         measuring, scores = self._meters.submit(task), checked.record.scores
-        # Meanwhile only the pool keeps the samples.
-        hollow = replace(speech, samples=np.empty(0, np.float32))
         measuring.add_done_callback(
-            lambda done: self.run(partial(self.work, shard, draw, hollow, (scores, done)))
+            lambda done: self.run(partial(self.work, shard, draw, speech, (scores, done)))
         )
         return None
 

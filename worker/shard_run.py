@@ -33,7 +33,7 @@ from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from worker.admission import MAX_WRITING_ITEMS, Demand, ItemCounts
+from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-POLL_SECONDS = 0.5
-ROOM_POLL_SECONDS = 0.02
+POLL_SECONDS, ROOM_POLL_SECONDS = 0.5, 0.02
 #: How long a shard that stops early waits for speech that is made and not written yet.
 WRITING_SECONDS = 5.0
 #: Errors that say nothing about the item: they end the work on its shard.
@@ -176,11 +175,8 @@ class ShardRun:
         """How far it is; before the pipeline is open all its items are open."""
         if self._pipeline is None:
             return ItemCounts(len(self._lease.open_items), 0, 0)
-        return ItemCounts(
-            len(self._in_engine) + (0 if self._stopped else len(self._waiting)),
-            self._answered,
-            len(self._writing),
-        )
+        waiting = 0 if self._stopped else len(self._waiting)
+        return ItemCounts(len(self._in_engine) + waiting, self._answered, len(self._writing))
 
     def _work(self) -> None:
         lease, retrying = self._lease, self._held.retrying
@@ -207,8 +203,7 @@ class ShardRun:
         Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are
         committed.
         """
-        if self._is_paused():
-            # While the model was opened.
+        if self._is_paused():  # while the model was opened
             raise LeaseGoneError(GoneReason.PAUSED)
         drawn_before: Mapping[int, int] = {}
         if self._job.spec.quality is not None:
@@ -216,10 +211,8 @@ class ShardRun:
             places = self._job.id, todo[0].index, todo[-1].index
             drawn_before = self._held.retrying(lambda: self._runner.ledger.drawn_before(*places))
         self.begin(store, pipeline, todo, drawn_before)
-        in_context = contextvars.copy_context().run
-        threading.Thread(
-            target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True
-        ).start()
+        in_context, name = contextvars.copy_context().run, f"feeder-{self._lease.shard_no}"
+        threading.Thread(target=in_context, args=(self.feed_all,), name=name, daemon=True).start()
         try:
             return self._collect(pipeline)
         finally:
@@ -272,7 +265,7 @@ class ShardRun:
                         self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
                 if not self._waiting or not order.take(rank, lambda: self._stopped):
                     return
-                while (writer.full or len(self._writing) >= MAX_WRITING_ITEMS) and not self._stopped:
+                while writer.full and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
@@ -358,9 +351,8 @@ class ShardRun:
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
-        if (packs := self._output.packs) is not None:
-            # It may be the one that a pack has waited for.
-            packs.flush_due()
+        # It may be the one that a pack has waited for.
+        self._flush_packs()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
         """The outcome of an item by an error that is its own; None where it gets none here.
@@ -375,9 +367,8 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            error = SynthesisError(
-                ErrorCode.SYNTH_ENGINE, f"The speech could not be made or stored: {error!r}"
-            )
+            message = f"The speech could not be made or stored: {error!r}"
+            error = SynthesisError(ErrorCode.SYNTH_ENGINE, message)
         elif isinstance(error, ModelError) or error.code in _OF_THE_SHARD:
             self._end_work(error)
             return None
@@ -386,23 +377,20 @@ class ShardRun:
 
     def _end_work(self, error: BaseException) -> None:
         """Ends the work on the whole shard with an error that is not an item's own."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._error = self._error or error
+        self._wake()
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     @property
-    def _begun(self) -> bool:
-        """Whether items are on their way: about to be fed, in the engine, or being written."""
-        return bool(self._feeding or self._in_engine or self._writing)
-
-    @property
     def _over(self) -> bool:
-        """Whether every item has its outcome; when it winds down, every item that was begun."""
-        return not (self._begun if self._winding_down else self._unsettled)
+        """Whether every item has its outcome; when it winds down, every item that was begun: that is about
+        to be fed, in the engine, or being written."""
+        if self._winding_down:
+            return not (self._feeding or self._in_engine or self._writing)
+        return not self._unsettled
 
     @property
     def finished(self) -> bool:
@@ -470,17 +458,12 @@ class ShardRun:
         maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
-            return (
-                len(self._outcomes) >= maximum
-                or self._over
-                or self._error is not None
-                or self._held.gone is not None
-            )
+            enough = len(self._outcomes) >= maximum or self._over
+            return enough or self._error is not None or self._held.gone is not None
 
         with self._changed:
-            worth_it = self._changed.wait_for(
-                is_worth_it, min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
-            )
+            seconds = min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
+            worth_it = self._changed.wait_for(is_worth_it, seconds)
             if self._error is not None:
                 raise self._error
             if not worth_it and self._clock.monotonic() < due_at:
@@ -501,21 +484,16 @@ class ShardRun:
                 self._leave(draw)
                 self._writing.add(draw.line.index)
             stuck = self._feeding in late
+        message = f"The item took more than {seconds:g} s in the engine."
         for draw in late:
-            self.settle(
-                draw,
-                SynthesisError(
-                    ErrorCode.SYNTH_TIMEOUT, f"The item took more than {seconds:g} s in the engine."
-                ),
-            )
+            self.settle(draw, SynthesisError(ErrorCode.SYNTH_TIMEOUT, message))
         _cancel(late)
         return stuck
 
     def wind_down(self) -> None:
         """Feeds no more. Items that were not begun and draws that would follow stay without an outcome."""
-        with self._changed:
-            self._winding_down = True
-            self._changed.notify_all()
+        self._winding_down = True
+        self._wake()
 
     def _close(self) -> None:
         """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
@@ -590,27 +568,20 @@ class ShardRun:
             self._runner.metrics.lease_lost.inc()
             log.warning("lease gone", reason=reason.value)
             return ShardEnd.LOST
+        why = "drain" if reason is GoneReason.DRAINED else "pause"
         try:
-            self._runner.ledger.release(
-                self._lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause"
-            )
+            self._runner.ledger.release(self._lease.ticket, why)
         except NightjarError as error:
             log.warning("lease not released; it will expire", error=str(error))
         return ShardEnd.RELEASED
 
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
         ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self._held.retrying
+        mine = code not in WORKER_FAULTS or self._runner.alone
         try:
-            if (
-                code in WORKER_FAULTS
-                and not self._runner.alone
-                and retrying(lambda: ledger.refuse(ticket, code, message))
-            ):
-                log.error(
-                    "this worker cannot run the job; its shard is left to another one",
-                    code=code.value,
-                    error=message,
-                )
+            if not mine and retrying(lambda: ledger.refuse(ticket, code, message)):
+                what = "this worker cannot run the job; its shard is left to another one"
+                log.error(what, code=code.value, error=message)
                 return ShardEnd.REFUSED
             log.error("shard failed", code=code.value, error=message)
             retrying(lambda: ledger.fail_shard(ticket, code, message))

@@ -102,8 +102,6 @@ def serve(
     output = Output(as_json=as_json, quiet=quiet)
     output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
     sys.stdout.flush()
-    if unused := settings.unused(card):
-        output.note(unused)
     output.note(
         f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
     )

@@ -9,9 +9,9 @@ import pytest
 
 from jobs.gpus import Device, NotListedError, choose_gpus, count_gpus, list_gpus, share_cores
 from jobs.settings import Settings, load_settings
-from jobs.worker_group import core_text, plan_workers
+from jobs.worker_group import plan_workers
 from pipelines.errors import ConfigError, ErrorCode
-from tests.support.gpu_host import MIG_ID, UUIDS, bus_id, install_nvidia_smi, write_sys
+from tests.support.gpu_host import MIG_ID, UUIDS, bus_id, core_text, install_nvidia_smi, write_sys
 
 TWO = (Device("0", UUIDS[0], bus_id(0), "0"), Device("1", UUIDS[1], bus_id(1), "1"))
 WITH_MIG = (TWO[0], Device(MIG_ID, MIG_ID, bus_id(1), MIG_ID))
