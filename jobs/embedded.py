@@ -40,7 +40,7 @@ from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
 from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -67,8 +67,7 @@ def embedded_settings(chosen: Settings) -> Settings:
     """
     own = chosen.state_folder / "ledger.sqlite"
     if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
+        raise invalid(
             f"This command keeps its ledger in {own.parent}, and database_url ({chosen.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipelines.engine_choice import NO_GPU, VISIBLE
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, invalid
 
 log = logging.getLogger(__name__)
 
@@ -159,15 +159,14 @@ def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
 
 
 def _no_gpus(reason: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID,
+    return invalid(
         f"--gpu all: no GPU was found on this host ({reason}).",
         "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1.",
     )
 
 
 def _refused(message: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, _ADVICE)
+    return invalid(message, _ADVICE)
 
 
 def share_cores(

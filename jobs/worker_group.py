@@ -26,7 +26,7 @@ from jobs.gpus import VISIBLE, Device, share_cores
 from jobs.settings import Settings
 from pipelines.child_process import Child, has_parent, how_it_ended, parent_channel, signal_group
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
+from pipelines.errors import ConfigError, ModelError, NightjarError, invalid
 from pipelines.ipc import Channel, ErrorRecord
 
 FIRST_PAUSE_SECONDS = 0.5
@@ -149,9 +149,7 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
     first = settings.worker.metrics_port
     if first is not None and first + len(devices) - 1 > LAST_PORT:
         message = f"{len(devices)} workers need the ports of metrics {first} to {first + len(devices) - 1}, and {LAST_PORT} is the last one."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, "Set SPEECH_WORKER__METRICS_PORT to a smaller port."
-        )
+        raise invalid(message, "Set SPEECH_WORKER__METRICS_PORT to a smaller port.")
     ports = [None if first is None else first + number for number in range(len(devices))]
     return [WorkerPlan(device, cores, port) for device, cores, port in zip(devices, shares, ports)]
 
