@@ -506,8 +506,9 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
         place[-1] = option
     key = ".".join(place)
     # A group that does not exist is named with the key that was given in it.
-    inside = next((name for name in origins if name == key or name.startswith(f"{key}.")), None)
-    given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
+    given = next(
+        (name for name in origins if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")), ""
+    )
     if first["type"] == "extra_forbidden":
         key, origin = given or key, origins.get(given, "")
         near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
