@@ -222,11 +222,6 @@ class EmbeddedHome:
         if workers.over:
             raise self._no_worker(workers)
 
-    def last_words(self) -> str:
-        """What a worker said last, as a sentence; empty when none said anything."""
-        line = _last_line(self.worker_log)
-        return f"It said: {line}" if line else ""
-
     def drain(self, say: Callable[[str], None]) -> None:
         """Ends all of it after an interrupt, and says how long that may take."""
         seconds = self.settings.worker.drain_seconds

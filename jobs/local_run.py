@@ -178,7 +178,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
         elif now - moved_at > STALL_SECONDS:
             moved_at = now
             progress.say(
-                f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}"
+                f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}."
             )
         if status.job.state is JobState.PAUSED and not status.shards.get(ShardState.LEASED):
             raise _paused(status.job)
