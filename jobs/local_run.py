@@ -73,8 +73,6 @@ def run_locally(
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
-    if spec.card.check_engine is not None:
-        spec.card.check_engine(engine)
     with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
         stop.kill = embedded.kill
         store = open_store(settings.effective_store_url, settings.s3)

@@ -207,8 +207,6 @@ class ServeSettings(SettingsGroup):
     all voices of Qwen3-TTS, named ones on all routes. `false`: sentence by sentence."""
     voices_folder: Path | None = None
     """Folder of stored voices. Unset: `voices` in `home`."""
-    strict: bool = False
-    """Refuse requests for speech with a field that the server does not know."""
 
 
 def _job_options(value: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ is opened."""
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -54,9 +53,6 @@ class ModelCard:
     #: before the model looks at it.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
-    #: What a run on this machine asks of an engine before it starts: cheap, and raises `ConfigError` where
-    #: the engine cannot run the model here; None: nothing is known before it is opened.
-    check_engine: Callable[[str], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,18 +193,14 @@ def has_option(card: ModelCard, option: str) -> bool:
     return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
-def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:
+def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], object]:
     """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that
     removes it.
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
     """
     _registered[name] = Provider(lambda: replace(card, name=name), factory)
-
-    def forget() -> None:
-        _registered.pop(name, None)
-
-    return forget
+    return lambda: _registered.pop(name, None)
 
 
 def is_registered(model: str) -> bool:
@@ -314,19 +306,13 @@ def _provider(name: str) -> Provider | None:
 
 def _folder(model: str) -> Path:
     """The checkpoint folder that `model` names; raises `model.unknown` for anything else."""
-    looks_like_path = os.sep in model or model in (".", "..") or model.startswith("~")
     with suppress(OSError, ValueError, RuntimeError):
         if (folder := Path(model).expanduser().resolve()).is_dir():
             return folder
-    if looks_like_path:
-        raise ModelError(
-            ErrorCode.MODEL_UNKNOWN,
-            f"{_short(model)} is not a folder that can be read.",
-            "Give the folder that holds the checkpoint's config.json.",
-        )
     names = model_names()
-    hint = nearest(model, names).rstrip() or "Give a checkpoint folder or one of: " + ", ".join(names) + "."
-    raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)
+    given = f"Give the folder that holds a checkpoint's config.json, or one of: {', '.join(names)}."
+    message = f"There is no model and no readable folder {_short(model)}."
+    raise ModelError(ErrorCode.MODEL_UNKNOWN, message, nearest(model, names).rstrip() or given)
 
 
 def _locate(model: str, hub_files: Sequence[str]) -> tuple[Family, Path, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from jobs.cli.options import Option, Parsed, export_formats, of_job, price_option, where_option
+from jobs.cli.options import LateHelp, of_job, parsed_by, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
@@ -38,9 +38,8 @@ def _formats() -> str:
     default="espnet",
     show_default=True,
     metavar="FORMAT",
-    cls=Option,
+    cls=LateHelp,
     about=_formats,
-    shell_complete=export_formats,
 )
 @click.option(
     "--to",
@@ -53,7 +52,7 @@ def _formats() -> str:
 @click.option(
     "--split",
     "splits",
-    type=Parsed("jobs.export", "parse_splits"),
+    callback=parsed_by("jobs.export", "parse_splits"),
     metavar="SHARES",
     help="Splits and their shares, for example train=0.98,dev=0.01,test=0.01. An example is assigned by the hash of its id.",
 )

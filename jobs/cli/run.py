@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.options import JobCommand, Option, common_options, files, job_options, models
+from jobs.cli.options import JobCommand, common_options, files, job_options, models
 from jobs.cli.status import bold, exit_code_of
 from jobs.cli.submit import dry_run_of
 from jobs.console import Interrupted, Output, Stop, check_interrupts, undisturbed
@@ -29,9 +28,6 @@ from jobs.recent_jobs import noted_dev
 from jobs.settings import Settings, load_settings
 from jobs.status import status_lines, status_view
 from pipelines.errors import ConfigError, ErrorCode
-
-if TYPE_CHECKING:
-    pass
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -71,8 +67,6 @@ class Signals(Stop):
     "--gpu",
     "gpus",
     metavar="N,N...|all",
-    cls=Option,
-    heading="Job",
     help="GPUs as `nvidia-smi` numbers them, for example 0,1, or `all`. Runs one worker per GPU. [default: one worker, on the first GPU "
     "that CUDA_VISIBLE_DEVICES allows]",
 )

@@ -309,12 +309,12 @@ class Ledger:
         """Items with an index above `after`, in index order. `dialogues`: with those that match `where`
         the others of their dialogues.
 
-        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the
-        job has.
+        Raises `ConfigError` with `config.invalid` for a filter that compares a score which the job's checks
+        do not measure.
         """
         job = self.job(job_id)
         if where is not None:
-            self.database.read(queries.check_names, job, where)
+            queries.check_names(job, where)
         return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
 
     def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:

@@ -193,7 +193,9 @@ def find_job(sql: Transaction, prefix: str) -> Job:
         raise no_such_job(wanted)
     if len(found) > 1:
         raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id."
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Several jobs begin with {wanted!r}.",
+            "Give more characters of the id.",
         )
     return job_of(sql, found[0])
 
@@ -244,16 +246,6 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
         workers=len(states) - quarantined,
         quarantined_workers=quarantined,
     )
-
-
-def newest_statuses(
-    sql: Transaction,
-    limit: int = 50,
-    states: Collection[JobState] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> list[JobStatus]:
-    """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
-    return statuses_of(sql, newest_jobs(sql, limit, states, labels))
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:

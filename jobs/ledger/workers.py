@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
 from jobs.ledger.lifecycle import UNQUEUED, of_ticket
@@ -20,7 +20,7 @@ from jobs.ledger.records import (
     WorkerInfo,
     clean,
 )
-from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.transaction import Row, Transaction, columns_of, words
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
@@ -58,10 +58,7 @@ def register_worker(sql: Transaction, info: WorkerInfo) -> None:
 
 def _add(sql: Transaction, info: WorkerInfo, changed: Sequence[str], **more: str) -> None:
     """Adds a worker; of one that is there these columns change."""
-    row = {
-        name: clean(value) if isinstance(value, str) else value
-        for name, value in (asdict(info) | more).items()
-    }
+    row = {**columns_of(info), **{name: clean(value) for name, value in more.items()}}
     kept = ", ".join(f"{name} = excluded.{name}" for name in (*changed, "heartbeat_at"))
     conflict = f"ON CONFLICT (id) DO UPDATE SET {kept}"
     sql.insert("workers", [row], conflict, started_at="<now>", heartbeat_at="<now>")

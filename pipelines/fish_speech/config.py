@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -211,13 +210,6 @@ CAPABILITIES = Capabilities(
 _SUFFIXES = (".json", ".safetensors", ".pth")
 
 
-def check_engine(engine: str) -> None:
-    """Raises `ConfigError` (`config.invalid`) for the engine vllm on a machine where it cannot run this
-    model."""
-    if engine == "vllm":
-        check_frames_on_vllm()
-
-
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
     config = FishConfig.from_folder(folder)
@@ -232,5 +224,4 @@ def describe(folder: Path) -> ModelCard:
         engines=("native", "vllm"),
         seconds_per_character=SECONDS_PER_CHARACTER,
         check_reference=check_encoded,
-        check_engine=check_engine,
     )

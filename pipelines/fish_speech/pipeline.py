@@ -12,7 +12,6 @@ import torch
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import NativeModelOptions, memory_told
-from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
@@ -63,7 +62,6 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
 def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipeline:
     native = isinstance(chosen, NativeModelOptions)
     if not native:
-        check_frames_on_vllm()
         load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)

@@ -52,7 +52,7 @@ from pipelines.request import (
     check_start,
 )
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
-from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
+from pipelines.validation import MAX_TOP_K, bounded, check_room, either, frames_within
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
@@ -321,7 +321,7 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     )
     return SamplingParams(
         temperature=bounded(temperature),
-        top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
+        top_k=min(either(generation.top_k, defaults.top_k), MAX_TOP_K),
         top_p=either(generation.top_p, defaults.top_p),
         repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
         residual_temperature=bounded(predictor),

@@ -19,7 +19,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
-from pipelines.validation import bounded_top_k, check_seed, no_character, speech_task
+from pipelines.validation import MAX_TOP_K, check_seed, no_character, speech_task
 
 #: No id at this position.
 NONE = -1
@@ -271,7 +271,7 @@ class Frontend:
         able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
         task = speech_task(request.messages, generation, able)
         if generation.top_k is not None:  # a message holds no larger one
-            generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
+            generation = msgspec.structs.replace(generation, top_k=min(generation.top_k, MAX_TOP_K))
         recording = task.recording if able.cloning else None
         role, body = tokenizer.target(task.text)
         pieces = None

@@ -13,7 +13,7 @@ from pipelines.errors import ErrorCode
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
-from pipelines.serving.errors import as_api_error, bad_request, check_text, empty_text, unknown_field
+from pipelines.serving.errors import as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event, spoken, unit_requests
 from pipelines.serving.text_units import units_of
@@ -34,8 +34,6 @@ _TITLES = {
 _ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 #: What must stay the same in a context.
 SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
-#: Fields of Cartesia's clients that change nothing here.
-_IGNORED = frozenset({*_ABSENT, "locale", "normalization", "speed", "use_normalized_timestamps"})
 
 _IGNORE_OTHERS = ConfigDict(extra="ignore")
 
@@ -103,17 +101,14 @@ class ContextMessage(SpeechFields):
     max_buffer_delay_ms: Annotated[float, Field(ge=0, le=_MAX_BUFFER_MS)] = DEFAULT_BUFFER_MS
 
 
-def check_fields(fields: SpeechFields, *, strict: bool) -> None:
-    """Raises `ApiError` (400) for what no model does here, and if `strict` for a field that nobody knows."""
-    extra = fields.model_extra or {}
+def check_fields(fields: SpeechFields) -> None:
+    """Raises `ApiError` (400) for what no model does here."""
     # Pipecat's and LiveKit's services always ask for times of words over a WebSocket, and speak without them.
-    unasked = "add_timestamps" if isinstance(fields, ContextMessage) and not strict else None
+    unasked = "add_timestamps" if isinstance(fields, ContextMessage) else None
     for name in _ABSENT:
-        if extra.get(name) and name != unasked:
+        if name != unasked and (fields.model_extra or {}).get(name):
             message = f"`{name}` is not supported here. Remove it."
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
-    if strict and (unknown := sorted(extra.keys() - _IGNORED)):
-        raise unknown_field(unknown[0])
 
 
 def check_speech(serving: Serving, fields: SpeechFields) -> None:
@@ -126,7 +121,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
 
 def check(serving: Serving, fields: SpeechFields) -> None:
     """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
-    check_fields(fields, strict=serving.options.strict)
+    check_fields(fields)
     check_speech(serving, fields)
     check_text(fields.transcript, serving.options.context_characters, "transcript")
 

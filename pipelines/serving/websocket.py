@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from pipelines.serving.connections import DRAIN, RESTING
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.middleware import CLIENT_LEFT, WEBSOCKET
 from pipelines.serving.streaming import Serving, spoken, unit_request
-from pipelines.serving.text_units import Piece, TextPassages, TextUnits, has_words
+from pipelines.serving.text_units import Piece, TextUnits, has_words
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Context:
         wanted = not in_context if serving.options.text_in is None else serving.options.text_in
         grows = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
         self._grows = grows
-        self._text = TextPassages() if grows else TextUnits()
+        self._text = TextUnits(by_word=grows)
         self._passage: Passage | None = None
         #: What is said next, and the numbers of flushes: places in the speech that the client wants to hear of.
         self._todo: deque[Passage | int] = deque()
@@ -244,55 +244,41 @@ class _Connection:
         self._contexts: dict[str, tuple[Context, asyncio.Task[int]]] = {}
         self._draining = False
         self._resting = resting
-        self._loop = asyncio.get_running_loop()
-        #: Code and reason of the close that comes from here.
-        self._close: asyncio.Future[tuple[int, str]] = self._loop.create_future()
-        self._idle: asyncio.TimerHandle | None = None
+        #: Is over where the connection has had no context for too long.
+        self._idle = asyncio.timeout(None)
 
     async def run(self, receive: Receive) -> None:
         """Serves until the client leaves, says nothing for too long, or the server stops; gives up what is
         under way then."""
-        self._rest()
-        reading = asyncio.create_task(self._read(receive))
         try:
-            await asyncio.wait((reading, self._close), return_when=asyncio.FIRST_COMPLETED)
-            if self._close.done():
-                code, reason = self._close.result()
-                await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
-            else:
-                reading.result()
+            async with self._idle:
+                self._rest()
+                while (message := await receive())["type"] != "websocket.disconnect":
+                    if message["type"] == DRAIN:
+                        self._draining = True
+                    else:
+                        await self._heard(message)
+                    self._rest()
+        except TimeoutError:
+            code, reason = 1000, "Nothing was said for too long."
+            if self._draining:
+                code, reason = _GOING_AWAY, "The server is shutting down."
+            await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
         except ClientDisconnected:
             log.debug("a client left")
         finally:
-            tasks = [reading, *(task for _, task in self._contexts.values())]
+            tasks = [task for _, task in self._contexts.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._idle is not None:
-                self._idle.cancel()
-
-    async def _read(self, receive: Receive) -> None:
-        while (message := await receive())["type"] != "websocket.disconnect":
-            if message["type"] == DRAIN:
-                self._draining = True
-            else:
-                await self._heard(message)
-            self._rest()
 
     def _rest(self) -> None:
         """A connection without contexts is closed after a while, and at once when the server stops."""
         self._resting(not self._contexts)
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._contexts or self._close.done():
-            return
-        if self._draining:
-            self._close.set_result((_GOING_AWAY, "The server is shutting down."))
-        else:
-            close = (1000, "Nothing was said for too long.")
-            self._idle = self._loop.call_later(
-                self._options.connection_idle_seconds, self._close.set_result, close
-            )
+        seconds = 0 if self._draining else self._options.connection_idle_seconds
+        with suppress(RuntimeError):  # it is closed meanwhile
+            now = asyncio.get_running_loop().time()
+            self._idle.reschedule(None if self._contexts else now + seconds)
 
     async def _heard(self, message: Any) -> None:
         """Does what a message says, or says what is wrong with it; an error that names a context ends it."""
@@ -307,7 +293,7 @@ class _Connection:
             if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS:
                 context_id = named
             said = cartesia.ContextMessage.model_validate(given)
-            cartesia.check_fields(said, strict=self._options.strict)
+            cartesia.check_fields(said)
             if said.cancel:
                 if not await self._end(said.context_id):
                     text = "The context is not open: it has ended, or never began."

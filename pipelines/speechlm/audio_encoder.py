@@ -122,19 +122,11 @@ def load_tower(
     config: SpeechLmConfig,
     device: torch.device,
     dtype: torch.dtype,
-    n_window: int | None,
-    window_infer: int | None,
     normalise: bool,
 ) -> AudioEncoder:
-    """The tower of a checkpoint; `n_window` and `window_infer` go before those of config.json, which
-    public sources disagree on.
-
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
-    """
-    windows: dict[str, Any] = {"n_window": n_window, "n_window_infer": window_infer}
-    table = own_keys(config.tower) | {key: value for key, value in windows.items() if value is not None}
+    """The tower of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key."""
     try:
-        sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
+        sizes = Qwen3OmniMoeAudioEncoderConfig(**own_keys(config.tower))
         with torch.device("meta"):
             tower = Qwen3OmniMoeAudioEncoder._from_config(
                 sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa"

@@ -25,7 +25,7 @@ from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, StreamSampling
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
-from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
+from pipelines.vllm_engine.frames import FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
@@ -75,13 +75,13 @@ class SpeechLmState(FrameState):
         #: far.
         self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
-    def admit(self, request: Admitted) -> None:
-        slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
+    def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
+        extra, length = sampling.extra_args or {}, len(prompt)
         text, audio = (StreamSampling(*extra.get(kind, _GREEDY)) for kind in ("text", "audio"))
         asked = _Asked(text, audio, half_of(extra))
-        sampling = SamplingParams(*asked.text, 1.0, *asked.audio, min_new_tokens=extra.get("min_rows", 0))
-        seed, nothing = request.sampling.seed or 0, np.zeros(0, np.int64)
-        self.drawing.place([Placement(slot, (), seed, sampling, nothing, self._unused, length)])
+        draws = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
+        seed, nothing = sampling.seed or 0, np.zeros(0, np.int64)
+        self.drawing.place([Placement(slot, (), seed, draws, nothing, self._unused, length)])
         self._asked[slot] = asked
         self.origins[slot] = extra.get("noise_origin", length)
         self.max_rows[slot] = extra.get("max_rows", 1)

@@ -254,9 +254,9 @@ def test_a_dry_run_of_which_nothing_is_left_counts_what_it_does_not_show(rig: Ri
     words = ["submit", str(path), "--dry-run", "--model", "fake", "--out", str(rig.folder)]
     done = CliRunner().invoke(cli, words, standalone_mode=False)
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("rejected_lines.") for line in lines) == 10
-    assert any(line.startswith("rejected ") and line.endswith("=34") for line in lines)
-    assert "The line is a list, not an object." in done.stdout
+    assert sum(".message " in line for line in lines) == 10
+    assert any(line.startswith("rejected.input.") and line.endswith(" 34") for line in lines)
+    assert "got `array`" in done.stdout
     assert str(done.exception).startswith("No line of the input can become an item: 34 lines refused.")
     assert isinstance(done.exception, InputError)
     assert exit_code(done.exception) == 4
