@@ -16,6 +16,7 @@ from jobs.ledger.records import (
     Job,
     JobState,
     ShardState,
+    WorkerInfo,
     clean,
     no_such_job,
 )
@@ -248,16 +249,6 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
     )
 
 
-def newest_statuses(
-    sql: Transaction,
-    limit: int = 50,
-    states: Collection[JobState] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> list[JobStatus]:
-    """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
-    return statuses_of(sql, newest_jobs(sql, limit, states, labels))
-
-
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     """The statuses of these jobs, without what they wait for."""
     now, busy = sql.now, worked_on(sql, [job.id for job in found])
@@ -344,17 +335,9 @@ class RecentWork:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(WorkerInfo):
     """A worker process, or a GPU whose worker is quarantined, with what it does."""
 
-    id: str
-    host: str
-    pid: int
-    gpu: str
-    #: The only model that it serves; empty: whatever the jobs ask for.
-    model: str
-    version: str
-    slots: int
     #: `up`, `draining`, `quarantined`, `lost` or `retired`.
     state: str
     #: Why it is quarantined, or which job it cannot run and why.
