@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import msgspec
 from sqlalchemy.exc import IntegrityError
@@ -24,7 +23,7 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.status import job_of, read_job
-from jobs.ledger.transaction import Transaction
+from jobs.ledger.transaction import Transaction, columns_of
 from jobs.own_files import recorded
 from pipelines.errors import ErrorCode, InputError
 
@@ -56,17 +55,11 @@ class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
             "Give every line an example_id of its own.",
         )
 
-    def __reduce__(self) -> tuple[type[DuplicateExamples], tuple[tuple[str, ...]]]:  # type: ignore[override]
-        return DuplicateExamples, (self.example_ids,)
-
 
 def begin_job(sql: Transaction, new: NewJob) -> Job:
     """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
-    columns = {name: getattr(new, name) for name in new.__dataclass_fields__}
-    texts = {name: clean(value) for name, value in columns.items() if isinstance(value, str)}
     row = {
-        **columns,
-        **texts,
+        **columns_of(new),
         "id": new_job_id(),
         "state": JobState.INGESTING.value,
         "spec": msgspec.json.encode(new.spec).decode(),
@@ -117,7 +110,7 @@ def stage(
     ]
     sql.insert("shards", rows)
     kept = rejected[: max(0, KEPT_REJECTED_LINES - job.rejected_lines)]
-    sql.insert("rejected_lines", [{"job_id": job_id, **_cleaned(line)} for line in kept])
+    sql.insert("rejected_lines", [{"job_id": job_id, **columns_of(line)} for line in kept])
     update_job(
         sql,
         job_id,
@@ -155,11 +148,6 @@ def _copy_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> No
         if getattr(error, "sqlstate", None) == _UNIQUE_VIOLATION:
             raise IntegrityError(statement, None, error) from error
         raise
-
-
-def _cleaned(line: RejectedLine) -> dict[str, object]:
-    values = asdict(line)
-    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def duplicates(sql: Transaction, job_id: str, shards: Sequence[NewShard]) -> list[str]:

@@ -11,17 +11,20 @@ import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION, clean
 from jobs.own_files import own_ledger, place_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
@@ -132,10 +135,16 @@ def decoded(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
+def columns_of(record: DataclassInstance) -> dict[str, object]:
+    """A record as columns, with texts that every database takes."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
 def record(kind: type[T], row: Row, **changes: object) -> T:
     """A row as a record: the columns that are its fields, with these changes."""
     values = row._asdict() | changes
-    for name in _JSON.intersection(values, kind.__annotations__):
+    for name in _JSON.intersection(values):
         values[name] = decoded(values[name])
     return msgspec.convert(values, kind)
 

@@ -29,7 +29,7 @@ from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engi
 from pipelines.request import SynthesisRequest
 from pipelines.results import Meta, SpeechPipeline
 from pipelines.tokens import TokenHost, TokenRequest, token_sampling
-from pipelines.validation import check_room, check_seed, frames_within, speech_task
+from pipelines.validation import check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
@@ -116,8 +116,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
-        task = speech_task(request.messages, request.generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
             message = (
                 "This model has no repetition penalty: its sampling looks out for repetitions by itself."

@@ -15,7 +15,7 @@ from kernels.frame import DrawRules, Feedback, FrameTensors
 from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, bad_checkpoint

@@ -44,7 +44,7 @@ from pipelines.tokens import (
     Tokens,
     token_sampling,
 )
-from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
+from pipelines.validation import SpeechTask, check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
@@ -230,8 +230,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
         room = self._context - len(prompt)
         check_room(len(prompt), self._context, room, "a larger max_context")
