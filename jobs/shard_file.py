@@ -176,12 +176,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
         role: SpokenRole | None = None
         if turn is None:
             turn = speech_position(dialogue.messages)
-            messages = tuple(
-                [
-                    Message(whose, modality, references.get(place, text))
-                    for place, (whose, modality, text) in enumerate(dialogue.messages)
-                ]
-            )
+            messages = dialogue.typed_messages(references)
         else:
             role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
             messages = turn_messages(dialogue.messages, turn, references)

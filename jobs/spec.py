@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -53,14 +53,13 @@ class ResolvedSpec:
         cannot be read.
         """
         found = format_of(source, self.input_format)
-        seen = replace(self, input_format=found)
         _check_format(found, self.spec)
-        chosen = self.spec.reading or ALL
+        spec, chosen = self.spec, self.spec.reading or ALL
         if found == "kaldi" and chosen.voices is not None:
             chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
-            seen = replace(seen, spec=msgspec.structs.replace(self.spec, reading=chosen))
-        voices = self.voices.with_lines(seen.records(source))
-        return replace(seen, spec=voices.in_spec(seen.spec), voices=voices)
+            spec = msgspec.structs.replace(spec, reading=chosen)
+        voices = self.voices.with_lines(Records(source, found, spec, self.card))
+        return ResolvedSpec(voices.in_spec(spec), found, voices)
 
     def records(self, source: Source) -> Records:
         """The records of an input of a format that was recognized."""

@@ -75,13 +75,22 @@ def decode(
     numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
+    blocks: list[NDArray[np.float32]] = []
     with _opened(data, max_seconds) as file:
-        rate = int(file.samplerate)
-        mono = _mono(file, min(int(max_seconds * rate), MAX_SAMPLES // file.channels), channel)
-    if mono is None:
-        raise _too_long(max_seconds)
-    if len(mono) == 0:
+        rate = file.samplerate
+        left = min(int(max_seconds * rate), MAX_SAMPLES // file.channels)
+        # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
+        # standard error.
+        size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
+        while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
+            left -= len(block)
+            if left < 0:
+                raise _too_long(max_seconds)
+            averaged = channel is None and file.channels > 1
+            blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
+    if not blocks:
         raise _unreadable("The audio is empty.")
+    mono = np.concatenate(blocks)
     # A sum tells it in a tenth of the time of a look at each sample.
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
@@ -110,22 +119,6 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
             yield file
     except (soundfile.SoundFileError, ValueError, TypeError) as error:
         raise _unreadable("The audio cannot be read.") from error
-
-
-def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray[np.float32] | None:
-    """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
-    blocks: list[NDArray[np.float32]] = []
-    frames = 0
-    # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
-    # standard error.
-    size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
-    while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
-        frames += len(block)
-        if frames > limit:
-            return None
-        averaged = channel is None and block.shape[1] > 1
-        blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
-    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:

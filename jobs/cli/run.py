@@ -125,13 +125,11 @@ def run(
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
         local = LocalRun(chosen, settings, source, resolved, options, devices)
         result = run_locally(local, progress, signals)
-    _summarize(result.status, settings, result.made, result.where, output)
+    _summarize(result.status, settings, result.made, output)
     return exit_code_of(result.status.job.state)
 
 
-def _summarize(
-    status: JobStatus, settings: Settings, made: Mapping[str, str | None], where: str, output: Output
-) -> None:
+def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], output: Output) -> None:
     """The status, and where what was made lies: only what is there."""
     job = status.job
     if output.as_json:
@@ -145,7 +143,7 @@ def _summarize(
         if (place := made[kind]) is not None:
             output.line(f"{word:<8}{_near(place)}")
     if status.items.failed or job.rejected_lines:
-        output.line(f"errors  nightjar errors {job.id}{where}")
+        output.line(f"errors  nightjar errors {job.id}")
 
 
 def _near(place: str) -> str:

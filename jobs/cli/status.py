@@ -16,7 +16,7 @@ from jobs.cli.options import common_options, job_argument, of_job, pairs, price_
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.formatting import printable
 from jobs.ledger.records import Job, JobState
-from jobs.ledger.status import JobStatus, find_job, newest_statuses, status_and_errors
+from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
@@ -112,7 +112,9 @@ def list(  # noqa: A001 - the name of the command
     found: dict[str, tuple[JobStatus, Settings]] = {}
     for settings in places:
         try:
-            of_place = read_ledger(settings, lambda reader: newest_statuses(reader, limit, in_states, wanted))
+            of_place = read_ledger(
+                settings, lambda reader: statuses_of(reader, newest_jobs(reader, limit, in_states, wanted))
+            )
         except NotFoundError as error:
             output.note(f"No jobs: {error}")
             return

@@ -335,13 +335,11 @@ def check(database: Database) -> None:
     current = database.read(_revision)
     if current is None:
         raise database.wrong_schema(f"The ledger {database.name} has no tables yet.")
-    if current != SCHEMA_REVISION:
-        raise (
-            _too_new(database, current)
-            if current > SCHEMA_REVISION
-            else database.wrong_schema(
-                f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
-            )
+    if current > SCHEMA_REVISION:
+        raise _too_new(database, current)
+    if current < SCHEMA_REVISION:
+        raise database.wrong_schema(
+            f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
         )
 
 

@@ -99,13 +99,10 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
     shard = sql.row(_TAKE, **of_ticket(ticket), worker=worker_id, seconds=lease_seconds)
     if shard is None:
         return None
-    attempt = {
-        "job_id": shard.job_id,
-        "shard_no": shard.no,
-        "epoch": shard.epoch,
-        "worker_id": worker_id,
-    }
-    sql.insert("attempts", [attempt], started_at="<now>")
+    begun = """
+    INSERT INTO attempts (job_id, shard_no, epoch, worker_id, started_at) VALUES (:job, :shard, :epoch, :worker, <now>)
+    """
+    sql.change(begun, job=shard.job_id, shard=shard.no, epoch=shard.epoch, worker=worker_id)
     statement = f"SELECT idx, example_id, attempts FROM items WHERE {PENDING_OF} ORDER BY idx"
     return Lease(
         job=read_job(sql, shard.job_id),

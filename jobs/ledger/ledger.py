@@ -258,7 +258,6 @@ class Ledger:
     job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
-    jobs_of_input = _reads(queries.jobs_of_input)
     find_job = _reads(job_status.find_job)
     jobs = _reads(job_status.newest_jobs)
     error_counts = _reads(job_status.error_counts)
@@ -310,12 +309,12 @@ class Ledger:
         """Items with an index above `after`, in index order. `dialogues`: with those that match `where`
         the others of their dialogues.
 
-        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the
-        job has.
+        Raises `ConfigError` with `config.invalid` for a filter that compares a score which the job's checks
+        do not measure.
         """
         job = self.job(job_id)
         if where is not None:
-            self.database.read(queries.check_names, job, where)
+            queries.check_names(job, where)
         return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
 
     def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -27,13 +27,15 @@ from jobs.ledger.transaction import Row, Transaction, words
 
 _PENDING, _DONE = ITEM_STATE_NUMBERS[ItemState.PENDING], ITEM_STATE_NUMBERS[ItemState.DONE]
 _LEASED = f"""
-SELECT shards.*, jobs.max_attempts, jobs.error_budget, <now> AS now
+SELECT shards.*, jobs.max_attempts, jobs.error_budget, <now> AS made_at
 FROM shards JOIN jobs ON jobs.id = shards.job_id
 WHERE shards.job_id = :job AND shards.no = :shard AND shards.epoch = :epoch AND shards.state = 'leased'
 AND jobs.state IN ({words(*WORKING)}) FOR UPDATE OF shards
 """
 _COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "bytes_out")
 _COUNT = ", ".join(f"{name} = {name} + :{name}" for name in _COUNTERS)
+#: The open items of a shard among some.
+_OPEN = f"job_no = :job_no AND idx IN (:indexes) AND shard_no = :shard AND state = {_PENDING}"
 #: An item ends once, whoever commits it again.
 _KEPT = "ON CONFLICT DO NOTHING"
 
@@ -72,19 +74,8 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
 
 def _open_items(sql: Transaction, shard: Row, indexes: list[int]) -> dict[int, int]:
     """Open items among `indexes`: index -> attempts so far."""
-    if not indexes:
-        return {}
-    rows = sql.rows(f"SELECT idx, attempts FROM items WHERE {_pending(shard, indexes)}")
-    return {row.idx: row.attempts for row in rows}
-
-
-def _pending(shard: Row, indexes: Iterable[int]) -> str:
-    """SQL for the open items of a shard among `indexes`."""
-    # As text: binding hundreds of numbers one by one takes more time than the rest of a commit.
-    numbers = ", ".join([str(int(index)) for index in indexes])
-    return (
-        f"job_no = {shard.job_no:d} AND idx IN ({numbers}) AND shard_no = {shard.no:d} AND state = {_PENDING}"
-    )
+    statement = f"SELECT idx, attempts FROM items WHERE {_OPEN}"
+    return dict(sql.rows(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes))
 
 
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
@@ -93,8 +84,11 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     _add_made(sql, shard, done, again=[one for one in done if one.draws and one.draws[0].draw])
     kept = [(one.index, draw) for one in done for draw in one.draws if draw.kept]
     sql.insert("scores", [_scores(shard.job_no, index, draw) for index, draw in kept], _KEPT)
-    change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
-    return sql.change(f"UPDATE items SET {change} WHERE {_pending(shard, [one.index for one in done])}")
+    statement = f"""
+    UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
+    """
+    indexes = [one.index for one in done]
+    return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
 
 
 def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequence[Outcome]) -> None:
@@ -106,17 +100,8 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequ
             job_no=shard.job_no,
             indexes=[one.index for one in again],
         )
-    artifacts = [
-        {
-            "job_no": shard.job_no,
-            **_columns(artifact),
-            "epoch": shard.epoch,
-            "worker_id": shard.worker_id,
-            "made_at": shard.now,
-        }
-        for one in made
-        for artifact in one.artifacts
-    ]
+    lease = {name: getattr(shard, name) for name in ("job_no", "epoch", "worker_id", "made_at")}
+    artifacts = [{**lease, **_columns(artifact)} for one in made for artifact in one.artifacts]
     sql.insert("artifacts", artifacts, _KEPT)
     draws = [
         {"job_no": shard.job_no, "idx": one.index, **msgspec.to_builtins(draw), "scores": _json(draw.scores)}

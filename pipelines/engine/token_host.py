@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.engine.engine import Engine
-from pipelines.engine.prefixes import PromptPrefix
-from pipelines.engine.scheduler import Finish, GenerationRequest
+from pipelines.engine.scheduler import Finish, GenerationRequest, PromptPrefix
 from pipelines.engine.state import SamplingParams
 from pipelines.request import EngineInfo
 from pipelines.results import Receiver

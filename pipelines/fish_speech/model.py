@@ -15,7 +15,7 @@ from torch.nn import functional
 from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors, Layer, StackTensors
 from kernels.reference import next_inputs
 from kernels.registry import to_device
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.prompt import Prompt

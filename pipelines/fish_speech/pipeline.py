@@ -12,7 +12,6 @@ import torch
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import NativeModelOptions, memory_told
-from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
@@ -30,7 +29,7 @@ from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engi
 from pipelines.request import SynthesisRequest
 from pipelines.results import Meta, SpeechPipeline
 from pipelines.tokens import TokenHost, TokenRequest, token_sampling
-from pipelines.validation import check_room, check_seed, frames_within, speech_task
+from pipelines.validation import check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
@@ -46,6 +45,7 @@ class FishOptions(TokenModelOptions):
     share_prefixes: bool | None = None
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -56,14 +56,8 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """
     engine, rest = take_engine(options)
     chosen = read_options(NativeModelOptions if engine == "native" else FishOptions, rest, ENGINE)
-    with memory_told():
-        return _opened(folder, chosen)
-
-
-def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipeline:
     native = isinstance(chosen, NativeModelOptions)
     if not native:
-        check_frames_on_vllm()
         load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
@@ -118,8 +112,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
-        task = speech_task(request.messages, request.generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
             message = (
                 "This model has no repetition penalty: its sampling looks out for repetitions by itself."

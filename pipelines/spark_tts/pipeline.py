@@ -44,7 +44,7 @@ from pipelines.tokens import (
     Tokens,
     token_sampling,
 )
-from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
+from pipelines.validation import SpeechTask, check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
@@ -126,6 +126,7 @@ _CODEC_BATCH = 64
 _GATHER_SECONDS = 0.05
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -135,8 +136,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
-    with memory_told():
-        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
@@ -230,8 +230,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
         room = self._context - len(prompt)
         check_room(len(prompt), self._context, room, "a larger max_context")

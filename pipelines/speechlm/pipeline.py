@@ -41,10 +41,9 @@ from pipelines.speechlm.lm import (
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenHost, TokenRequest, Tokens
 from pipelines.validation import (
+    MAX_TOP_K,
     bounded,
-    bounded_top_k,
     check_room,
-    check_seed,
     either,
     frames_within,
     speech_task,
@@ -68,10 +67,6 @@ _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
 class SpeechLmOptions(TokenModelOptions):
     """How a checkpoint is opened; None means the best for the device, or what its config.json says."""
 
-    #: Mel frames of half a chunk of the audio tower, and of its attention's window; public sources disagree
-    #: on them.
-    n_window: int | None = None
-    window_infer: int | None = None
     #: Zero mean and unit variance of recordings before the tower, as in training; the published servers do
     #: not.
     normalise_audio: bool = False
@@ -97,8 +92,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     with Checkpoint.open(folder) as checkpoint:
         check_names(checkpoint, config)
         codec = load_codec(checkpoint, config, device, codec_dtype)
-        windows = chosen.n_window, chosen.window_infer
-        encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
+        encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
     # start.
     from pipelines.vllm_engine.host import VllmHost
@@ -253,8 +247,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         """The engine's first request and what delivery must know. Raises `InputError` for what this model
         cannot do."""
         generation = request.generation
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
             message = "This model has no repetition penalty."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
@@ -285,7 +278,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
             rows = frames_within(asked.max_seconds, self._frames_per_second, rows) + config.delay
 
         def sampling(temperature: float, top_k: int) -> StreamSampling:
-            return StreamSampling(bounded(temperature), bounded_top_k(top_k), either(asked.top_p, 1.0))
+            return StreamSampling(bounded(temperature), min(top_k, MAX_TOP_K), either(asked.top_p, 1.0))
 
         text = sampling(
             either(asked.text_temperature, asked.temperature, config.text_temperature),

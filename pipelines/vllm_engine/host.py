@@ -29,7 +29,6 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
@@ -160,7 +159,9 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.model and not config.use_v2_model_runner:
         message = "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, FRAMES_ADVICE)
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, message, "Set SPEECH_ENGINE__KIND to native, or unset it."
+        )
     return AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: moment])
 
 

@@ -317,18 +317,6 @@ def test_fields_of_other_servers_are_taken_or_ignored() -> None:
         )
         unknown = server.speak("Hello.", speeed=1, **{"x\r\ny: z": 2})
         assert (unknown.status_code, unknown.headers["x-ignored-fields"]) == (200, "speeed")
-    with Running(StreamVoice(), strict=True) as server:
-        assert server.speak("Hello.", **others).status_code == 200
-        refused = server.speak("Hello.", speeed=1)
-        assert (refused.status_code, error_of(refused)["param"], error_of(refused)["code"]) == (
-            400,
-            "speeed",
-            "unknown_field",
-        )
-        assert error_of(bytes_of(server, speeed=1))["code"] == "unknown_field"
-        with talk(server.url) as client:
-            client.say("a", "Hello.", speeed=1)
-            assert client.error("a")["error_code"] == "unknown_field"
 
 
 def test_a_long_text_is_spoken_sentence_by_sentence(server: Running, voice: StreamVoice) -> None:

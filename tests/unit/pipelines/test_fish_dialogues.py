@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kernels.attention import gather_pages
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.prefixes import PromptPrefix
+from pipelines.engine.scheduler import PromptPrefix
 from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.engines import shared_prefixes
 from pipelines.fish_speech.multi_turn import TurnPlan
