@@ -147,17 +147,14 @@ def _commit_failed(
             epoch=shard.epoch,
         )
     )
-    ended = waiting = engine_ms = 0
-    errors = []
-    refused: list[Failed] = []
+    changed: list[tuple[Failed, ItemState]] = []
     for outcome in failed:
         tries = attempts[outcome.index] + (outcome.index not in recorded)
         state = after_failure(tries, shard.max_attempts, outcome.code)
         if state is ItemState.PENDING and outcome.index in recorded:
             continue
-        engine_ms += outcome.engine_ms
-        errors.append((outcome.index, outcome.code, outcome.message))
-        changed = sql.change(
+        changed.append((outcome, state))
+        sql.change(
             f"""
             UPDATE items SET state = :state, attempts = :tries, error_code = :code, error_message = :message
             WHERE job_no = :job_no AND idx = :index AND state = {_PENDING}
@@ -169,15 +166,11 @@ def _commit_failed(
             job_no=shard.job_no,
             index=outcome.index,
         )
-        if state is ItemState.PENDING:
-            waiting += changed
-        else:
-            ended += changed
-            if outcome.draws:
-                refused.append(outcome)
-    record_errors(sql, shard, errors)
+    record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome, _ in changed])
+    ended = [outcome for outcome, state in changed if state is not ItemState.PENDING]
+    refused = [outcome for outcome in ended if outcome.draws]
     _add_made(sql, shard, refused, again=refused)
-    return ended, waiting, engine_ms
+    return len(ended), len(changed) - len(ended), sum(outcome.engine_ms for outcome, _ in changed)
 
 
 def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: str) -> bool:
