@@ -45,6 +45,7 @@ class FishOptions(TokenModelOptions):
     share_prefixes: bool | None = None
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -55,11 +56,6 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """
     engine, rest = take_engine(options)
     chosen = read_options(NativeModelOptions if engine == "native" else FishOptions, rest, ENGINE)
-    with memory_told():
-        return _opened(folder, chosen)
-
-
-def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipeline:
     native = isinstance(chosen, NativeModelOptions)
     if not native:
         load_vllm(chosen.cpu_kv_gib)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.frame import Layer, StackTensors
-from pipelines.nn.checkpoint import TensorSource
+from pipelines.nn.checkpoint import Loader
 from pipelines.nn.config_keys import StackConfig
 
 
@@ -28,54 +28,43 @@ class StackWeights:
 
 
 def take_stack(
-    source: TensorSource,
-    prefix: str,
-    shape: StackConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    head_norm: bool = True,
-    qkv_bias: bool = False,
+    load: Loader, shape: StackConfig, *, head_norm: bool = True, qkv_bias: bool = False
 ) -> StackWeights:
-    """Reads `<prefix>layers.*` and `<prefix>norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2
+    """Reads `layers.*` and `norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2
     (`qkv_bias`).
 
     Raises `ModelError` (`model.bad_checkpoint`) that names a missing or misshapen tensor.
     """
     widths = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
 
-    def take(name: str, *size: int) -> Tensor:
-        return source.take(f"{prefix}{name}", size, dtype, device)
-
     layers = []
     for index in range(shape.layers):
-        at = f"layers.{index}."
+        take = load.at(f"layers.{index}.")
         qkv = [
-            take(f"{at}self_attn.{name}_proj.weight", width, shape.hidden)
-            for name, width in zip("qkv", widths)
+            take(f"self_attn.{name}_proj.weight", width, shape.hidden) for name, width in zip("qkv", widths)
         ]
         bias = (
-            [take(f"{at}self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)]
+            [take(f"self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)]
             if qkv_bias
             else []
         )
         gate_up = [
-            take(f"{at}mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")
+            take(f"mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")
         ]
         norms = [
-            take(f"{at}self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"
+            take(f"self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"
         ]
         layers.append(
             Layer(
-                input_norm=take(f"{at}input_layernorm.weight", shape.hidden),
+                input_norm=take("input_layernorm.weight", shape.hidden),
                 qkv=torch.cat(qkv),
-                o=take(f"{at}self_attn.o_proj.weight", shape.hidden, widths[0]),
-                post_norm=take(f"{at}post_attention_layernorm.weight", shape.hidden),
+                o=take("self_attn.o_proj.weight", shape.hidden, widths[0]),
+                post_norm=take("post_attention_layernorm.weight", shape.hidden),
                 gate_up=torch.cat(gate_up),
-                down=take(f"{at}mlp.down_proj.weight", shape.hidden, shape.intermediate),
+                down=take("mlp.down_proj.weight", shape.hidden, shape.intermediate),
                 q_norm=norms[0],
                 k_norm=norms[1],
                 qkv_bias=torch.cat(bias) if bias else None,
             )
         )
-    return StackWeights(tuple(layers), take("norm.weight", shape.hidden))
+    return StackWeights(tuple(layers), load("norm.weight", shape.hidden))

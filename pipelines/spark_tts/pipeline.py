@@ -126,6 +126,7 @@ _CODEC_BATCH = 64
 _GATHER_SECONDS = 0.05
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -135,8 +136,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
-    with memory_told():
-        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
