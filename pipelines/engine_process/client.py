@@ -237,7 +237,8 @@ class EngineProcess:
                 if self._over is not None:
                     self._send(Close())
                 while True:
-                    self._take(*child.channel.receive())
+                    received = child.channel.receive()
+                    self._take(received.message, received.descriptors)
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
