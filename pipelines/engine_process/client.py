@@ -254,7 +254,11 @@ class EngineProcess:
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
-        if isinstance(message, Stats):
+        if isinstance(message, ChunkMessage):
+            samples = np.frombuffer(message.samples, np.float32)
+            chunk = AudioChunk(samples, message.sample_rate, message.text)
+            _tell(self._requests.get(message.number), chunk)
+        elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
         elif isinstance(message, Opened):
@@ -266,10 +270,6 @@ class EngineProcess:
             with self._changed:
                 self._on_the_way.discard(message.number)
                 self._changed.notify()
-        elif isinstance(message, ChunkMessage):
-            samples = np.frombuffer(message.samples, np.float32)
-            chunk = AudioChunk(samples, message.sample_rate, message.text)
-            _tell(self._requests.get(message.number), chunk)
         else:
             _tell(self._take_out(message.number), _end_of(message, descriptors))
 
