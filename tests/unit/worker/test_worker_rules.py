@@ -25,7 +25,7 @@ from tests.support.ledger_kit import failed, lease_next, rows, states, submit
 from tests.support.worker_rig import WORKER, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
 from worker.maintenance import Maintenance
-from worker.result_writer import Answer, ItemDraw, ShardOutput
+from worker.result_writer import Answer, ItemDraw
 from worker.runtime import Handling, Runtime
 
 
@@ -109,7 +109,8 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     draw = ItemDraw(ShardLine(0, 1, "item-0", request.messages, Generation(), 0))
     draw.request = request
     answers: list[Answer] = []
-    shard = ShardOutput(held, rig.store, None, lambda _, answer: answers.append(answer))
+    settle = lambda _, answer: answers.append(answer)  # noqa: E731
+    shard: Any = SimpleNamespace(held=held, store=rig.store, packs=None, settle=settle, abandoned=False)
     rig.writer.work(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
     wait_for(lambda: answers)
     assert isinstance(answers[0], LeaseGoneError)
