@@ -70,7 +70,7 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(
 
     monkeypatch.setattr(runtime.ledger, "claim", claim)
     monkeypatch.setattr(runtime.runner, "run", run)
-    monkeypatch.setattr(runtime, "_end_job", lambda job_id: None)
+    monkeypatch.setattr(runtime.maintenance, "end_job", lambda job_id: None)
     ended: list[Handling] = []
     threads = [
         threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0))))
@@ -158,7 +158,8 @@ def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(
 
     monkeypatch.setattr(rig.ledger, "heartbeat", slow)
     clock.advance(30)
-    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, SimpleNamespace()).beat()  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing).beat()
     clock.advance(5)
     assert held.gone is None
     clock.advance(10)
