@@ -29,8 +29,7 @@ from benchmarks.spark_engines import TINY_LM, AnyIdSpeaks
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.executor import EagerExecutor, FrameExecutor, FrameSettings, PrefillRun
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import EagerExecutor, FrameExecutor, FrameModel, FrameSettings, PrefillRun
 from pipelines.engine.opening import open_executor
 from pipelines.engine.state import Placement, SamplingParams
 from pipelines.spark_tts.language_model import Drawable, SparkModel

@@ -13,7 +13,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import Drawing
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
-from pipelines.validation import MAX_TOP_K, bounded, check_seed, either
+from pipelines.validation import MAX_TOP_K, bounded, either
 
 Finish = Literal["stop", "length"]
 #: The highest temperature that vLLM takes.
@@ -84,10 +84,8 @@ def token_sampling(
 ) -> TokenSampling:
     """How a request is drawn: its own settings over the model's; at most `max_tokens` tokens.
 
-    Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM
-    would refuse.
+    Raises `InputError` (`input.bad_generation`) for a temperature that vLLM would refuse.
     """
-    check_seed(seed)
     temperature = either(generation.temperature, defaults.temperature)
     if temperature > MAX_TEMPERATURE:
         message = f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}."

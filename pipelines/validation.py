@@ -111,9 +111,9 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
 
 def speech_task(
-    messages: Sequence[Message], generation: Generation, capabilities: Capabilities
+    messages: Sequence[Message], generation: Generation, capabilities: Capabilities, seed: int = 0
 ) -> SpeechTask:
-    """The task of one dialogue for a model with these capabilities.
+    """The task of one dialogue for a model with these capabilities; `seed`: that of a request.
 
     The text of the one user turn is spoken; user audio in that turn is the voice to clone, or the voices;
     system text is the instruction where the model takes one, unless `generation.instruct` says otherwise;
@@ -123,7 +123,7 @@ def speech_task(
     Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing asked for
     is dropped in silence, apart from system text for a model that takes no instructions.
     """
-    check_generation(generation)
+    check_generation(generation, seed)
     text, audio, system = _said(messages, capabilities)
     if capabilities.multi_turn:
         audio = []
@@ -149,10 +149,11 @@ def speech_task(
     )
 
 
-def check_generation(generation: Generation) -> None:
-    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range: `_RANGES`."""
-    for name, (least, most, allowed) in _RANGES.items():
-        value = getattr(generation, name)
+def check_generation(generation: Generation, seed: int = 0) -> None:
+    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range, `_RANGES`, or the
+    seed of a request."""
+    for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
+        least, most, allowed = _RANGES[name]
         if value is not None and not least <= value <= most:
             message = f"`{name}` is {value!r}; it must be {allowed}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
@@ -161,7 +162,7 @@ def check_generation(generation: Generation) -> None:
 def check_seed(seed: int) -> None:
     """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed <
     2**63."""
-    check_generation(Generation(seed=seed))
+    check_generation(Generation(), seed)
 
 
 def no_character() -> InputError:

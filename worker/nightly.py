@@ -171,7 +171,7 @@ class Night:
         """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last
         failed or were cancelled."""
         first = self._key(1)
-        ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
+        ends = [(job.idempotency_key.removeprefix(first), job) for job in self.ledger.jobs_of_keys(first)]
         return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
 
     def conclude(self) -> bool:

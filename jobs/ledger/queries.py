@@ -83,15 +83,14 @@ def store_identity(sql: Transaction, address: str) -> str | None:
     )
 
 
-def jobs_of_keys(sql: Transaction, first: str) -> list[tuple[str, Job]]:
-    """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a
-    slash, in the order of submit."""
+def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
+    """The jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
     statement = """
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
     """
     rows = sql.rows(statement, key=first, below=f"{first}/")
-    return [(row.idempotency_key, job_of(sql, row)) for row in rows]
+    return [job_of(sql, row) for row in rows]
 
 
 class Wanted(NamedTuple):

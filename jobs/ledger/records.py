@@ -140,26 +140,13 @@ class NewJob:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(NewJob):
     """A row of `jobs`. Times are UTC epoch seconds of the ledger's clock."""
 
     id: str
-    name: str
     state: JobState
     state_reason: str
-    spec: JobSpec
-    spec_sha: str
-    input_uri: str
-    input_sha256: str
-    store_url: str
-    owner: str
-    priority: int
-    weight: int
-    max_attempts: int
-    max_in_flight: int | None
-    error_budget: float | None
-    labels: Mapping[str, str]
     total_items: int
     total_shards: int
     #: All of them; the ledger keeps the first `KEPT_REJECTED_LINES`.
@@ -169,8 +156,6 @@ class Job:
     created_at: float
     started_at: float | None
     finished_at: float | None
-    #: By which the store is known (`ObjectStore.establish`).
-    store_identity: str | None = None
 
     @property
     def speaks_turns(self) -> bool:
@@ -394,6 +379,7 @@ class WorkerInfo:
     host: str
     pid: int
     gpu: str
+    #: The only model that it serves; empty: whatever the jobs ask for.
     model: str
     version: str
     #: Shards that it can use, with those it has.

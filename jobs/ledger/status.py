@@ -16,6 +16,7 @@ from jobs.ledger.records import (
     Job,
     JobState,
     ShardState,
+    WorkerInfo,
     clean,
     no_such_job,
 )
@@ -334,17 +335,9 @@ class RecentWork:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(WorkerInfo):
     """A worker process, or a GPU whose worker is quarantined, with what it does."""
 
-    id: str
-    host: str
-    pid: int
-    gpu: str
-    #: The only model that it serves; empty: whatever the jobs ask for.
-    model: str
-    version: str
-    slots: int
     #: `up`, `draining`, `quarantined`, `lost` or `retired`.
     state: str
     #: Why it is quarantined, or which job it cannot run and why.

@@ -144,7 +144,7 @@ def columns_of(record: DataclassInstance) -> dict[str, object]:
 def record(kind: type[T], row: Row, **changes: object) -> T:
     """A row as a record: the columns that are its fields, with these changes."""
     values = row._asdict() | changes
-    for name in _JSON.intersection(values, kind.__annotations__):
+    for name in _JSON.intersection(values):
         values[name] = decoded(values[name])
     return msgspec.convert(values, kind)
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from pipelines.errors import NightjarError
 from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.cartesia import EventsRequest, SpeechFields
+from pipelines.serving.cartesia import EventsRequest, SpeechFields, WebSocketSpeech
 from pipelines.serving.chat import ChatBody
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.metrics import ServerMetrics
@@ -35,7 +35,6 @@ from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody
 from pipelines.serving.streaming import Parts, Reply, Serving
 from pipelines.serving.voices import VoiceBody, Voices
-from pipelines.serving.websocket import WebSocketSpeech
 
 _VOICES = "/v1/audio/voices"
 

@@ -219,14 +219,10 @@ def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequ
 def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
     """What is written; text alone where the request says nothing. Raises `ApiError` for what contradicts
     itself."""
-    said = body.vllm_xargs.mode
-    if body.modalities is not None:
-        asked: Mode = "text_audio" if "audio" in body.modalities else "text_only"
-        if said not in (None, asked):
-            message = f"`modalities` asks for {asked}, `vllm_xargs.mode` for {said}. Keep one of them."
-            raise bad_request(message, "invalid_value", "modalities")
-        said = asked
-    mode = said or ("text_only" if "text_only" in modes else None)
+    mode = body.vllm_xargs.mode
+    if mode is None and body.modalities is not None:
+        mode = "text_audio" if "audio" in body.modalities else "text_only"
+    mode = mode or ("text_only" if "text_only" in modes else None)
     if mode == "text_only":
         for name in _XARG_ONLY_WITH_AUDIO:
             value = getattr(body.vllm_xargs, name)

@@ -44,7 +44,6 @@ from pipelines.validation import (
     MAX_TOP_K,
     bounded,
     check_room,
-    check_seed,
     either,
     frames_within,
     speech_task,
@@ -248,8 +247,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         """The engine's first request and what delivery must know. Raises `InputError` for what this model
         cannot do."""
         generation = request.generation
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
             message = "This model has no repetition penalty."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")

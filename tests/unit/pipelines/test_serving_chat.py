@@ -235,12 +235,6 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, str]] = [
         "vllm_xargs.audio_temperature",
         "input.bad_generation",
     ),
-    (
-        [user("x")],
-        {"vllm_xargs": {"mode": "text_only"}, "modalities": ["text", "audio"]},
-        "modalities",
-        "invalid_value",
-    ),
     ([user("x")], {"stop_token_ids": [7]}, "stop_token_ids[0]", "invalid_value"),
     ([user("x")], {"temperature": -1}, "temperature", "input.bad_generation"),
     ([user("x")], {"max_tokens": 0}, "max_tokens", "input.bad_generation"),
