@@ -32,7 +32,7 @@ from benchmarks.figures import Figure, show, write
 from benchmarks.jobs import REPOSITORY, new_database, peak_mb
 from jobs.checks import Quality
 from jobs.export import export
-from jobs.ledger import Ledger, outcomes
+from jobs.ledger import Ledger, leases
 from jobs.ledger.records import Artifact, Done, Draw, JobSpec, NewJob, NewShard, Score
 from jobs.settings import Settings
 from jobs.shard_file import compress, encode_lines
@@ -236,12 +236,12 @@ def commits(url: str, name: str) -> list[Figure]:
         numbers = range(shards)
         ledger.stage(job.id, [_shard(no) for no in numbers], [], shards * COMMIT_SHARD_ITEMS)
         ledger.seal_job(job.id)
-        real, seconds = outcomes.add_scores, {True: [], False: []}
+        real, seconds = leases.add_scores, {True: [], False: []}
         for turn in range(2 * COMMIT_ROUNDS):
             with_scores = turn % 2 == 0
-            outcomes.add_scores = real if with_scores else lambda *_: None
+            leases.add_scores = real if with_scores else lambda *_: None
             seconds[with_scores].append(sum(_commit_next(ledger) for _ in range(COMMITTED_SHARDS)))
-        outcomes.add_scores = real
+        leases.add_scores = real
     rates = {
         kind: COMMITTED_SHARDS * COMMIT_SHARD_ITEMS / sorted(found)[COMMIT_ROUNDS // 2]
         for kind, found in seconds.items()

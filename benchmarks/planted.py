@@ -94,7 +94,7 @@ def _installed() -> dict[str, Any]:
 def describe() -> ModelCard:
     """The card of the checkpoint."""
     folder = Path(_installed()["checkpoint"])
-    return recognise(folder, FAMILIES).describe(folder)
+    return recognise(folder, FAMILIES).call(".config", "describe", folder)
 
 
 def load(**options: Any) -> Pipeline:

@@ -68,7 +68,7 @@ def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar pause JOB
     """
     ledger.pause(job.id)
-    _say_state(output, ledger.job(job.id))
+    _say_state(output, ledger, job)
 
 
 @click.command()
@@ -81,12 +81,15 @@ def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar resume JOB
     """
     ledger.resume(job.id)
-    _say_state(output, ledger.job(job.id))
+    _say_state(output, ledger, job)
 
 
-def _say_state(output: Output, job: Job) -> None:
-    view = {"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value}
-    output.say(view, f"{job.id} is {job.state.value}.")
+def _say_state(output: Output, ledger: Ledger, job: Job) -> Job:
+    """Says what the job is by now, and gives it."""
+    now = ledger.job(job.id)
+    view = {"schema": "nightjar.job_state/1", "job": now.id, "state": now.state.value}
+    output.say(view, f"{now.id} is {now.state.value}.")
+    return now
 
 
 @click.command()
@@ -101,8 +104,7 @@ def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None
     ledger.cancel(job.id)
     if ledger.job(job.id).state is JobState.CANCELLING:
         ledger.reconcile()
-    ended = ledger.job(job.id)
-    _say_state(output, ended)
+    ended = _say_state(output, ledger, job)
     if ended.state.final:
         _put_manifest(settings, ledger, ended, output)
         _report_end(settings, ledger, output)

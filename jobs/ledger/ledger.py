@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import control, ingest, leases, lifecycle, outcomes, queries, workers
+from jobs.ledger import control, ingest, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger.database import Database, LedgerLimits, check, upgrade
@@ -183,7 +183,7 @@ class Ledger:
 
         Pauses the job, in a second transaction, where its error budget is spent by them.
         """
-        result = self.database.write(outcomes.commit, ticket, ended)
+        result = self.database.write(leases.commit, ticket, ended)
         if result.failed:
             self.database.write(lifecycle.judge_budget, ticket.job_id)
         return result
@@ -290,8 +290,8 @@ class Ledger:
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
     filtered_out = _reads(queries.filtered_out)
-    replace_artifact = _writes(outcomes.replace_artifact)
-    set_shard_manifest = _writes(outcomes.set_shard_manifest)
+    replace_artifact = _writes(leases.replace_artifact)
+    set_shard_manifest = _writes(leases.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
     delete_orphan = _writes(reconciler.delete_orphan)
 

@@ -136,10 +136,12 @@ def end_attempt(
     """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is
     found."""
     # No lease ends before its last heartbeat.
-    expired = max(shard.lease_until, shard.heartbeat_at) if outcome is AttemptOutcome.EXPIRED else None
     statement = """
-    UPDATE attempts SET ended_at = COALESCE(CAST(:expired AS DOUBLE PRECISION), <now>), outcome = :outcome,
-        n_ok = :ok, n_failed = :failed, error_code = :code, error_message = :message
+    UPDATE attempts SET outcome = :outcome, error_code = :code, error_message = :message, (ended_at, n_ok, n_failed) = (
+        SELECT CASE WHEN :expired = 0 THEN <now> WHEN heartbeat_at > lease_until THEN heartbeat_at ELSE lease_until END,
+            n_done - claimed_done, CASE WHEN shards.n_failed > claimed_failed THEN shards.n_failed - claimed_failed ELSE 0 END
+        FROM shards WHERE job_id = :job AND no = :shard
+    )
     WHERE job_id = :job AND shard_no = :shard AND epoch = :epoch
     """
     sql.change(
@@ -147,10 +149,8 @@ def end_attempt(
         job=shard.job_id,
         shard=shard.no,
         epoch=shard.epoch,
-        expired=expired,
         outcome=outcome,
-        ok=shard.n_done - shard.claimed_done,
-        failed=max(0, shard.n_failed - shard.claimed_failed),
+        expired=int(outcome is AttemptOutcome.EXPIRED),
         code=code,
         message=None if message is None else clean(message),
     )
@@ -170,11 +170,11 @@ def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
         ready_after(sql, shard, attempts, change, attempts=attempts)
     elif verdict is Verdict.BISECT:
         bisect(sql, job, shard)
-    elif verdict is Verdict.MARK_DEAD:
-        end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
-        move_to(sql, shard, ShardState.DEAD, change, attempts=attempts)
     else:
-        move_to(sql, shard, ShardState.DONE, change, attempts=attempts)
+        dead = verdict is Verdict.MARK_DEAD
+        if dead:
+            end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
+        move_to(sql, shard, ShardState.DEAD if dead else ShardState.DONE, change, attempts=attempts)
     complete_if_over(sql, shard.job_id)
     return verdict
 

@@ -102,19 +102,16 @@ class Quarantine:
 def report_quarantines(sql: Transaction, host: str, pid: int, quarantines: Sequence[Quarantine]) -> None:
     """A sign of life of a process that starts workers, with those that it has quarantined; others that it
     had are none any more."""
-    process = {"host": clean(host), "pid": pid}
-    over = set(
-        sql.column(
-            f"SELECT id FROM workers WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}'", **process
-        )
-    )
+    places: list[str] = []
     for one in quarantines:
-        place = clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}")
-        info = WorkerInfo(place, host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
+        places.append(clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}"))
+        info = WorkerInfo(places[-1], host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
         _add(sql, info, state=QUARANTINED, state_reason=one.reason)
-        over.discard(place)
-    for worker_id in over:
-        retire_worker(sql, worker_id)
+    statement = f"""
+    UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now>
+    WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}' AND NOT id IN (:places)
+    """
+    sql.change(statement, host=clean(host), pid=pid, places=places)
 
 
 def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:

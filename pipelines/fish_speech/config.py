@@ -196,8 +196,6 @@ def _codec(path: Path) -> CodecConfig:
     return replace(config, encoder_stacks=tuple(stacks))
 
 
-#: Average of English read speech, for estimates.
-SECONDS_PER_CHARACTER = 0.067
 #: Recordings of one line: as many speakers as a prompt of the published code joins turns of.
 MAX_REFERENCES = 5
 CAPABILITIES = Capabilities(
@@ -222,6 +220,6 @@ def describe(folder: Path) -> ModelCard:
         revision=revision(folder, _SUFFIXES),
         executors=("eager", "graph"),
         engines=("native", "vllm"),
-        seconds_per_character=SECONDS_PER_CHARACTER,
+        seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=check_encoded,
     )

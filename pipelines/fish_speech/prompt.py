@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.tokens import TokenRequest
-from pipelines.validation import is_visible
+from pipelines.validation import is_visible, no_character
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
 #: Control tokens that prompts are made of.
@@ -42,9 +43,11 @@ class Vocabulary:
         for name in (*_CONTROLS, *names):
             found = tokenizer.token_to_id(name)
             if found is None or found >= config.slow.vocab:
-                raise _bad(f"{file} has no token {name} within the vocabulary of {config.slow.vocab}.")
+                raise bad_checkpoint(
+                    f"{file} has no token {name} within the vocabulary of {config.slow.vocab}."
+                )
             if found != names.get(name, found):
-                raise _bad(f"{file} gives {name} the id {found}, config.json {names[name]}.")
+                raise bad_checkpoint(f"{file} gives {name} the id {found}, config.json {names[name]}.")
         # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
         self._spoken = frozenset(
             token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name)
@@ -55,11 +58,7 @@ class Vocabulary:
         """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
         token at fault."""
         path = config.folder / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise _bad(f"{path} cannot be read as a tokenizer: {error}.") from error
-        return cls(tokenizer, config, path)
+        return cls(read_tokenizer(path), config, path)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string of ours, control tokens by their names."""
@@ -86,8 +85,7 @@ def clean(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = "The text holds half of a surrogate pair, which is not a character."
-        raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
+        raise no_character() from error
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     inside = False
     for mark in _MARK.finditer(text):
@@ -154,14 +152,6 @@ def _spans() -> InputError:
 def _control(name: str) -> InputError:
     message = f"The text holds the control token {name}, which cannot be spoken."
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
-
-
-def _bad(message: str) -> ModelError:
-    return ModelError(
-        ErrorCode.MODEL_BAD_CHECKPOINT,
-        message,
-        "Download the checkpoint's tokenizer.json and config.json again.",
-    )
 
 
 _SYSTEM, _USER, _ASSISTANT, _END = (

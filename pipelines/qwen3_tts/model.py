@@ -18,8 +18,7 @@ from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import TensorSource
-from pipelines.nn.stack import StackWeights, take_stack
+from pipelines.nn.checkpoint import Loader, StackWeights, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def take_weights(
     vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
     predictor, residuals = config.predictor, range(config.codebooks - 1)
 
-    def take(name: str, *shape: int) -> Tensor:
-        return source.take(f"talker.{name}", shape, dtype, device)
+    take = Loader(source, "talker.", dtype, torch.device(device))
 
     def linear(name: str, *shape: int) -> tuple[Tensor, Tensor]:
         return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
@@ -75,12 +73,12 @@ def take_weights(
         else None
     )
     return ModelWeights(
-        talker=take_stack(source, "talker.model.", config.talker, dtype, device),
+        talker=take_stack(take.at("model."), config.talker),
         text_embedding=take("model.text_embedding.weight", config.text_vocab, text),
         fc1=linear("text_projection.linear_fc1", text, text),
         fc2=linear("text_projection.linear_fc2", hidden, text),
         head=take("codec_head.weight", vocab, hidden),
-        predictor=take_stack(source, "talker.code_predictor.model.", predictor, dtype, device),
+        predictor=take_stack(take.at("code_predictor.model."), predictor),
         heads=torch.stack(
             [
                 take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden)

@@ -105,6 +105,7 @@ _WARM_POSITIONS, _WARM_FRAMES = 32, 28
 MAX_TOKENS = 2048
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder.
 
@@ -112,8 +113,7 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     device cannot have, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory
     meanwhile.
     """
-    with memory_told():
-        return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
+    return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import bad_checkpoint
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
 from pipelines.validation import MAX_TOP_K, no_character, speech_task
@@ -145,14 +145,13 @@ class TextTokenizer:
         Raises `ModelError` (`model.bad_checkpoint`) naming the file when none can be read.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
+        if (path := folder / "tokenizer.json").is_file():
+            return cls(read_tokenizer(path))
         try:
-            if path.is_file():
-                return cls(Tokenizer.from_file(str(path)))
-            path = folder / "vocab.json"
             return cls(_from_vocabulary(folder))
         except Exception as error:
-            raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
+            message = f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}."
+            raise bad_checkpoint(message) from error
 
     @property
     def vocabulary(self) -> int:

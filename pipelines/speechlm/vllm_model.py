@@ -8,7 +8,7 @@ The sampler draws the text or all streams of each row with its request's own noi
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,23 +151,9 @@ class SpeechLmState(FrameState):
         drawing = self.drawing
         early = step.positions - drawing.positions[step.slots] < drawing.min_new_tokens[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        temperature, top_k, top_p, greedy = (
-            one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)
-        )
+        settings = [one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)]
         flags = DrawFlags.of([one.audio for one in asked])
-        flat = logits.view(count * streams, layer + 2)
-        most = min(flags.max_top_k, layer + 2)
-        drawn = sample(
-            flat,
-            noise.reshape(-1),
-            temperature,
-            top_k,
-            top_p,
-            greedy,
-            most,
-            flags.any_top_p,
-            flags.all_greedy,
-        )
+        drawn = _sampled(logits.view(count * streams, layer + 2), noise.reshape(-1), settings, flags)
         # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody
         # has.
         drawn = drawn.view(count, streams)
@@ -193,10 +179,7 @@ class SpeechLmState(FrameState):
     ) -> Tensor:
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
-        top_k = min(flags.max_top_k, candidates.shape[1])
-        place = sample(
-            candidates, noise, *self.drawing.first.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy
-        )
+        place = _sampled(candidates, noise, self.drawing.first.rows(step.slots), flags)
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,6 +192,13 @@ class SpeechLmState(FrameState):
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * (speaks & ended)
         return torch.where(speaks, first, text), codes
+
+
+def _sampled(logits: Tensor, noise: Tensor, settings: Sequence[Tensor], flags: DrawFlags) -> Tensor:
+    """A place of each row [n, places], by its temperature, top_k, top_p and greediness, each [n]."""
+    temperature, top_k, top_p, greedy = settings
+    most = min(flags.max_top_k, logits.shape[1])
+    return sample(logits, noise, temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):

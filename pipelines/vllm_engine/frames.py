@@ -119,7 +119,11 @@ class FrameState(DefaultModelState):
         self.codes[req_index, : len(prompt)] = 0
         written = len(new_req_data.prefill_token_ids or prompt) - len(prompt)
         if written:
-            self._restore(req_index, new_req_data.req_id, len(prompt), written)
+            kept = self._kept.pop(new_req_data.req_id, self.codes[0, :0])
+            if len(kept) < written:
+                raise RuntimeError(f"the codes of the preempted request {new_req_data.req_id} are gone")
+            self._ends[req_index] += written
+            self.codes[req_index, len(prompt) : len(prompt) + written] = kept[:written]
         self.admit(req_index, prompt, written, sampling)
 
     def remove_request(self, req_id: str) -> None:
@@ -179,13 +183,6 @@ class FrameState(DefaultModelState):
         """Puts the codes [n, width] of whole rows beside the tokens that were drawn with them."""
         old = self.codes[step.slots, step.positions]
         self.codes[step.slots, step.positions] = torch.where(step.whole[:, None], codes.to(torch.int16), old)
-
-    def _restore(self, slot: int, request_id: str, start: int, written: int) -> None:
-        kept = self._kept.pop(request_id, None)
-        if kept is None or len(kept) < written:
-            raise RuntimeError(f"the codes of the preempted request {request_id} are gone")
-        self.codes[slot, start : start + written] = kept[:written]
-        self._ends[slot] = start + written
 
 
 class FrameSampler:
