@@ -263,7 +263,7 @@ def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
 
 
-def _leaves(view: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(view: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, text) of what a record has."""
     for name, part in view.items():
         many = isinstance(part, list | tuple)

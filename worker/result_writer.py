@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -24,11 +24,12 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
 from pipelines.vad import trim_silence
-from worker.leases import GoneReason, HeldLease
-from worker.pack_writer import PackWriter
 from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
+
+if TYPE_CHECKING:
+    from worker.shard_run import ShardRun
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
 #: 50 threads.
@@ -67,25 +68,6 @@ class ItemDraw:
 Answer = Outcome | History | BaseException
 
 
-@dataclass(frozen=True, slots=True)
-class ShardOutput:
-    """Where the results of a leased shard go."""
-
-    held: HeldLease
-    store: ObjectStore
-    #: What stores the artifacts, in a job with packs; None: each is an object of its own.
-    packs: PackWriter | None
-    #: Takes what became of a draw, from any thread.
-    answer: Callable[[ItemDraw, Answer], None]
-    #: Whether the work on the shard has ended.
-    over: Callable[[], bool] = lambda: False
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody wants outcomes any more."""
-        return self.held.gone not in (None, GoneReason.DRAINED) or self.over()
-
-
 class ResultWriter:
     """A few threads that check and store what engines made. They wait for a store that is away while the
     item's lease lives."""
@@ -116,12 +98,12 @@ class ResultWriter:
 
     def work(
         self,
-        shard: ShardOutput,
+        shard: ShardRun,
         draw: ItemDraw,
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
     ) -> None:
-        """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
+        """Checks and stores what the engine made; `shard.settle` gets what becomes of it.
 
         `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
         more, and any other error. `measured`: what meters say of a draw that had these scores before.
@@ -131,13 +113,13 @@ class ResultWriter:
         except Exception as error:  # noqa: BLE001 - the shard's to judge
             answer = error
         if isinstance(answer, Future):
-            answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
+            answer.add_done_callback(lambda stored: shard.settle(draw, stored.exception() or stored.result()))
         elif answer is not None:
-            shard.answer(draw, answer)
+            shard.settle(draw, answer)
 
     def _outcome(
         self,
-        shard: ShardOutput,
+        shard: ShardRun,
         draw: ItemDraw,
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None,
@@ -188,9 +170,7 @@ class ResultWriter:
             outcome = Failed(index, code, heard + best.message, draws, (), after.engine_ms)
         return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
-    def _checked(
-        self, shard: ShardOutput, draw: ItemDraw, made: Speech, quality: Quality
-    ) -> CheckedDraw | None:
+    def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
         """The draw with the checks that need no model; None: meters measure it, and `work` goes on with
         what they say."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
@@ -221,7 +201,7 @@ class ResultWriter:
 
 
 def _stored(
-    shard: ShardOutput,
+    shard: ShardRun,
     draw: ItemDraw,
     outcome: Done | Failed,
     speech: Speech | None,

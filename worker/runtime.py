@@ -155,7 +155,7 @@ class Runtime:
             self.metrics,
             self._clock,
             Publisher(settings),
-            self._end_job,
+            self.manifests,
             self.demand,
             self._report_ends,
         )
@@ -210,7 +210,7 @@ class Runtime:
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED
         self.maintenance.dispatches.nudge()
-        self._end_job(ticket.job_id)
+        self.maintenance.end_job(ticket.job_id)
         return Handling.RAN
 
     def drain(self) -> None:
@@ -339,10 +339,6 @@ class Runtime:
         if self.options.model is not None:
             with self.pipelines.use(self.options.model):
                 log.info("model ready", model=self.options.model)
-
-    def _end_job(self, job_id: str) -> None:
-        self.manifests.put_if_over(job_id)
-        self.maintenance.reports.nudge()
 
     def _report_ends(self) -> None:
         # `nightjar run` reports its jobs itself, when their manifest and report are written.

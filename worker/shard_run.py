@@ -40,7 +40,7 @@ from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
-from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
+from worker.result_writer import Answer, ItemDraw, ResultWriter
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -127,14 +127,15 @@ class ShardRun:
 
     def __init__(self, runner: ShardRunner, held: HeldLease) -> None:
         self._runner = runner
-        self._held = held
+        self.held = held
         self._lease = held.lease
         self._job = held.lease.job
         self._clock = runner.clock
         self._times = runner.settings.times
         #: Set where it is begun.
-        self._store: ObjectStore
-        self._output: ShardOutput
+        self.store: ObjectStore
+        #: What stores the artifacts, in a job with packs; None: each is an object of its own.
+        self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
         self._changed = threading.Condition()
@@ -179,7 +180,7 @@ class ShardRun:
         return ItemCounts(len(self._in_engine) + waiting, self._answered, len(self._writing))
 
     def _work(self) -> None:
-        lease, retrying = self._lease, self._held.retrying
+        lease, retrying = self._lease, self.held.retrying
         store = self._runner.store_for(self._job.store_url)
         self._runner.writer.serve(store, self._job.spec.format)
         retrying(lambda: store.confirm(self._job.store_identity))
@@ -191,7 +192,7 @@ class ShardRun:
             )
         retry_later = False
         if todo:
-            with self._runner.pipelines.use(self._job.spec.model, self._held.check) as pipeline:
+            with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
                 if (book := self._runner.provenance) is not None:
                     retrying(lambda: book.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
@@ -209,7 +210,7 @@ class ShardRun:
         if self._job.spec.quality is not None:
             # `nightjar retry` continues with the next draws; those of a lost worker are made again.
             places = self._job.id, todo[0].index, todo[-1].index
-            drawn_before = self._held.retrying(lambda: self._runner.ledger.drawn_before(*places))
+            drawn_before = self.held.retrying(lambda: self._runner.ledger.drawn_before(*places))
         self.begin(store, pipeline, todo, drawn_before)
         in_context, name = contextvars.copy_context().run, f"feeder-{self._lease.shard_no}"
         threading.Thread(target=in_context, args=(self.feed_all,), name=name, daemon=True).start()
@@ -235,25 +236,21 @@ class ShardRun:
             first = drawn_before.get(line.index, 0)
             self._waiting.append(ItemDraw(line, first, first + more))
         self._unsettled = {line.index for line in lines}
-        self._store, self._builder = store, RequestBuilder(self._held, store, self._runner.references)
-        packs = None
+        self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         if self._job.spec.pack is True:
             run = self._runner.writer.run
-            packs = PackWriter(self._held, store, self._times, self._clock, run, self._only_waits_for)
-        self._output = ShardOutput(
-            self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
-        )
+            self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._only_waits_for)
         self._pipeline = pipeline
 
     @property
     def _stopped(self) -> bool:
         """Whether nothing more is fed."""
-        return self._halted or self._winding_down or self._error is not None or self._held.gone is not None
+        return self._halted or self._winding_down or self._error is not None or self.held.gone is not None
 
     def feed_all(self) -> None:
         """The feeding thread: each draw, while it is the shard's turn and there is room behind the engine."""
         order, writer, quality = self._runner.order, self._runner.writer, self._job.spec.quality
-        rank = order.place(self._job.priority, remote=self._store.remote)
+        rank = order.place(self._job.priority, remote=self.store.remote)
         try:
             while True:
                 if not self._waiting:
@@ -323,7 +320,7 @@ class ShardRun:
         redrawn = self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWN
         if isinstance(made, Speech) or redrawn:
             writer = self._runner.writer
-            writer.run(partial(writer.work, self._output, draw, made))
+            writer.run(partial(writer.work, self, draw, made))
         else:
             self.settle(draw, made)
 
@@ -385,6 +382,12 @@ class ShardRun:
             self._changed.notify_all()
 
     @property
+    def abandoned(self) -> bool:
+        """Whether nobody wants outcomes any more."""
+        ended = self._closed or self._error is not None
+        return ended or self.held.gone not in (None, GoneReason.DRAINED)
+
+    @property
     def _over(self) -> bool:
         """Whether every item has its outcome; when it winds down, every item that was begun: that is about
         to be fed, in the engine, or being written."""
@@ -409,8 +412,8 @@ class ShardRun:
             return not coming and len(self._writing) <= stored
 
     def _flush_packs(self) -> None:
-        if self._output.packs is not None:
-            self._output.packs.flush_due()
+        if self.packs is not None:
+            self.packs.flush_due()
 
     def _collect(self, pipeline: Pipeline) -> bool:
         """Commits outcomes until the shard is finished. Returns whether some items are left for another
@@ -419,7 +422,7 @@ class ShardRun:
         committed: list[Outcome] = []
         due_at = look_at = self._clock.monotonic() + times.commit_seconds
         while not self.finished:
-            self._held.check()
+            self.held.check()
             if self._clock.monotonic() >= look_at:
                 look_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused():
@@ -451,7 +454,6 @@ class ShardRun:
 
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
         """Outcomes when a commit is worth it: there are enough, the shard is finished, or it is `due_at`.
-
         Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a
         full store.
         """
@@ -459,7 +461,7 @@ class ShardRun:
 
         def is_worth_it() -> bool:
             enough = len(self._outcomes) >= maximum or self._over
-            return enough or self._error is not None or self._held.gone is not None
+            return enough or self._error is not None or self.held.gone is not None
 
         with self._changed:
             seconds = min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
@@ -473,7 +475,6 @@ class ShardRun:
 
     def expire(self) -> bool:
         """Fails items that were in the engine for too long (`synth.timeout`) and cancels their requests.
-
         Returns whether the engine is stuck: it has not even accepted the next request for so long.
         """
         seconds = self._runner.settings.worker.item_timeout_seconds
@@ -497,7 +498,6 @@ class ShardRun:
 
     def _close(self) -> None:
         """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
-
         Waits a while for what is being written, and commits it. A failure costs time only: the items run
         again, and adopt their objects.
         """
@@ -510,12 +510,12 @@ class ShardRun:
         _cancel(ended)
         self._flush_packs()
         with self._changed:
-            seconds = WRITING_SECONDS if self._held.gone in (None, GoneReason.DRAINED) else 0.0
+            seconds = WRITING_SECONDS if self.held.gone in (None, GoneReason.DRAINED) else 0.0
             self._changed.wait_for(lambda: not self._writing, seconds)
             left, self._outcomes = self._outcomes, []
             self._unsettled.clear()
             self._closed = True
-        if not left or self._held.gone not in (None, GoneReason.DRAINED):
+        if not left or self.held.gone not in (None, GoneReason.DRAINED):
             return
         try:
             self._commit(left)
@@ -525,23 +525,23 @@ class ShardRun:
     def _is_paused(self) -> bool:
         """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a
         heartbeat."""
-        state = self._held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
+        state = self.held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
             self._lose()
         return state is JobState.PAUSED
 
     def _lose(self) -> None:
         """The ledger does not know this lease any more."""
-        self._held.give_up(GoneReason.LOST)
+        self.held.give_up(GoneReason.LOST)
         raise LeaseGoneError(GoneReason.LOST)
 
     def _commit(self, batch: list[Outcome]) -> None:
         """Commits outcomes, fenced by the epoch. Those that could not be committed are put back."""
-        runner, retrying = self._runner, self._held.retrying
+        runner, retrying = self._runner, self.held.retrying
         try:
             with runner.metrics.commit_seconds.time():
                 # Objects of done items must survive a power cut.
-                retrying(self._store.sync)
+                retrying(self.store.sync)
                 if retrying(lambda: runner.ledger.commit(self._lease.ticket, batch)).lost:
                     self._lose()
         except (LeaseGoneError, NightjarError):
@@ -559,8 +559,8 @@ class ShardRun:
             made = ledger.shard_audio(self._job.id, lease.shard_no)
             return put_shard_manifest(store, self._job, lease.shard_no, made, lines)
 
-        manifest = (None, None) if retry_later else self._held.retrying(put_manifest)
-        if not self._held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
+        manifest = (None, None) if retry_later else self.held.retrying(put_manifest)
+        if not self.held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
             self._lose()
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
@@ -576,7 +576,7 @@ class ShardRun:
         return ShardEnd.RELEASED
 
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
-        ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self._held.retrying
+        ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self.held.retrying
         mine = code not in WORKER_FAULTS or self._runner.alone
         try:
             if not mine and retrying(lambda: ledger.refuse(ticket, code, message)):

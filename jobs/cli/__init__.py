@@ -22,7 +22,7 @@ from pipelines.errors import NightjarError
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
         "run": ("run", "Synthesize a file on this machine; needs no other service."),
-        "submit": ("submit", "Submit a file as a job for running workers."),
+        "submit": ("run", "Submit a file as a job for running workers."),
         "dev": ("run", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
         "nightly": ("serve", "Submit the scheduled jobs of the night and write their exports."),
     },
@@ -31,7 +31,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "watch": ("status", "Show a job's progress until it ends."),
         "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
         "list": ("status", "List jobs, newest first."),
-        "show": ("show", "Show what a job is made with, and the command that makes it again."),
+        "show": ("status", "Show what a job is made with, and the command that makes it again."),
         "items": ("items", "List a job's items and their audio files."),
         "errors": ("items", "List a job's refused lines and failed items."),
         "retry": ("control", "Run a job's failed items again."),

@@ -112,11 +112,12 @@ def export(
     from jobs.export import hub
     from jobs.store import store_of
 
+    filtered = None if where is None else str(where)
     # The data goes to stdout, so what is said about it may not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
         if to == "-":
-            to = str(settings.export_folder(job.id, format_, None if where is None else str(where)))
+            to = str(settings.export_folder(job.id, format_, filtered))
             options["replaces"] = [job.id]
         hub.check_push(format_, to, push)
     if part_mb is not None:
@@ -139,7 +140,6 @@ def export(
     if output.as_json:
         view = {"schema": "nightjar.export/1", "job": job.id, "format": report.format, "to": report.to}
         view |= {**pushed, "items": report.items, "left_out": report.left_out}
-        filtered = None if where is None else str(where)
         output.data({**view, "where": filtered, **msgspec.to_builtins(reasons)})
         return
     place = "" if to == "-" else f" to {report.to}"

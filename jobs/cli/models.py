@@ -129,11 +129,9 @@ def model_view(card: ModelCard) -> dict[str, Any]:
 def _abilities(card: ModelCard) -> list[str]:
     can = card.capabilities
     names = ("cloning", "instruct", "streaming", "guidance", "multi_turn", "text_out", "audio_in")
+    abilities = [name for name in names if getattr(can, name)]
     choices = (("voice", can.voices), ("language", can.languages))
-    return [
-        *(name for name in names if getattr(can, name)),
-        *(counted(len(found), noun) for noun, found in choices if found),
-    ]
+    return abilities + [counted(len(found), noun) for noun, found in choices if found]
 
 
 @click.group()

@@ -196,7 +196,7 @@ class HibariPipeline:
         """
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
-        text = speech_task(request.messages, request.generation, CAPABILITIES).text
+        text = speech_task(request.messages, request.generation, CAPABILITIES, request.seed).text
         listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
         utterance = Utterance(request, text, listener, stream)
         if stream:

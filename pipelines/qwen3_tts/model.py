@@ -18,8 +18,7 @@ from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import Loader, TensorSource
-from pipelines.nn.stack import StackWeights, take_stack
+from pipelines.nn.checkpoint import Loader, StackWeights, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 
 if TYPE_CHECKING:

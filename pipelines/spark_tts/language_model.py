@@ -18,8 +18,7 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint
-from pipelines.nn.stack import StackWeights, take_stack
+from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource, bad_checkpoint, take_stack
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 

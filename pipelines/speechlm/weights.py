@@ -10,8 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, Loader, bad_checkpoint, read_pickle
-from pipelines.nn.stack import take_stack
+from pipelines.nn.checkpoint import Checkpoint, Loader, bad_checkpoint, read_pickle, take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
 TOWER = "multimodal_io_dict.continuous_audio.model.audio_tower."

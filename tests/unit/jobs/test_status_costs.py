@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli.status import status_lines
 from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, newest_jobs, status_and_errors, statuses_of
 from jobs.ledger.transaction import read_with_driver
-from jobs.status import FEWEST_SHARDS, cost, cost_at_end, eta_error_seconds, eta_seconds, status_view
+from jobs.status import (
+    FEWEST_SHARDS,
+    cost,
+    cost_at_end,
+    eta_error_seconds,
+    eta_seconds,
+    status_lines,
+    status_view,
+)
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline

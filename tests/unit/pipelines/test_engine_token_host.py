@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
-from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.spark_tts.config import LLM, SparkConfig

@@ -22,11 +22,10 @@ from kernels.frame import FrameTensors
 from kernels.reference import next_inputs
 from kernels.sampler import process_first
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor, PrefillRun
 from pipelines.engine.opening import NativeModelOptions
 from pipelines.engine.state import PagedKV, SlotState
-from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig

@@ -31,10 +31,10 @@ class Keeper:
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
         self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
         self.maintenance = Maintenance(
-            rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job
+            rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self
         )  # type: ignore[arg-type]
 
-    def end_job(self, job_id: str) -> None:
+    def put_if_over(self, job_id: str) -> None:
         self.asked += 1
         self.manifests.put_if_over(job_id)
 
