@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -52,13 +53,6 @@ MAX_PIECE_BYTES = 1 << 18
 #: How long a passage may wait in its slot for text.
 MAX_STARVED_SECONDS = 30.0
 _GOING_AWAY = 1001
-_TITLES = {
-    400: "Invalid request",
-    401: "Unauthorized",
-    404: "Not found",
-    422: "No usable speech",
-    429: "Too many requests",
-}
 #: Fields that ask for what no model makes here.
 _ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 #: What must stay the same in a context.
@@ -232,7 +226,7 @@ def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
     view = {
         "type": "error",
         "done": True,
-        "title": _TITLES.get(api_error.status_code, "Server error"),
+        "title": HTTPStatus(api_error.status_code).phrase,
         "message": str(api_error.detail),
         "error_code": api_error.code or "internal_error",
         "status_code": api_error.status_code,

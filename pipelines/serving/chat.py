@@ -217,8 +217,8 @@ def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequ
 
 
 def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
-    """What is written; text alone where the request says nothing. Raises `ApiError` for what contradicts
-    itself."""
+    """What is written; text alone where the request says nothing. Raises `ApiError` for settings of audio
+    where none is asked for."""
     mode = body.vllm_xargs.mode
     if mode is None and body.modalities is not None:
         mode = "text_audio" if "audio" in body.modalities else "text_only"

@@ -221,8 +221,6 @@ def _decoded(text: str) -> bytes:
         raise _unreadable(
             "The audio is not base64", "Send the bytes of the file as base64, with its padding."
         ) from error
-    if not data:
-        raise _unreadable("The audio is empty", "Send the bytes of the file as base64.")
     return data
 
 
