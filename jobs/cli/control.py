@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.status import JobStatus
 
-#: Deleted objects between two notes.
-_NOTE_OBJECTS = 100_000
-
 
 @click.command()
 @code_option("Only items with this error code.")
@@ -184,11 +181,7 @@ def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run
             output.note("Nothing was deleted.")
             return FAILED
 
-    def note(objects: int) -> None:
-        if objects % _NOTE_OBJECTS == 0:
-            output.note(f"Deleted {objects} objects.")
-
-    gone = measure_job(ledger, store, job.id) if dry_run else delete_job(ledger, store, job.id, note)
+    gone = (measure_job if dry_run else delete_job)(ledger, store, job.id)
     view = {"schema": "nightjar.delete/1", "job": job.id, "deleted": not dry_run}
     objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
     output.say(

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from jobs.settings import Settings
 
 SHOWN_ITEMS = 60
-MAX_SHOWN_ITEMS = 500
 MAX_VOICES = 5
 #: With fewer leases charts over time would show an even spread and not what happened.
 MIN_LEASES = 4
@@ -90,9 +89,8 @@ def write_report(
     options = options or ReportOptions()
     status = ledger.status(job_id)
     job, errors, busy = status.job, ledger.error_counts(job_id), ledger.worked_on(job_id)
-    shown = min(options.items, MAX_SHOWN_ITEMS)
-    sample = take_sample(ledger, store, job, shown, errors)
-    items, scores = sample.chosen(shown), sample.scores()
+    sample = take_sample(ledger, store, job, options.items, errors)
+    items, scores = sample.chosen(options.items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
     work = timeline(ledger.attempts(job_id), busy) if busy else None
     # A player opens files, and what is in a pack is none.

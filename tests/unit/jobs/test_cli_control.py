@@ -19,7 +19,6 @@ from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import describe
-from tests.support import fish_checkpoint
 from tests.support.cli_kit import LINE
 from tests.support.ledger_kit import execute
 from tests.support.run_kit import listening_broker
@@ -341,29 +340,6 @@ def test_a_model_is_shown_on_the_engine_that_the_settings_choose(
     )
     told = dict(line.split(maxsplit=1) for line in shown.splitlines())
     assert (told["engine"], told["engines"]) == (engine, "native, vllm")
-
-
-def test_a_run_on_an_engine_that_cannot_be_here_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPEECH_ENGINE__KIND", "vllm")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr("pipelines.engine_choice.has_gpu", lambda: False)
-    monkeypatch.setattr("pipelines.engine_choice.find_spec", lambda name: object())
-    monkeypatch.setattr("pipelines.engine_choice.entry_points", lambda **_: [])
-    path = tmp_path / "in.jsonl"
-    path.write_text(json.dumps({"example_id": "a", "messages": [["user", "text", "Good morning."]]}) + "\n")
-    error = (
-        CliRunner()
-        .invoke(
-            cli, ["run", str(path), "--model", str(fish_checkpoint.whole()), "--out", str(tmp_path / "out")]
-        )
-        .exception
-    )
-    assert isinstance(error, ConfigError)
-    assert error.message.startswith("On a CPU the engine vllm")
-    assert "SPEECH_ENGINE__KIND to native" in error.advice
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_models_card_as_json_has_no_functions(rig: Rig) -> None:
