@@ -39,12 +39,11 @@ from jobs.store.base import ObjectStore
 from jobs.turns import spoken_and_heard
 from jobs.verify import Expected
 from jobs.voices import item_request
-from pipelines.audio import decode
+from pipelines.audio import decode, trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, Speech, submit
-from pipelines.vad import trim_silence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

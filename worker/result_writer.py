@@ -19,11 +19,11 @@ from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Sco
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
+from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
-from pipelines.vad import trim_silence
 from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged

@@ -96,15 +96,10 @@ class Database:
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
                     return work(self._transaction(connection), *args, **kwargs)
-            except LostRaceError as error:
-                if attempt == TRANSACTION_TRIES:
-                    raise ServiceError(
-                        ErrorCode.LEDGER_UNREACHABLE,
-                        f"The ledger {self.display_url} is too busy.",
-                        "Try again in a moment.",
-                    ) from error
+            except LostRaceError:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
-        raise AssertionError("unreachable")
+        message = f"The ledger {self.display_url} is too busy."
+        raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""

@@ -258,7 +258,10 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
     shard = sql.row(_LEASED, **of_ticket(ticket))
     if shard is None:
         return CommitResult(0, lost=True)
-    attempts = _open_items(sql, shard, [outcome.index for outcome in outcomes])
+    indexes = [outcome.index for outcome in outcomes]
+    statement = f"SELECT idx, attempts FROM items WHERE {_OPEN}"
+    # Open items: index -> attempts so far.
+    attempts = dict(sql.rows(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes))
     first: dict[int, Outcome] = {}
     for outcome in outcomes:
         if outcome.index in attempts:
@@ -280,12 +283,6 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
     )
     failed_for_good = n_failed if shard.error_budget is not None else 0
     return CommitResult(n_done + n_failed + n_waiting, failed=failed_for_good)
-
-
-def _open_items(sql: Transaction, shard: Row, indexes: list[int]) -> dict[int, int]:
-    """Open items among `indexes`: index -> attempts so far."""
-    statement = f"SELECT idx, attempts FROM items WHERE {_OPEN}"
-    return dict(sql.rows(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes))
 
 
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:

@@ -204,11 +204,18 @@ class FolderStore(ObjectStore):
         with self._errors(""):
             try:
                 top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
-                found = None if identity is None else _identity_in(top.fd)
             except (FileNotFoundError, NotADirectoryError) as error:
                 message = f"The store {self._root} is away: there is no such folder."
                 advice = "Mount it, or move it back; the work continues."
                 raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
+            found: str | None = None
+            try:
+                with os.fdopen(_open_file(top.fd, IDENTITY_KEY), "rb") as file:
+                    found = read_identity(file.read(200))
+            except OSError as error:
+                # It has none, or something else than a file is in its place.
+                if error.errno not in _NO_FILE:
+                    raise
         if identity is not None and found != identity:
             raise store_away(str(self._root), found, identity)
         return top
@@ -293,19 +300,6 @@ class FolderStore(ObjectStore):
             reason = os.strerror(error.errno) if error.errno else type(error).__name__
             message = f"{reason}: {key[:200]!a} in the store {self._root}."
             raise StoreError(code, message, advice) from error
-
-
-def _identity_in(folder: int) -> str | None:
-    """The identity in a store's open root; None: it has none, or something else than a file is in its
-    place."""
-    try:
-        file = _open_file(folder, IDENTITY_KEY)
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        return None
-    with os.fdopen(file, "rb") as stream:
-        return read_identity(stream.read(200))
 
 
 def _exists(folder: int, name: str) -> bool:

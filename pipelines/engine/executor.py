@@ -101,7 +101,7 @@ class FrameModel:
         self.device = tensors.head.device
         self._pad_text = pad_text
 
-    def embed(self, prompt: Any) -> Tensor:
+    def embed(self, prompt: Any, /) -> Tensor:
         """Embeddings [length, hidden] of a prompt; also makes ready what its trailing text needs."""
         raise NotImplementedError
 

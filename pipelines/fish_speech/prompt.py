@@ -29,6 +29,8 @@ _CONTROLS = ("<|im_start|>", "<|im_end|>", "<|voice|>")
 _SPEAKER = re.compile(r"<\|speaker:\d{1,4}\|>")
 _OLD_SPEAKER = re.compile(r"<speaker:(\d{1,4})>")
 _MARK = re.compile(r"<\|[^<>|]{0,80}\|>")
+#: Phonemes between their marks, without another mark.
+_SPAN = re.compile(r"<\|phoneme_start\|>((?!<\|[^<>|]{0,80}\|>).)*<\|phoneme_end\|>", re.DOTALL)
 
 
 class Vocabulary:
@@ -87,19 +89,13 @@ def clean(text: str) -> str:
     except UnicodeEncodeError as error:
         raise no_character() from error
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
-    inside = False
-    for mark in _MARK.finditer(text):
-        name = mark.group()
+    for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:
-            if inside is (name == PHONEMES[0]):
-                raise _spans()
-            inside = not inside
-        elif _SPEAKER.fullmatch(name) is None:
+            message = "A phoneme span of the text is not closed, not opened, or holds another mark."
+            advice = "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes."
+            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, advice)
+        if _SPEAKER.fullmatch(name) is None:
             raise _control(name)
-        elif inside:
-            raise _spans()
-    if inside:
-        raise _spans()
     return text
 
 
@@ -138,15 +134,6 @@ def turns(text: str) -> list[str]:
                 "Remove the tag, or say something.",
             )
     return [part for part in parts if part]
-
-
-def _spans() -> InputError:
-    message = "A phoneme span of the text is not closed, not opened, or holds another mark."
-    return InputError(
-        ErrorCode.INPUT_UNPRONOUNCEABLE,
-        message,
-        "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes.",
-    )
 
 
 def _control(name: str) -> InputError:

@@ -422,8 +422,8 @@ def _known_device(name: str) -> torch.device:
     index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (not torch.cuda.is_available() or 0 < index >= count):
         message = f"There is no GPU {index}; this process sees {count}."
-        known = {0: "cpu", 1: "cuda:0"}.get(count, f"cuda:0 to cuda:{count - 1}")
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Name {known}, or run `nightjar doctor`.")
+        advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
     return device
 
 

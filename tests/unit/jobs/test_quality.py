@@ -26,11 +26,11 @@ from jobs.checks import (
 )
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
+from pipelines.audio import activity, frame_powers, trim_silence
 from pipelines.duration import Pace, is_prose, pace_of, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari import describe as describe_hibari
 from pipelines.request import Generation, Speech
-from pipelines.vad import activity, frame_powers, trim_silence
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jobs.ledger.records import Job, Ticket
 from pipelines.errors import ErrorCode, StoreError
@@ -29,10 +30,12 @@ class Keeper:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.clock, self.asked = rig, FakeClock(), 0
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
+        broker: Any = NoBroker()
+        counted: Any = self
         self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
         self.maintenance = Maintenance(
-            rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self
-        )  # type: ignore[arg-type]
+            rig.ledger, settings, WORKER, leases, metrics, self.clock, broker, counted
+        )
 
     def put_if_over(self, job_id: str) -> None:
         self.asked += 1
