@@ -403,7 +403,7 @@ def write_checkpoint(
     With `seconds` it never draws the end; that is the length of every speech whose request asks for no
     shorter one.
     """
-    from pipelines.qwen3_tts.codec_encoder import CodecEncoder  # transformers takes seconds to import
+    from pipelines.qwen3_tts.speaker import CodecEncoder  # transformers takes seconds to import
 
     codec_folder = folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)

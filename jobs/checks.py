@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 import msgspec
 
 from pipelines.duration import Pace
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
+from pipelines.errors import ErrorCode, ModelError, NightjarError, invalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -318,20 +318,14 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
     base = PRESETS[preset]
     if base is None:
         if config is not None or overrides:
-            raise _invalid(
+            raise invalid(
                 "Quality checks are off, and they are configured too.",
                 "Choose `--qa basic` or `--qa strict`.",
             )
         return None
     tree = cast("dict[str, Any]", msgspec.to_builtins(base))
-    changes = [*([] if config is None else [_read(config)]), *map(_override, overrides)]
-    for change in changes:
+    for change in [*([] if config is None else [_read(config)]), *map(_override, overrides)]:
         _merge(tree, change)
-    if tree.get("vad") == "silero" and _taken_out("silero", changes):
-        raise _invalid(
-            "`vad` is `silero`, and the meter silero is taken out.",
-            "Set `vad` to `energy`, as with `--qa-set vad=energy`.",
-        )
     _leave_out_bounds(tree, base)
     return checked(tree)
 
@@ -343,25 +337,25 @@ def checked(quality: Quality | dict[str, Any]) -> Quality:
         text = json.dumps(msgspec.to_builtins(quality), allow_nan=False)
         quality = msgspec.json.decode(text, type=Quality)
     except msgspec.ValidationError as error:
-        raise _invalid(
+        raise invalid(
             f"The quality checks cannot be used: {error}.", "See docs/quality.md for the keys."
         ) from None
     except ValueError:
-        raise _invalid(
+        raise invalid(
             "The quality checks hold a number that is infinite or none.",
             "Take a bound out with `false` in its place.",
         ) from None
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
-            raise _invalid(
+            raise invalid(
                 f"The bound of `{name}` is empty: {bound.low} to {bound.high}.",
                 "Let `low` be at most `high`.",
             )
     for pace in quality.paces:
         if pace.low > pace.high:
-            raise _invalid("The `low` of a pace is above its `high`.", "See docs/quality.md.")
+            raise invalid("The `low` of a pace is above its `high`.", "See docs/quality.md.")
         if not pace.base_seconds + pace.seconds_per_unit:
-            raise _invalid(
+            raise invalid(
                 "A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md."
             )
     _check_names(quality)
@@ -372,7 +366,7 @@ def _check_names(quality: Quality) -> None:
     """Refuses names that no score or meter has: they would check nothing, and nobody would notice."""
     own = quality.meters.keys() - METERS.keys()
     if unknown := sorted(own - added_meters() if own else ()):
-        raise _invalid(f"There is no meter {unknown[0][:80]!r}.", f"There are: {', '.join(known_meters())}.")
+        raise invalid(f"There is no meter {unknown[0][:80]!r}.", f"There are: {', '.join(known_meters())}.")
     if own:
         # The scores of another package's meter are known only after it has measured.
         return
@@ -381,11 +375,11 @@ def _check_names(quality: Quality) -> None:
         if name not in scores:
             message = f"There is a bound of `{name[:80]}`, which nothing measures."
             if name in CHECKS and (meter := CHECKS[name].meter) is not None:
-                raise _invalid(
+                raise invalid(
                     message,
                     f"Add the meter with `[meters.{meter.name}]`, or `--qa-set meters.{meter.name}={{}}`.",
                 )
-            raise _invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
+            raise invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -396,18 +390,18 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise _invalid(
+        raise invalid(
             f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
+        raise invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
 
 
 def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
-        raise _invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
+        raise invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
     try:
         leaf = json.loads(value)
     except (ValueError, RecursionError):
@@ -415,16 +409,6 @@ def _override(text: str) -> dict[str, Any]:
     for name in reversed(names):
         leaf = {name: leaf}
     return cast("dict[str, Any]", leaf)
-
-
-def _taken_out(meter: str, changes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last change that names the meter takes it out."""
-    named = [
-        meters[meter]
-        for change in changes
-        if isinstance(meters := change.get("meters"), Mapping) and meter in meters
-    ]
-    return bool(named) and named[-1] is False
 
 
 def _leave_out_bounds(tree: dict[str, Any], base: Quality) -> None:
@@ -438,7 +422,7 @@ def _leave_out_bounds(tree: dict[str, Any], base: Quality) -> None:
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:
     if depth >= _KEY_PARTS:
-        raise _invalid(
+        raise invalid(
             f"A key of the quality checks has more than {_KEY_PARTS} parts.",
             "See docs/quality.md for the keys.",
         )
@@ -452,7 +436,3 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> N
             into.pop(key, None)
         else:
             into[key] = value
-
-
-def _invalid(message: str, advice: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -1,19 +1,19 @@
 """One line of an input file: a dialogue of ESPnet with its optional `generation` object, strictly decoded;
-and chat messages and requests of an OpenAI batch, which become one."""
+and chat messages, requests of an OpenAI batch and rows of a table, which become one."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from pipelines.audio_format import AUDIO_FORMATS
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, bad_line
 from pipelines.request import Generation, Message, Modality, Role
-from pipelines.validation import is_visible
+from pipelines.validation import check_seed, is_visible
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
@@ -25,20 +25,25 @@ MAX_EXAMPLE_ID_BYTES = 2000
 #: not read again.
 MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
-#: msgspec's "Invalid enum value 'x' - at `$.messages[0][1]`", or "... - at `key` in `$.generation.roles`".
-_REASON = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
-#: A message, or what stands in it: `.messages[0]`, `.messages[0][2]`.
-_MESSAGE = re.compile(r"\.messages\[\d+\](\[\d+\])?")
-#: msgspec's names of types.
-_KINDS = {
-    "array": "a list",
-    "object": "an object",
-    "str": "a text",
-    "int": "a number",
-    "float": "a number",
-    "bool": "true or false",
-    "null": "null",
-}
+#: What msgspec says of JSON of another shape, with a code of its own and what to do.
+Faults = tuple[tuple[re.Pattern[str], ErrorCode, str], ...]
+_FAULTS: Faults = (
+    (
+        re.compile(r"Invalid enum.*messages\[\d+\]\[0\]`"),
+        ErrorCode.INPUT_BAD_ROLE,
+        "Roles are user, assistant and system.",
+    ),
+    (
+        re.compile(r"Invalid enum.*messages\[\d+\]\[1\]`"),
+        ErrorCode.INPUT_BAD_MODALITY,
+        "Modalities are text, audio, image, video and toolcall.",
+    ),
+    (
+        re.compile(r".*`\$\.generation.*`"),
+        ErrorCode.INPUT_BAD_GENERATION,
+        f"The keys of `generation` are: {', '.join(Generation.__struct_fields__)}.",
+    ),
+)
 _SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messages` (a list of [role, modality, content])."
 
 
@@ -68,24 +73,23 @@ _encode = msgspec.json.Encoder().encode
 Decoded = TypeVar("Decoded")
 
 
-def decode_line(
-    decode: Callable[[bytes], Decoded], line: bytes, refused: Callable[[str], InputError]
-) -> Decoded:
-    """A line of UTF-8 JSON by a decoder of msgspec; `refused` makes the error of JSON that the decoder
-    does not take, of the reason that it gives. Raises also `input.bad_json`."""
+def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, faults: Faults = ()) -> Decoded:
+    """A line of UTF-8 JSON by a decoder of msgspec. Raises `input.bad_json`, and for JSON that the decoder
+    does not take the code of its fault, or `input.bad_line` with the shape that a line has."""
     try:
         found = decode(line)
         if not line.isascii():
             line.decode()
     except msgspec.ValidationError as error:
-        raise refused(clean(str(error))) from None
+        reason = clean(str(error))
+        for pattern, code, advice in faults:
+            if pattern.fullmatch(reason):
+                raise InputError(code, f"{reason}.", advice) from None
+        raise bad_line(f"{reason}.", shape) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise InputError(
-            ErrorCode.INPUT_BAD_JSON,
-            f"The line is not JSON: {clean(reason)}.",
-            "Write one JSON object a line.",
-        ) from None
+        message = f"The line is not JSON: {clean(reason)}."
+        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write one JSON object a line.") from None
     return found
 
 
@@ -95,7 +99,7 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
     `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
     """
-    line = decode_line(_decode, raw, _shape_error)
+    line = decode_line(_decode, raw, _SHAPE, _FAULTS)
     if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
         try:
             json.loads(raw)
@@ -104,15 +108,15 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
             raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.") from None
     example_id, named = line.example_id, raw
     if line.id is not msgspec.UNSET:
-        example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _shape_error))
+        example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _SHAPE))
         if line.example_id is msgspec.UNSET and example_id is not None:
             named = b'{"example_id":%b,%b' % (_encode(example_id), raw.lstrip()[1:])
     if example_id is msgspec.UNSET or example_id is None:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no `example_id`.", _SHAPE)
+        raise bad_line("The line has no `example_id`.", _SHAPE)
     if len(example_id) > 500 or not example_id.isprintable() or not example_id:
-        check_example_id(example_id, "example_id", _SHAPE)
+        check_example_id(example_id, "example_id")
     if not line.messages:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no messages.", _SHAPE)
+        raise bad_line("The line has no messages.", _SHAPE)
     return Dialogue(example_id, line.messages, line.generation), named
 
 
@@ -124,11 +128,8 @@ def chosen_id(example_id: object, other: object) -> str | None:
     ]
     if len(set(ids)) > 1:
         both = " and ".join(f"{clean(one, 100)!r}" for one in ids)
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            f"`example_id` and `id` differ: {both}.",
-            "Leave one of them out; of a table `--column id=NAME` takes one.",
-        )
+        advice = "Leave one of them out; of a table `--column id=NAME` takes one."
+        raise bad_line(f"`example_id` and `id` differ: {both}.", advice)
     return ids[0] if ids else None
 
 
@@ -156,59 +157,17 @@ def clean(text: str, limit: int = 500) -> str:
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
-def check_example_id(example_id: str, key: str, shape: str) -> None:
-    """Raises `input.bad_line` for an id that cannot be an item's; `key` is what the line calls it, `shape`
-    how a line is written."""
-    if not example_id:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, f"The `{key}` is empty.", shape)
-    if len(example_id) > MAX_EXAMPLE_ID_CHARACTERS or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES:
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            f"The `{key}` is longer than {MAX_EXAMPLE_ID_CHARACTERS} characters or {MAX_EXAMPLE_ID_BYTES} bytes.",
-            "Use a shorter one.",
-        )
-    if "\0" in example_id:
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            f"The `{key}` holds a NUL character.",
-            "Databases cannot store it; remove it.",
-        )
-
-
-def _shape_error(reason: str) -> InputError:
-    """msgspec's message as a code and, where it is about messages, as a sentence in words of JSON."""
-    found = _REASON.fullmatch(reason)
-    what, path = (found[1], found[2] or "") if found else (reason, "")
-    value, number = what.partition("value ")[2], path.partition("[")[2].partition("]")[0]
-    if path.startswith(".messages") and path.endswith("[0]") and "enum" in what:
-        message = f"Message {number} has the unknown role {value}."
-        return InputError(ErrorCode.INPUT_BAD_ROLE, message, "Roles are user, assistant and system.")
-    if path.startswith(".messages") and path.endswith("[1]") and "enum" in what:
-        message = f"Message {number} has the unknown modality {value}."
-        return InputError(
-            ErrorCode.INPUT_BAD_MODALITY, message, "Modalities are text, audio, image, video and toolcall."
-        )
-    if path.startswith(".generation"):
-        fields = ", ".join(Generation.__struct_fields__)
-        return InputError(
-            ErrorCode.INPUT_BAD_GENERATION,
-            f"{what} in {path[1:]}.",
-            f"The keys of `generation` are: {fields}.",
-        )
-    if _MESSAGE.fullmatch(path):
-        return InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            f"Message {number} is not a list of three texts, [role, modality, content].",
-            _SHAPE,
-        )
+def check_example_id(example_id: str, key: str) -> None:
+    """Raises `input.bad_line` for an id that cannot be an item's, or that databases cannot store; `key` is
+    what the line calls it."""
     if (
-        path in ("", ".messages")
-        and (kind := _KINDS.get(what.rpartition("got `")[2].rstrip("`"))) is not None
+        not example_id
+        or "\0" in example_id
+        or len(example_id) > MAX_EXAMPLE_ID_CHARACTERS
+        or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES
     ):
-        wanted = "`messages` is {}, not a list." if path else "The line is {}, not an object."
-        return InputError(ErrorCode.INPUT_BAD_LINE, wanted.format(kind), _SHAPE)
-    where = f" in {path[1:]}" if path[1:] else ""
-    return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE)
+        most = f"{MAX_EXAMPLE_ID_CHARACTERS:,} characters or {MAX_EXAMPLE_ID_BYTES:,} bytes"
+        raise bad_line(f"The `{key}` is empty, longer than {most}, or holds a NUL.", "Give the line another.")
 
 
 #: Of chat messages.
@@ -237,7 +196,7 @@ class _Row(msgspec.Struct, frozen=True):
 
     example_id: str
     messages: Sequence[tuple[str, str, str]]
-    generation: Generation | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    generation: Mapping[str, str | int] | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _decode_chat = msgspec.json.Decoder(_Chat).decode
@@ -252,9 +211,7 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     Source: https://platform.openai.com/docs/api-reference/chat/create (`messages`) and
     https://huggingface.co/docs/transformers/chat_templating.
     """
-    found = decode_line(
-        _decode_chat, line, lambda reason: InputError(ErrorCode.INPUT_BAD_LINE, f"{reason}.", _CHAT_SHAPE)
-    )
+    found = decode_line(_decode_chat, line, _CHAT_SHAPE)
     named = chosen_id(found.example_id, found.id)
     messages = [
         (message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)
@@ -279,9 +236,17 @@ def _text(content: str | list[_Part], place: int) -> str:
 #: What lines of an OpenAI batch call the id of an example, and the requests that they may hold.
 CUSTOM_ID = "custom_id"
 URL = "/v1/audio/speech"
+_FORMATS = f"--format makes one of: {', '.join(AUDIO_FORMATS)}."
 _BATCH_SHAPE = (
     "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
     f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
+)
+_BATCH_FAULTS: Faults = (
+    (
+        re.compile("Object contains unknown field.*"),
+        ErrorCode.INPUT_UNSUPPORTED,
+        "It would have no effect; remove it from the line.",
+    ),
 )
 
 
@@ -323,63 +288,73 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     than the requested one. Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and
     `input.unsupported`. Messages use the keys of a batch.
     """
-    request = decode_line(_decode_request, line, _batch_error)
+    request = decode_line(_decode_request, line, _BATCH_SHAPE, _BATCH_FAULTS)
     body = request.body
-    if request.method != "POST" or request.url != URL:
-        asked = f"The line asks for {clean(f'{request.method} {request.url}', 100)!r}."
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, asked, f"Only POST {URL} is supported.")
-    check_example_id(request.custom_id, CUSTOM_ID, _BATCH_SHAPE)
-    # A checkpoint folder may be named by its last part.
-    if body.model not in (card.name, card.name.rpartition("/")[2]):
-        advice = f"This job's model is {card.name}; submit with another --model, or change the line."
-        raise _unsupported("model", body.model, advice)
+    check_example_id(request.custom_id, CUSTOM_ID)
+    # Key, what the line asks for, what the job can do, and what else a person may do.
+    asked: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
+        ("request", f"{request.method} {request.url}", (f"POST {URL}",), "No other is supported."),
+        # A checkpoint folder may be named by its last part.
+        ("model", body.model, (card.name, card.name.rpartition("/")[2]), "--model takes another."),
+        ("response_format", body.response_format, (encoding, None), _FORMATS),
+        ("speed", body.speed, (1, None), "Leave it out."),
+        ("stream_format", body.stream_format, ("audio", None), "A batch writes whole files."),
+    )
+    for key, value, able, advice in asked:
+        if value not in able:
+            message = f"The line asks for {key} {clean(str(value), 100)!r}, and this job has {able[0]!r}."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
     if not is_visible(body.input):
         message = "The `input` has no text to speak."
         raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Put the text there.")
     if body.instructions and not card.capabilities.instruct:
         advice = "Leave `instructions` out, or submit with a --model that follows them."
         raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
-    if (asked := body.response_format) not in (None, encoding):
-        other = (
-            f"`--format {asked}` makes the other"
-            if asked in AUDIO_FORMATS
-            else f"other formats are {', '.join(AUDIO_FORMATS)}"
-        )
-        advice = f"This job's audio is {encoding}, and a job has one format; {other}."
-        raise _unsupported("response_format", asked, advice)
-    if body.speed not in (None, 1):
-        advice = "Only the natural speed, 1, is supported; leave `speed` out."
-        raise _unsupported("speed", f"{body.speed:g}", advice)
-    if body.stream_format not in (None, "audio"):
-        advice = "A batch writes whole files; leave `stream_format` out."
-        raise _unsupported("stream_format", body.stream_format, advice)
-    # An empty voice or instruction counts as none.
-    generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
-    wanted = generation if generation != Generation() else msgspec.UNSET
-    return _encode(_Row(request.custom_id, (("user", "text", body.input),), wanted))
+    said = {"voice": body.voice or "", "instruct": body.instructions or ""}
+    return row_dialogue({"id": request.custom_id, "text": body.input, **said})
 
 
 def custom_id(line: bytes) -> str | None:
     """The `custom_id` of a line of a batch, even if the rest of the line is invalid."""
     try:
         found = _decode_id(line).custom_id
-        check_example_id(found, CUSTOM_ID, _BATCH_SHAPE)
+        check_example_id(found, CUSTOM_ID)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
         return None
     return found
 
 
-def _batch_error(reason: str) -> InputError:
-    what, _, path = reason.partition(" - at `$")
-    where = f" in {path[1:-1]}" if path[1:-1] else ""
-    if "unknown field" in what:
-        return InputError(
-            ErrorCode.INPUT_UNSUPPORTED,
-            f"{what}{where}.",
-            "It would have no effect; remove it from the line.",
+_GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
+
+
+def row_dialogue(
+    values: Mapping[str, str], number: int = 0, voices: Mapping[str, str] | None = None
+) -> bytes:
+    """The dialogue of the fields of a row, as JSON; an empty one counts as none. `number` is its id where it
+    has none; `voices`: those of speakers. Raises `InputError`."""
+    messages = [("user", "text", values["text"])]
+    if audio := values.get("reference_audio"):
+        messages.insert(0, ("user", "audio", audio))
+    said: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
+    if "seed" in said:
+        try:
+            check_seed(seed := int(said["seed"]))
+        except ValueError:
+            message = f"The seed is {clean(values['seed'], 40)!r}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
+        said["seed"] = seed
+    if voices is not None and "voice" not in said:
+        said["voice"] = _voice(values.get("speaker", ""), voices)
+    named = chosen_id(values.get("example_id") or None, values.get("id") or None)
+    return _encode(_Row(named or f"line-{number}", messages, said or msgspec.UNSET))
+
+
+def _voice(speaker: str, voices: Mapping[str, str]) -> str:
+    voice = voices.get(speaker) or voices.get("*")
+    if voice is None:
+        advice = (
+            "Give it one with --voice-for SPEAKER=VOICE, or all the others one with --voice-for '*=VOICE'."
         )
-    return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _BATCH_SHAPE)
-
-
-def _unsupported(key: str, value: str, advice: str) -> InputError:
-    return InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {key} {clean(value, 100)!r}.", advice)
+        message = f"The speaker {clean(speaker, 40)!r} has no voice."
+        raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
+    return voice

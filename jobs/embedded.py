@@ -4,7 +4,6 @@ process is gone.
 <home>/.nightjar/lock            held while a `nightjar run` or `nightjar dev` works here
 <home>/.nightjar/ledger.sqlite   the ledger
 <home>/.nightjar/broker.json     the broker's address while it runs
-<home>/.nightjar/worker.json     the processes of the last workers
 <home>/.nightjar/worker.log      what the workers said
 <home>/.nightjar/server.log      what the server of a `nightjar dev` said
 <home>/jobs/...                  the store
@@ -32,7 +31,6 @@ from typing import TYPE_CHECKING
 from jobs.gpus import Device
 from jobs.own_files import (
     embedded_broker_url,
-    embedded_workers,
     full_disk_explained,
     open_own,
     own_path,
@@ -97,9 +95,6 @@ class EmbeddedHome:
         self.home = settings.home.absolute()
         self.state = settings.state_folder
         self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
-        #: Hosts and processes of the workers of a run that was killed: the home's lock is ours, so they are
-        #: dead too.
-        self.lost_workers: list[tuple[str, int]] = []
         self._lock: int | None = None
         #: Of the broker's socket.
         self._folder: Path | None = None
@@ -134,7 +129,6 @@ class EmbeddedHome:
             ) from None
         os.ftruncate(self._lock, os.pwrite(self._lock, str(os.getpid()).encode(), 0))
         self._forget_broker()
-        self.lost_workers = embedded_workers(self.state)
         return self
 
     def __exit__(
@@ -183,22 +177,19 @@ class EmbeddedHome:
             words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
         )
         self._workers.start()
-        self._note_workers()
 
     def start(self, ledger: Ledger, say: Callable[[str], None], job: Job | None = None) -> None:
         """Lets the workers work, on a job at once, and starts them where `prepare` did not. `say` gets what
         a person should know of them. Raises as `prepare`."""
         self._ledger, self._say = ledger, say
-        for lost in self.lost_workers:
-            ledger.lose_worker(*lost)
+        # The home's lock is ours: the workers of a run that was killed are dead.
+        ledger.lose_workers()
         self._requeue()
         if job is not None:
             ledger.wake(job.id)
         if self._workers is None:
             self.prepare(None if job is None else job.spec.model)
         assert self._workers is not None
-        self.lost_workers = []
-        self._note_workers()
         self._workers.let_go()
 
     def serve(self, model: str) -> None:
@@ -222,19 +213,16 @@ class EmbeddedHome:
         workers = self._workers
         if workers is None:
             return
-        before = [process.pid for process in workers.processes]
         for member, pid in workers.tend():
             # The worker is dead: its shards need not wait for the end of its leases.
             assert self._ledger is not None
-            self._ledger.lose_worker(socket.gethostname(), pid)
+            self._ledger.lose_workers(socket.gethostname(), pid)
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
         self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
-        if before != [process.pid for process in workers.processes]:
-            self._note_workers()
 
     def last_words(self) -> str:
         """What a worker said last, as a sentence; empty when none said anything."""
@@ -280,8 +268,7 @@ class EmbeddedHome:
             # A socket's path is short, and TMPDIR may be long.
             root = next(root for root in _BROKER_ROOTS if len(root) <= _LONGEST_ROOT)
             self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=root))
-            record = {"url": self.broker_url, "folder": str(self._folder)}
-            _write_own(self.state / "broker.json", record)
+            _write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
         # A title of its own would hide from the system's lists whose broker it is.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
         places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
@@ -304,12 +291,6 @@ class EmbeddedHome:
         environment = self._environment() | plan.environment
         with os.fdopen(_open_log(self.worker_log), "ab") as log:
             return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
-
-    def _note_workers(self) -> None:
-        pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
-        # Until the ledger knows that they are lost, another run has to.
-        pids += [pid for host, pid in self.lost_workers if host == socket.gethostname()]
-        _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pids": pids})
 
     def _environment(self) -> dict[str, str]:
         """Variables that give the worker this home, over whatever the environment or a file says."""

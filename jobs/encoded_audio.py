@@ -49,6 +49,11 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
             f"The speech has no sample at {rate} Hz.",
             "Check the text, or try again.",
         )
+    return encoded(samples, rate, audio_format)
+
+
+def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio:
+    """The file of samples at this rate."""
     data = encode(samples, rate, audio_format)
     # What a reader gets of MP3 and Opus is the codec's to say.
     heard = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)

@@ -42,10 +42,7 @@ def open_model(
     """
     if settings.chosen_engine(card) == "vllm" or is_registered(model):
         return open_pipeline(model, **options)
-    process = open_engine_process(model, options, settings, level)
-    # The first request is as quick as the next ones.
-    process.wait_for_frontend()
-    return process
+    return open_engine_process(model, options, settings, level)
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:

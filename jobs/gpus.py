@@ -8,8 +8,8 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pipelines.engine_choice import NO_GPU, VISIBLE
@@ -22,7 +22,7 @@ ALL = "all"
 LEAST_CORES = 2
 LIST_SECONDS = 60
 _LISTED = re.compile(r"(?:GPU (\d+)|\s+MIG).*\(UUID: ((?:GPU|MIG)-[^)\s]+)\)")
-_NAME = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")
+_NAME = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
 _ADVICE = "Give the indexes that `nvidia-smi` shows, for example --gpu 0,1, or --gpu all for every GPU."
 
 
@@ -34,10 +34,8 @@ class Device:
     name: str
     uuid: str
     bus_id: str = ""
-    #: That `nvidia-smi` shows; None for an instance.
-    index: int | None = None
-    #: A GPU that is divided into instances.
-    divided: bool = False
+    #: What `nvidia-smi` shows: a number, or the id of an instance.
+    shown: str = ""
 
 
 class NotListedError(Exception):
@@ -45,8 +43,8 @@ class NotListedError(Exception):
 
 
 def list_gpus() -> list[Device]:
-    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus, each
-    before its MIG instances. Raises `NotListedError`.
+    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus; MIG
+    instances stand in the place of theirs. Raises `NotListedError`.
 
     The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process
     that only starts others. Where it fails because of one GPU, those that it lists all the same are there:
@@ -61,35 +59,29 @@ def list_gpus() -> list[Device]:
             uuid: address.lower()[-12:] for uuid, _, address in (line.partition(", ") for line in lines)
         }
     lines, fault = _nvidia_smi("-L")
-    if fault is not None:
+    if fault:
         log.warning("A GPU may be lost: %s", fault)
-    whole = 0
-    for line in lines:
-        if (listed := _LISTED.match(line)) is None:
-            continue
-        index, uuid = listed.groups()
+    bus_id = whole = ""
+    for index, uuid in (listed.groups() for line in lines if (listed := _LISTED.match(line))):
         if index is not None:
-            whole = len(found)
-            found.append(Device(uuid if fault else index, uuid, bus_ids.get(uuid, ""), int(index)))
-        elif found:
-            found[whole] = replace(found[whole], divided=True)
-            found.append(Device(uuid, uuid, found[whole].bus_id))
+            bus_id, whole = bus_ids.get(uuid, ""), uuid
+        elif found and found[-1].uuid == whole:
+            found.pop()
+        found.append(Device(uuid if fault or index is None else index, uuid, bus_id, index or uuid))
     return found
 
 
-def _nvidia_smi(*arguments: str) -> tuple[list[str], str | None]:
+def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
     """Its lines, and what it says where it did not end well. Raises `NotListedError` where it did not and
     names no GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
         )
-    except FileNotFoundError:
-        raise NotListedError("`nvidia-smi`, which comes with NVIDIA's driver, is not installed") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise NotListedError(f"`nvidia-smi` could not be run: {error}") from None
     if done.returncode == 0:
-        return done.stdout.splitlines(), None
+        return done.stdout.splitlines(), ""
     said = f"`nvidia-smi` ended with status {done.returncode}: {' '.join((done.stdout + done.stderr).split())[:1000]}"
     if "GPU-" not in done.stdout:
         raise NotListedError(said[:340])
@@ -105,41 +97,34 @@ def choose_gpus(
     be listed, well-formed names are taken as they are. Raises `config.invalid` for everything else, with
     what there is.
     """
-    names = [name.strip() for name in wanted.split(",")]
-    if not any(names):
-        raise _refused("--gpu names no GPU.")
+    names = [str(int(name)) if name.isdecimal() else name for name in map(str.strip, wanted.split(","))]
     for name in names:
-        if name != ALL and _NAME.fullmatch(name) is None:
+        if names != [ALL] and _NAME.fullmatch(name) is None:
             raise _refused(f"--gpu: {name!r} is no GPU.")
-    if ALL in names and len(names) > 1:
-        raise _refused("--gpu all stands alone.")
     try:
         there = listing()
     except NotListedError as error:
         if names == [ALL]:
             raise _no_gpus(str(error)) from None
         log.warning("GPUs %s are not checked: %s.", ", ".join(names), error)
-        names = [str(int(name)) if name.isdigit() else name for name in names]
-        chosen = [Device(name, name) for name in names]
-    else:
-        allowed = _allowed(there, visible)
-        if names == [ALL]:
-            if not there:
-                raise _no_gpus("`nvidia-smi` lists none")
-            if not allowed:
-                raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {_there_is(there)}.")
-            return tuple(allowed.values())
-        chosen = []
-        for name in names:
-            if (device := _named(name, there)) is None:
-                shown = int(name) if name.isdigit() else name
-                raise _refused(f"GPU {shown} does not exist; {_there_is(there)}.")
-            if visible is not None and device.uuid not in allowed:
-                raise _refused(f"GPU {name} may not be used: {VISIBLE} is {visible!r}.")
-            chosen.append(device)
-    for number, device in enumerate(chosen):
-        if any(device.uuid == other.uuid for other in chosen[:number]):
-            raise _refused(f"--gpu names GPU {device.name} twice. A GPU runs one worker.")
+        there, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
+    allowed = there if visible is None else _allowed(there, visible)
+    there_is = f"this host has {', '.join(device.shown for device in there) or 'none'}"
+    if names == [ALL]:
+        if not there:
+            raise _no_gpus("`nvidia-smi` lists none")
+        if not allowed:
+            raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {there_is}.")
+        return tuple(allowed)
+    chosen: list[Device] = []
+    for name in names:
+        if (device := _named(name, there)) is None:
+            raise _refused(f"GPU {name} does not exist; {there_is}.")
+        if device not in allowed:
+            raise _refused(f"GPU {name} may not be used: {VISIBLE} is {visible!r}.")
+        if device in chosen:
+            raise _refused(f"--gpu names GPU {name} twice. A GPU runs one worker.")
+        chosen.append(device)
     return tuple(chosen)
 
 
@@ -153,36 +138,31 @@ def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
 
 def _named(name: str, there: Sequence[Device]) -> Device | None:
     """What CUDA finds under a name: an index, a UUID or MIG id, or the beginning of only one of them."""
-    if name.isdigit():
-        return next((device for device in there if device.index == int(name)), None)
-    found = [device for device in there if device.uuid.startswith(name)]
-    return replace(found[0], name=name) if len(found) == 1 else None
+    found = [
+        device
+        for device in there
+        if name == device.shown or (not name.isdecimal() and device.uuid.startswith(name))
+    ]
+    return found[0] if name and len(found) == 1 else None
 
 
-def _allowed(there: Sequence[Device], visible: str | None) -> dict[str, Device]:
-    """The devices that CUDA_VISIBLE_DEVICES allows, by their UUIDs. CUDA ignores what follows a name that
-    it does not know, and so does this."""
-    if visible is None:
-        return {device.uuid: device for device in there if not device.divided}
-    allowed: dict[str, Device] = {}
+def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
+    """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not
+    know, and so does this."""
+    allowed: list[Device] = []
     for name in map(str.strip, visible.split(",")):
-        if not name or (device := _named(name, there)) is None:
+        if (device := _named(name, there)) is None:
             break
-        allowed[device.uuid] = device
+        if device not in allowed:
+            allowed.append(device)
     return allowed
 
 
-def _there_is(there: Sequence[Device]) -> str:
-    """`this host has 0, 1 and 2`."""
-    *others, last = [str(device.index) for device in there if device.index is not None] or ["none"]
-    return f"this host has {', '.join(others)} and {last}" if others else f"this host has {last}"
-
-
 def _no_gpus(reason: str) -> ConfigError:
-    looked = f"{reason}; /dev has {count_gpus(None)} NVIDIA devices"
-    advice = "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1."
     return ConfigError(
-        ErrorCode.CONFIG_INVALID, f"--gpu all: no GPU was found on this host ({looked}).", advice
+        ErrorCode.CONFIG_INVALID,
+        f"--gpu all: no GPU was found on this host ({reason}).",
+        "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1.",
     )
 
 
@@ -197,8 +177,7 @@ def share_cores(
     divide.
 
     `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of
-    the GPUs there; cores near no GPU are divided among all workers. The hardware threads of one core stay
-    together.
+    the GPUs there; cores near no GPU are divided among all workers.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     everyone = range(len(bus_ids))
@@ -211,27 +190,18 @@ def share_cores(
     if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(everyone)}
 
+    def first_thread(core: int) -> tuple[int, int]:
+        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        return min(_core_list(siblings), default=core), core
+
     shares: list[set[int]] = [set() for _ in everyone]
     for local, members in [*groups.items(), (cores.difference(*groups), list(everyone))]:
-        for member, part in zip(members, _divided(local, len(members), system)):
-            shares[member].update(part)
+        # The hardware threads of one core stand side by side.
+        ordered = sorted(local, key=first_thread)
+        ends = [len(ordered) * part // len(members) for part in range(len(members) + 1)]
+        for member, (first, last) in zip(members, pairwise(ends)):
+            shares[member].update(ordered[first:last])
     return [frozenset(share) for share in shares]
-
-
-def _divided(cores: Iterable[int], parts: int, system: Path) -> list[list[int]]:
-    """Consecutive parts of nearly one size, by whole physical cores if each part then has enough."""
-    threads: dict[int, list[int]] = {}
-    for core in sorted(cores):
-        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        threads.setdefault(min(_core_list(siblings), default=core), []).append(core)
-    physical = [threads[first] for first in sorted(threads)]
-    divided: list[list[int]] = []
-    for units in (physical, [[core] for one in physical for core in one]):
-        ends = [len(units) * part // parts for part in range(parts + 1)]
-        divided = [list(chain.from_iterable(units[first:last])) for first, last in pairwise(ends)]
-        if min(map(len, divided)) >= LEAST_CORES:
-            break
-    return divided
 
 
 def _core_list(path: Path) -> set[int]:

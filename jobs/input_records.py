@@ -13,35 +13,23 @@ import csv
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import msgspec
 
-from jobs.dialogue import batch_dialogue, chat_dialogue, chosen_id, clean, custom_id
+from jobs.dialogue import batch_dialogue, chat_dialogue, clean, custom_id, row_dialogue
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import JobSpec, Reading
-from jobs.source import (
-    BATCH_BYTES,
-    BATCH_LINES,
-    MAX_LINE_BYTES,
-    LineBatch,
-    Record,
-    Source,
-    batches_of,
-    overlong,
-    reading,
-    refused,
-)
-from jobs.store.base import sha256_of
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from jobs.source import MAX_LINE_BYTES, Record, Source, open_source, overlong, reading, refused
+from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
 from pipelines.registry import ModelCard
 
 #: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names
 #: another.
 FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "transcription", "transcript"),
-    "id": ("id", "example_id"),
+    "id": ("id",),
+    "example_id": ("example_id",),
     "voice": ("voice",),
     "speaker": ("speaker", "speaker_id"),
     "language": ("language",),
@@ -52,10 +40,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 #: A field in quotes may hold line ends; so many lines, or bytes, are looked through for its end.
 MAX_RECORD_LINES = 1000
-_GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 _ROWS = 256
-#: Records that are put into batches at once.
-_PIECE_RECORDS, _PIECE_BYTES = 256, 1 << 16
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
 ALL = Reading()
@@ -63,11 +48,6 @@ ALL = Reading()
 # line after the last full one.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
-
-
-def reading_of(spec: JobSpec) -> Reading:
-    """What of an input a job reads."""
-    return ALL if spec.reading is msgspec.UNSET else spec.reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +62,20 @@ class Records:
 
     @property
     def chosen(self) -> Reading:
-        return reading_of(self.spec)
+        return self.spec.reading or ALL
 
-    def batches(
-        self, max_lines: int = BATCH_LINES, max_bytes: int = BATCH_BYTES, after_line: int = 0
-    ) -> Iterator[LineBatch]:
-        """The records after the first `after_line` lines, as `Source.batches`. Raises `InputError` for an
-        input that cannot be read."""
-        if self.format == "dialogues" and self.chosen.limit is None and self.chosen.sample is None:
-            return self.source.batches(max_lines, max_bytes, after_line)
-        return batches_of(self._pieces(), max_lines, max_bytes, after_line)
+    def lines(self) -> Iterator[Record]:
+        """All records, blank where they were not chosen; none after the last chosen one of a limit. Raises
+        `InputError` for an input that cannot be read."""
+        everything = self.chosen.limit is None and self.chosen.sample is None
+        return _READERS[self.format](self) if everything else self._some()
 
-    def _pieces(self) -> Iterator[tuple[list[Record], int]]:
-        """The chosen records, some at a time, with their bytes."""
-        some: list[Record] = []
-        size = 0
-        for record in self._chosen_records():
-            some.append(record)
-            if isinstance(record, bytes):
-                size += len(record)
-            if size >= _PIECE_BYTES or len(some) == _PIECE_RECORDS:
-                yield some, size
-                some, size = [], 0
-        yield some, size
-
-    def _chosen_records(self) -> Iterator[Record]:
-        """All records, blank where they were not chosen; none after the last chosen one of a limit."""
+    def _some(self) -> Iterator[Record]:
         limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
-        if limit is None and sample is None:
-            yield from read(self)
-            return
-        left = total = 0
+        total = limit if sample is None else sum(not _blank(record) for record in read(self))
+        left = total = total or 0
         if sample is not None:
-            total = sum(not _blank(record) for record in read(self))
             left = min(sample, total)
-        elif limit is not None:
-            total = left = limit
         # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: any subset is as likely, in
         # one pass.
         draw = random.Random(f"nightjar.sample:{self.spec.seed}").random
@@ -133,17 +91,13 @@ class Records:
             yield record if wanted else b""
 
 
-def _lines(records: Records) -> Iterator[bytes | None]:
-    return chain.from_iterable(lines for lines, _ in records.source.pieces())
-
-
 def _of_lines(
     records: Records,
     dialogue: Callable[[bytes, int], bytes],
     id_of: Callable[[bytes], str | None] = lambda _: None,
 ) -> Iterator[Record]:
     """The records of a format with one a line; `id_of` a line that is refused."""
-    for number, line in enumerate(_lines(records), 1):
+    for number, line in enumerate(records.source.lines(), 1):
         if line is None or not line or line.isspace():
             yield line
             continue
@@ -183,9 +137,8 @@ def _kaldi(records: Records) -> Iterator[Record]:
             while at[0] < utterance:
                 at = next(speakers, (b"\xff" * 8, ""))
             if at[0] != utterance:
-                message = f"The utterance has no speaker in {SPEAKERS}."
                 advice = "Add it, and sort both files by the id as bytes, as `LC_ALL=C sort` does."
-                raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
+                raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", advice)
             values["speaker"] = at[1]
         return row_dialogue(values, number, voices)
 
@@ -194,16 +147,14 @@ def _kaldi(records: Records) -> Iterator[Record]:
 
 def speakers_sha256(source: Source) -> str:
     """Hex SHA-256 of the `utt2spk` beside an input. Raises `input.unreadable`."""
-    path = source.folder / SPEAKERS
-    with reading(str(path)), path.open("rb") as file:
-        return sha256_of(file)
+    with open_source(str(source.folder / SPEAKERS)) as speakers:
+        return speakers.sha256
 
 
 def _speaker_lines(source: Source) -> Iterator[tuple[bytes, str]]:
-    path = source.folder / SPEAKERS
-    with reading(str(path)), path.open("rb") as file:
-        for line in iter(lambda: file.readline(1 << 16), b""):
-            words = line.split()
+    with open_source(str(source.folder / SPEAKERS)) as speakers:
+        for line in speakers.lines():
+            words = (line or b"").split()
             if len(words) == 2:
                 yield words[0], words[1].decode(errors="replace")
 
@@ -220,34 +171,26 @@ class Columns:
         name."""
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
+        #: Field -> the column that holds it.
         self.of: dict[str, str] = {}
-        self._ids: list[str] = []
         for field, usual in FIELDS.items():
             if field in wanted and wanted[field] not in names:
                 raise wrong_format(
                     uri, f"has no column {clean(wanted[field], 40)!r}", f"Its columns are: {shown}."
                 )
             found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
-            if field == "id":
-                self._ids = found
-            if found:
-                self.of[field] = found[0]
-                if names.count(found[0]) > 1:
-                    raise wrong_format(uri, f"has two columns {clean(found[0], 40)!r}", "Rename one of them.")
+            if not found or (field == "example_id" and "id" in wanted):
+                continue
+            if names.count(found[0]) > 1:
+                raise wrong_format(uri, f"has two columns {clean(found[0], 40)!r}", "Rename one of them.")
+            self.of[field] = found[0]
         self.chat = "text" not in self.of and "messages" in names
-        if "text" not in self.of and not self.chat:
-            raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", _advice_for(names))
+        if self.chat:
+            self.of["messages"] = "messages"
+        elif "text" not in self.of:
+            advice = "Name the one with the text: --column text=NAME."
+            raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
         self._voices = chosen.voices
-
-    @property
-    def read(self) -> list[str]:
-        """The names of the columns that are read."""
-        return [*self.of.values(), *self._ids[1:], *(["messages"] if self.chat else [])]
-
-    def _id(self, cell: Callable[[str], Any]) -> str | None:
-        """The id of a row. Raises `InputError` where its columns differ."""
-        ids = [_text(cell(name), name) or None for name in self._ids]
-        return chosen_id(ids[-1], ids[0]) if ids else None
 
     def record(self, cell: Callable[[str], Any], number: int) -> Record:
         """The dialogue of a row, or why there is none."""
@@ -260,30 +203,14 @@ class Columns:
         """The dialogue of a row, whose cells are read by their columns' names: a bad value is this row's
         fault alone. Raises `InputError`."""
         try:
+            cells = {field: cell(name) for field, name in self.of.items()}
             if self.chat:
-                return chat_dialogue(_encode({"messages": cell("messages"), "id": self._id(cell)}), number)
-            values = {field: _text(cell(name), name) for field, name in self.of.items()}
-            if len(self._ids) > 1:
-                values["id"] = self._id(cell) or ""
+                said = {field: value for field, value in cells.items() if value != ""}
+                return chat_dialogue(_encode(said), number)
+            values = {field: _text(value, self.of[field]) for field, value in cells.items()}
             return row_dialogue(values, number, self._voices)
         except (UnicodeError, TypeError, ValueError) as error:
-            message = f"The row cannot be read: {clean(str(error), 200)}."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Correct it.") from None
-
-
-def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, str] | None) -> bytes:
-    """The dialogue of the fields of a row, those of `FIELDS`; an empty one counts as none. Raises
-    `InputError`."""
-    messages = [("user", "text", values["text"])]
-    if audio := values.get("reference_audio"):
-        messages.insert(0, ("user", "audio", audio))
-    generation: dict[str, Any] = {field: values[field] for field in _GENERATION if values.get(field)}
-    if "seed" in generation:
-        generation["seed"] = _seed(generation["seed"])
-    if voices is not None and "voice" not in generation:
-        generation["voice"] = _voice(values.get("speaker", ""), voices)
-    dialogue: dict[str, Any] = {"example_id": values.get("id") or f"line-{number}", "messages": messages}
-    return _encode(dialogue | ({"generation": generation} if generation else {}))
+            raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
 
 
 #: Number of a row's first line, its fields or why it has none, and how many lines of it follow; a blank line
@@ -312,7 +239,7 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
         else:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
             advice = "Write as many, and put a text with the separator in quotes."
-            yield refused(number, InputError(ErrorCode.INPUT_BAD_LINE, message, advice))
+            yield refused(number, bad_line(message, advice))
         for _ in range(more):
             yield b""
 
@@ -320,14 +247,16 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
 def _csv(records: Records) -> Iterator[Record]:
     """CSV with a header (RFC 4180): fields are between commas, or between semicolons, where the header has
     these and no comma."""
-    return _table(_csv_rows(_lines(records)), records)
+    header = records.source.head().lstrip().partition(b"\n")[0]
+    delimiter = ";" if b";" in header and b"," not in header else ","
+    return _table(_csv_rows(records.source.lines(), delimiter), records)
 
 
 def _tsv(records: Records) -> Iterator[Record]:
     """TSV with a header: fields are between tabs, and quotes are characters like others."""
 
     def rows() -> Iterator[_Row]:
-        for number, line in enumerate(_lines(records), 1):
+        for number, line in enumerate(records.source.lines(), 1):
             try:
                 text = one_line(line)
                 yield number, text.split("\t") if text.strip() else [], 0
@@ -357,7 +286,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         columns = Columns(table.schema_arrow.names, records.chosen, uri)
         rows = (
             batch.slice(place, 1)
-            for batch in table.iter_batches(_ROWS, columns=columns.read, use_threads=False)
+            for batch in table.iter_batches(_ROWS, columns=[*columns.of.values()], use_threads=False)
             for place in range(batch.num_rows)
         )
         for number, row in enumerate(rows, 1):
@@ -369,7 +298,7 @@ def _parquet(records: Records) -> Iterator[Record]:
 
 #: How the records of each format are read, with those of `limit` and `sample` among them.
 _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
-    "dialogues": _lines,
+    "dialogues": lambda records: records.source.lines(),
     "messages": lambda records: _of_lines(records, chat_dialogue),
     "openai-batch": _batch,
     "text": _sentences,
@@ -380,17 +309,10 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
 }
 
 
-def _csv_rows(lines: Iterator[bytes | None]) -> Iterator[_Row]:
+def _csv_rows(lines: Iterator[bytes | None], delimiter: str) -> Iterator[_Row]:
     """The rows of CSV; lines of a row that turns out to be none are read again."""
     #: To read before `lines`, the next one at the end.
     again: list[bytes | None] = []
-    for line in lines:
-        again.append(line)
-        if line is None or line.strip():
-            break
-    again.reverse()
-    header = (again and again[0]) or b""
-    delimiter = ";" if b";" in header and b"," not in header else ","
     number, reader = 1, None
     taken: list[bytes | None] = []
     while True:
@@ -424,8 +346,7 @@ def _taken(
         if not taken:
             size = 0
         elif len(taken) >= MAX_RECORD_LINES or size > MAX_LINE_BYTES:
-            raise InputError(
-                ErrorCode.INPUT_BAD_LINE,
+            raise bad_line(
                 f"A quote opens a field, and does not close within {MAX_RECORD_LINES:,} lines or {MAX_LINE_BYTES >> 20} MiB.",
                 'Close it, or double it: "".',
             )
@@ -443,20 +364,13 @@ def decoded(line: bytes | None) -> str:
     if line is None:
         raise overlong()
     if b"\0" in line:
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            "The line holds a NUL byte; the file may be binary or UTF-16.",
-            "Write the file as UTF-8.",
-        )
+        raise bad_line("The line holds a NUL byte; the file may be binary or UTF-16.", "Write it as UTF-8.")
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         message = f"The line is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}."
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            message,
-            "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`.",
-        ) from None
+        advice = "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`."
+        raise bad_line(message, advice) from None
 
 
 def one_line(line: bytes | None) -> str:
@@ -470,69 +384,26 @@ def one_line(line: bytes | None) -> str:
 
 def _bare_return() -> InputError:
     message = "The line holds a carriage return (CR) that ends no line: lines end with LF, or with CR LF."
-    return InputError(
-        ErrorCode.INPUT_BAD_LINE,
-        message,
-        f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.",
-    )
+    return bad_line(message, f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.")
 
 
 def _not_csv(error: csv.Error) -> InputError:
     message = f"The line is not CSV: {clean(str(error), 200)}."
-    return InputError(ErrorCode.INPUT_BAD_LINE, message, 'Double the quotes in a field in quotes: "".')
-
-
-def _advice_for(names: Sequence[str]) -> str:
-    """What to do about a header without a column for texts."""
-    if names and names[0].lower().startswith("sep=") and not any(names[1:]):
-        return "Remove the first line, which is for Excel alone: the next one names the columns."
-    if any("\t" in name for name in names):
-        return "Fields between tabs are TSV: use --input-format tsv."
-    if any(";" in name for name in names):
-        return "The fields of CSV are between commas, or between `;` where the header has no comma: save it with one of them."
-    return "Name the one with the text: --column text=NAME."
+    return bad_line(message, 'Double the quotes in a field in quotes: "".')
 
 
 def _text(value: Any, name: str) -> str:
     """The text of a cell; a missing one is empty. Raises `InputError`."""
     if value is None:
         return ""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, str | int):
         message = f"The column {clean(name, 40)!r} holds no text but {type(value).__name__}."
-        raise InputError(
-            ErrorCode.INPUT_BAD_LINE,
-            message,
-            "Convert the column to text, or name another one with --column.",
-        )
-    return value
-
-
-def _seed(text: str) -> int:
-    if text.strip().isascii() and text.strip().isdecimal() and len(text) <= len(str(2**63)):
-        return int(text)
-    raise InputError(
-        ErrorCode.INPUT_BAD_GENERATION, f"The seed is {clean(text, 40)!r}.", "Write a whole number."
-    )
-
-
-def _voice(speaker: str, voices: Mapping[str, str]) -> str:
-    voice = voices.get(speaker) or voices.get("*")
-    if voice is None:
-        what = f"speaker {clean(speaker, 40)!r}" if speaker else "line, which names no speaker,"
-        advice = (
-            "Give it one with --voice-for SPEAKER=VOICE, or all the others one with --voice-for '*=VOICE'."
-        )
-        raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"The {what} has no voice.", advice)
-    return voice
+        raise bad_line(message, "Convert the column to text, or name another one with --column.")
+    return str(value)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
     """Raises `config.invalid` for a field that rows do not have."""
     for field in columns:
         if field not in FIELDS:
-            known = ", ".join(FIELDS)
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, f"Rows have no field {field[:40]!r}.", f"The fields are: {known}."
-            )
+            raise invalid(f"Rows have no field {field[:40]!r}.", f"The fields are: {', '.join(FIELDS)}.")

@@ -18,7 +18,7 @@ from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
 from pipelines.audio_format import AudioFormat
-from pipelines.errors import ConfigError, ErrorCode, nearest
+from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
@@ -238,9 +238,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if fault.unknown:
             raise unknown_name("option", fault.name, hints()) from None
         message = f"The option {fault.name} is {fault.value!r:.100}: {fault.reason}."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are."
-        ) from None
+        raise invalid(message, "Correct it; docs/python.md says what the options are.") from None
 
 
 def checked_generation(asked: Mapping[str, Any]) -> Generation:
@@ -251,12 +249,8 @@ def checked_generation(asked: Mapping[str, Any]) -> Generation:
     try:
         return msgspec.convert(plain_numbers(asked), Generation, strict=False)
     except msgspec.ValidationError as error:
-        if unknown := sorted(asked.keys() - set(Generation.__struct_fields__)):
-            raise unknown_name("key of `generation`", unknown[0], Generation.__struct_fields__) from None
         known = ", ".join(Generation.__struct_fields__)
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}."
-        ) from None
+        raise invalid(f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +262,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error of a name that there is not, with the nearest and all that there are."""
     names = list(known)
     advice = f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}."
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"There is no {what} {name!r:.100}.", advice)
+    return invalid(f"There is no {what} {name!r:.100}.", advice)
 
 
 @cache
@@ -327,7 +321,7 @@ def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
     """The options that a job was made with, apart from those of its checks, its `on_error` and its key;
     None for what was not said."""
-    reading = Reading() if spec.reading is msgspec.UNSET else spec.reading
+    reading = spec.reading or Reading()
     found = {
         name: next(
             (getattr(owner, name) for owner in (spec, reading, spec.generation, job) if hasattr(owner, name)),

@@ -3,12 +3,12 @@ leads."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping
+from typing import BinaryIO
 
-from jobs.store.base import ObjectStore, PutResult
+from jobs.store.base import ObjectStore, PutResult, sha256_of
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 
 MAX_SLUG_CHARACTERS = 60
@@ -165,7 +165,11 @@ def numbered_key(key: str, number: int) -> str:
 
 
 def put_numbered(
-    store: ObjectStore, key: str, data: bytes, content_type: str, metadata: Mapping[str, str] | None = None
+    store: ObjectStore,
+    key: str,
+    data: bytes | BinaryIO,
+    content_type: str,
+    metadata: Mapping[str, str] | None = None,
 ) -> PutResult:
     """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the
     audio of a worker that died): under `key`, or, where other content stands there, under the next free
@@ -174,12 +178,17 @@ def put_numbered(
     Objects stay write-once, so a reader never sees half of a change, and what a power cut damaged stands
     in nobody's way; the ledger names the one that counts, and where it names none the highest number is
     the newest. Returns the object with its key and SHA-256.
+
+    `data` may be an open file, at its start, that is larger than memory.
     """
-    number, sha256, place = 1, "", key
+    number, place = 1, key
+    sha256 = "" if isinstance(data, bytes) else sha256_of(data)
     while True:
+        if not isinstance(data, bytes):
+            data.seek(0)
         result = store.put(place, data, content_type=content_type, metadata=metadata)
         # The store hashes what it puts; a second hash takes as long as encoding.
-        if result.created or result.info.sha256 == (sha256 := sha256 or hashlib.sha256(data).hexdigest()):
+        if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result
         number += 1
         place = numbered_key(key, number)

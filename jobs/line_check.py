@@ -11,7 +11,7 @@ import msgspec
 from jobs.dialogue import Dialogue, clean, parse_line
 from jobs.input_records import Records
 from jobs.ledger.records import RejectedLine
-from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, overlong, refused
+from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, overlong, refused
 from jobs.turns import Speak, spoken_and_heard, turn_messages
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
@@ -112,7 +112,7 @@ class LineChecker:
         """The records after the first `after_line` lines, as `check` does of some at a time; number of the
         last line. Raises `input.wrong_format` where hardly any line is good."""
         left = MAX_REFUSED_LINES
-        for batch in records.batches(BATCH_LINES, BATCH_BYTES, after_line):
+        for batch in batches_of(records.lines(), BATCH_LINES, BATCH_BYTES, after_line):
             good, rejected = self.check(batch, reference_key)
             left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
             if left < 0:

@@ -152,21 +152,12 @@ def embedded_broker_url(state_folder: Path) -> str | None:
     return url
 
 
-def embedded_workers(state_folder: Path) -> list[tuple[str, int]]:
-    """Hosts and processes of the last workers of a home; none where there is no record."""
-    try:
-        record = json.loads(read_own(state_folder / "worker.json"))
-        return [(str(record["host"]), int(pid)) for pid in record["pids"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def killed_workers(place: Path | None) -> list[tuple[str, int]]:
-    """Hosts and processes of workers that no longer run, whatever the ledger heard of them lately: those
-    of a home without a broker."""
-    if place is None or embedded_broker_url(place / STATE_FOLDER) is not None:
-        return []
-    return embedded_workers(place / STATE_FOLDER)
+def was_killed(place: Path | None) -> bool:
+    """Whether the last run in a home was killed: its broker's record is left, and no broker answers. Its
+    workers are dead then, whatever the ledger heard of them lately."""
+    if place is None or not (place / STATE_FOLDER / "broker.json").exists():
+        return False
+    return embedded_broker_url(place / STATE_FOLDER) is None
 
 
 def own_ledger(ledger: Path) -> Path:

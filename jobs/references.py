@@ -122,10 +122,10 @@ def encoded_audio(data: bytes, name: str) -> ReferenceAudio:
     except InputError as error:
         message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
         raise InputError(error.code, message, error.advice) from error
-    if found.kind not in _EXTENSIONS or found.frames <= 0:
-        reason = f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
+    if found.format not in _EXTENSIONS or found.frames <= 0:
+        reason = f"it is {found.format} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
         raise _unreadable(name, reason)
-    return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.kind])
+    return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.format])
 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:

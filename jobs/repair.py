@@ -335,18 +335,18 @@ def restore_inputs(
     with open_source(source, settings.s3) as opened:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store)
         key_of = reader.keys(partial(put_reference, store, job.id))
-        for batch in Records(opened, written_as, job.spec, describe(job.spec.model)).batches():
-            for number, line in enumerate(batch.lines, batch.first):
-                if not isinstance(line, bytes) or number in refused:
-                    continue
-                try:
-                    dialogue, raw = parse_line(line.strip())
-                except InputError:
-                    continue
-                if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                    turns, heard = spoken_and_heard(dialogue.messages, job.spec.speak)
-                    references = {place: key_of(dialogue.messages[place][2]) for place in heard}
-                    lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
+        records = Records(opened, written_as, job.spec, describe(job.spec.model))
+        for number, line in enumerate(records.lines(), 1):
+            if not isinstance(line, bytes) or number in refused:
+                continue
+            try:
+                dialogue, raw = parse_line(line.strip())
+            except InputError:
+                continue
+            if (row := wanted.pop(dialogue.example_id, None)) is not None:
+                turns, heard = spoken_and_heard(dialogue.messages, job.spec.speak)
+                references = {place: key_of(dialogue.messages[place][2]) for place in heard}
+                lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
         unchanged = opened.sha256 == job.input_sha256
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])

@@ -11,9 +11,10 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -35,6 +36,8 @@ MAX_LINE_BYTES = 1 << 20
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 #: Of the batches in which a whole input is gone through.
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
+#: Lines that are put into a batch before its bytes are counted.
+_LINES_AT_ONCE = 16
 _CHUNK_BYTES = 1 << 20
 #: zstd makes at most 128 KiB of 4 bytes, so what one piece can swell to stays below 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
@@ -73,27 +76,25 @@ class Source:
             self.sha256 = sha256_of(file)
         self._identity = self._stat()
 
-    def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
-        """The lines after the first `after_line` ones, as `batches_of`. Raises as `pieces`."""
-        return batches_of(self.pieces(), max_lines, max_bytes, after_line)
-
-    def pieces(self) -> Iterator[tuple[list[bytes | None], int]]:
-        """The lines, decompressed, some at a time, with their bytes; a line longer than `MAX_LINE_BYTES` is
-        None.
+    def lines(self) -> Iterator[bytes | None]:
+        """The lines, decompressed; one longer than `MAX_LINE_BYTES` is None.
 
         Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines
         for the most part.
         """
+        return chain.from_iterable(self._pieces())
+
+    def _pieces(self) -> Iterator[list[bytes | None]]:
         blank_left = MAX_BLANK_LINES
         with reading(self.uri):
             self.file.seek(0)
-            for lines, size in split_lines(decompressed(self.file)):
+            for lines in split_lines(decompressed(self.file)):
                 blank = len([line for line in lines if line is not None and (not line or line.isspace())])
                 blank_left += (len(lines) - blank) * MAX_BLANK_LINES_EACH - blank
                 if blank_left < 0:
                     reason = f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other"
                     raise _unreadable(self.uri, reason, "Remove them.")
-                yield lines, size
+                yield lines
 
     def head(self, size: int = 1 << 16) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
@@ -119,31 +120,25 @@ class Source:
 
 
 def batches_of(
-    pieces: Iterable[tuple[Sequence[Record], int]], max_lines: int, max_bytes: int, after_line: int = 0
+    records: Iterator[Record], max_lines: int, max_bytes: int, after_line: int = 0
 ) -> Iterator[LineBatch]:
-    """Records, which come some at a time with their bytes, after the first `after_line` ones: in batches of
-    at most `max_lines`, of about `max_bytes`."""
-    waiting: list[Record] = []
-    size, to_skip = 0, after_line
-    for some, some_bytes in pieces:
-        skipped = min(to_skip, len(some))
-        to_skip -= skipped
-        waiting += some[skipped:]
-        size += some_bytes
-        full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
-        for start in range(0, full, max_lines):
-            batch = LineBatch(after_line + 1, waiting[start : min(start + max_lines, full)])
-            yield batch
-            after_line += len(batch.lines)
-        if full:
-            waiting, size = waiting[full:], 0
-    if waiting:
-        yield LineBatch(after_line + 1, waiting)
+    """Records after the first `after_line` ones: in batches of at most `max_lines`, of about `max_bytes`."""
+    batch: list[Record] = []
+    size = 0
+    next(islice(records, after_line, after_line), None)
+    while some := list(islice(records, min(_LINES_AT_ONCE, max_lines - len(batch)))):
+        batch += some
+        size += sum([len(record) for record in some if isinstance(record, bytes)])
+        if len(batch) == max_lines or size >= max_bytes:
+            yield LineBatch(after_line + 1, batch)
+            after_line += len(batch)
+            batch, size = [], 0
+    if batch:
+        yield LineBatch(after_line + 1, batch)
 
 
-def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
-    """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is
-    dropped."""
+def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
+    """Lines without their newlines, some at a time; a byte order mark at the start is dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
     chunk = head.removeprefix(_BOM)
@@ -157,12 +152,12 @@ def split_lines(stream: BinaryIO) -> Iterator[tuple[list[bytes | None], int]]:
                 parts = [part if len(part) <= MAX_LINE_BYTES else None for part in whole]
                 parts[0] = None if skipping else parts[0]
                 skipping = False
-            yield parts, len(data) - len(tail)
+            yield parts
         if skipping or len(tail) > MAX_LINE_BYTES:
             tail, skipping = b"", True
         chunk = stream.read(_CHUNK_BYTES)
     if skipping or tail:
-        yield [None if skipping else tail], len(tail)
+        yield [None if skipping else tail]
 
 
 def decompressed(file: BinaryIO) -> BinaryIO:

@@ -12,22 +12,18 @@ import msgspec
 from jobs.checks import Quality, checked
 from jobs.dialogue import CUSTOM_ID, clean
 from jobs.input_format import AskedFormat, InputFormat, check_format, recognized
-from jobs.input_records import ALL, SPEAKERS, Records, check_columns, reading_of, speakers_sha256
-from jobs.ledger.records import JobSpec, Reading
+from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
+from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
-from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
-from pipelines.audio_format import AUDIO_FORMATS, check_rate
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.audio_format import check_rate
+from pipelines.errors import ErrorCode, InputError, invalid
 from pipelines.languages import language_of
 from pipelines.registry import ModelCard, describe
 from pipelines.request import Generation
 from pipelines.stored_voices import VoiceFolder
 from pipelines.validation import OPENAI_VOICES, own_voice
-
-#: Hz that a job's audio may have where it is not the model's own rate.
-SAMPLE_RATES = range(8_000, 48_001)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class ResolvedSpec:
             check_format(source, found)
         seen = replace(self, input_format=found)
         _check_format(found, self.spec)
-        chosen = reading_of(self.spec)
+        chosen = self.spec.reading or ALL
         if found == "kaldi" and chosen.voices is not None:
             chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
             seen = replace(seen, spec=msgspec.structs.replace(self.spec, reading=chosen))
@@ -91,7 +87,7 @@ def resolve(
     spec = msgspec.structs.replace(
         spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
     )
-    names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
+    names = [*names_of(spec.generation), *((spec.reading or ALL).voices or {}).values()]
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
@@ -107,34 +103,13 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     """Raises `config.invalid` for what inputs of a format cannot be asked for."""
     if format == "openai-batch" and spec.speak == "assistant":
         message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
-    if format == "auto":
-        return
-    chosen = reading_of(spec)
-    if chosen.columns is not None and format not in ("csv", "tsv", "parquet"):
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "This input is not a table, and has no columns.", "Leave --column out."
-        )
-    if chosen.voices is not None and format not in ("csv", "tsv", "parquet", "kaldi"):
-        message = "This input names no speakers."
+        raise invalid(message, "Leave `speak` out: the `input` is spoken.")
+    chosen, tables = spec.reading or ALL, ("auto", "csv", "tsv", "parquet")
+    if chosen.columns and format not in tables:
+        raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
+    if chosen.voices and format not in (*tables, "kaldi"):
         advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
-
-
-def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
-    """Raises `config.invalid`."""
-    chosen = reading_of(spec)
-    if chosen.limit is not None and chosen.sample is not None:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them."
-        )
-    for what, count in (("limit", chosen.limit), ("sample", chosen.sample)):
-        if count is not None and count < 1:
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, f"The {what} is {count}.", "Use a whole number from 1."
-            )
-    check_columns(chosen.columns or {})
-    return msgspec.UNSET if chosen == ALL else chosen
+        raise invalid("This input names no speakers.", advice)
 
 
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
@@ -173,58 +148,33 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     """The spec with the model's full name and, unless it names them, its revision, its pace, its language
     and whose turns are spoken.
 
-    Raises `config.invalid`.
+    Raises `config.invalid` for options that do not go together, or not with this model;
+    `jobs.job_options` has seen each by itself.
     """
-    _check_audio(spec, card)
-    if not 0 <= spec.seed < 2**63:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"The job's seed is {spec.seed}.",
-            "Use a whole number from 0 to 2**63 - 1.",
-        )
-    quality = spec.quality
+    check_rate(spec.format, spec.sample_rate or card.sample_rate)
+    speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
+    if card.capabilities.multi_turn:
+        if speak not in ("auto", "answer"):
+            message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
+            raise invalid(message, "Leave `speak` out, or use a model that speaks one text.")
+        speak = "answer"
+    if chosen.limit is not None and chosen.sample is not None:
+        raise invalid("A limit and a sample are both given.", "Use one of them.")
+    check_columns(chosen.columns or {})
     if quality is not None:
         quality = checked(quality)
         if not quality.paces and card.pace is not None:
             # What was learned by now stays this job's measure.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
         quality = _heard_in(quality, card.capabilities.languages)
-    revision, speak = spec.model_revision or card.revision, _speak(spec, card)
-    chosen = _checked_reading(spec)
     return msgspec.structs.replace(
-        spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen
+        spec,
+        model=card.name,
+        model_revision=spec.model_revision or card.revision,
+        quality=quality,
+        speak=speak,
+        reading=msgspec.UNSET if chosen == ALL else chosen,
     )
-
-
-def _check_audio(spec: JobSpec, card: ModelCard) -> None:
-    """Raises `config.invalid` for an unknown audio format, and for a sample rate that is out of bounds or
-    that the format does not hold."""
-    if spec.format not in AUDIO_FORMATS:
-        message = f"The format {spec.format[:40]!r} is unknown."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use one of: {', '.join(AUDIO_FORMATS)}.")
-    if spec.sample_rate is msgspec.UNSET:
-        check_rate(spec.format, card.sample_rate)
-        return
-    if spec.sample_rate not in SAMPLE_RATES:
-        message = f"The sample rate is {spec.sample_rate!r}."
-        advice = f"Use a whole number of Hz from {SAMPLE_RATES[0]} to {SAMPLE_RATES[-1]}, or leave it out for the model's own rate."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
-    check_rate(spec.format, spec.sample_rate)
-
-
-def _speak(spec: JobSpec, card: ModelCard) -> Speak:
-    if card.capabilities.multi_turn:
-        if spec.speak not in ("auto", "answer"):
-            message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, message, "Leave `speak` out, or use a model that speaks one text."
-            )
-        return "answer"
-    if spec.speak not in ASKED:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"`speak` is {spec.speak[:40]!r}.", f"Use one of: {', '.join(ASKED)}."
-        )
-    return spec.speak
 
 
 def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:

@@ -16,8 +16,6 @@ from pipelines.validation import is_visible
 #: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of
 #: the dialogue, but what a model answers to the whole of it.
 Speak = Literal["auto", "user", "assistant", "all", "answer"]
-#: What a person may ask for.
-ASKED: tuple[Speak, ...] = ("auto", "user", "assistant", "all")
 
 Triple = tuple[Role, Modality, str]
 _NAMES_A_TURN = re.compile(r":turn[0-9]+\Z")

@@ -3,7 +3,8 @@ job at submit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -180,7 +181,7 @@ def item_request(
     """The request of an item, in its stored voice where it has one; `load` reads recordings of users, and
     of that voice, by their keys in the store. Audio of other roles is not used."""
     messages, voices = line.messages, job.spec.stored_voices
-    if voices is not msgspec.UNSET and line.role is not None:
+    if voices and line.role is not None:
         own, prefix = line.generation.voice, references_prefix(job.id)
         messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
     loaded = [
@@ -194,16 +195,15 @@ def item_request(
 
 def stored_voices(spec: JobSpec) -> Mapping[str, FrozenVoice]:
     """The stored voices of a job, by their names."""
-    return {} if spec.stored_voices is msgspec.UNSET else spec.stored_voices
+    return spec.stored_voices or {}
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
     """The name of the stored voice that speaks an item; None: it is in another voice."""
-    voices = spec.stored_voices
-    if voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
+    if not spec.stored_voices or any(message.modality == "audio" for message in line.messages):
         return None
     name = line.generation_over(spec.generation).voice
-    return name if name in voices else None
+    return name if name in spec.stored_voices else None
 
 
 def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
@@ -227,26 +227,22 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
     return FrozenVoice(f"{audio.sha256}.{audio.ext}", voice.text), audio
 
 
-class _Line(msgspec.Struct, frozen=True, gc=False):
+class _Line(msgspec.Struct, frozen=True):
     """What of a dialogue names voices."""
 
-    generation: Generation | None = None
+    generation: Generation = Generation()
 
 
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def _named_in(records: Records, known: Collection[str]) -> set[str]:
+def _named_in(records: Records, known: frozenset[str]) -> set[str]:
     """Which of the voices that are known the lines of an input name; lines that cannot be read name none."""
     found: set[str] = set()
-    for batch in records.batches():
-        for line in batch.lines:
-            # An escape may stand for any letter.
-            if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
-                continue
-            try:
-                generation = _decode(line).generation or Generation()
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            found.update(name for name in names_of(generation) if name in known)
+    for line in records.lines():
+        # An escape may stand for any letter.
+        if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
+            continue
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            found.update(known.intersection(names_of(_decode(line).generation)))
     return found

@@ -19,7 +19,7 @@ from functools import cached_property
 import msgspec
 
 from jobs.checks import CHECKS
-from pipelines.errors import ConfigError, ErrorCode, nearest
+from pipelines.errors import ConfigError, invalid, nearest
 
 #: What the ledger knows of every item beside its scores.
 FACTS = {
@@ -109,35 +109,22 @@ def _comparisons(condition: Condition) -> Iterator[Comparison]:
 
 
 def parse_where(text: str) -> Where:
-    """The filter of a text. Raises `config.invalid` with the place of what is wrong."""
+    """The filter of a text. Raises `config.invalid` with what is wrong."""
     if len(text) > MAX_CHARACTERS:
-        raise _wrong(f"The filter has {len(text)} characters.", f"Use {MAX_CHARACTERS} at most.")
-    stripped = text.strip()
-    offset, what = 0, "cannot be read"
+        raise _wrong(f"has {len(text)} characters, and may have {MAX_CHARACTERS}")
     try:
         with warnings.catch_warnings():
             # Of `0.1and`, which is what it says.
             warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(stripped, mode="eval")
-        found = Where(_condition(tree.body, negated=False))
+            found = Where(_condition(ast.parse(text.strip(), mode="eval").body, negated=False))
     except SyntaxError as error:
-        offset = max((error.offset or 1) - 1, 0)
-    except _NotAFilterError as error:
-        what = error.what
-        if error.node.lineno == 1:
-            # Python counts bytes.
-            line = stripped.splitlines()[0].encode()
-            offset = len(line[: error.node.col_offset].decode(errors="ignore"))
+        place = f"character {error.offset}" if error.offset else "its end"
+        raise _wrong(f"{text[:200]!r} cannot be read, at {place}") from None
     except (ValueError, MemoryError, RecursionError):
-        pass
-    else:
-        if sum(1 for _ in _comparisons(found.condition)) > MAX_COMPARISONS:
-            raise _wrong(f"The filter has more than {MAX_COMPARISONS} comparisons.", "Leave some out.")
-        return found
-    place = min(len(text) - len(text.lstrip()) + offset, len(text))
-    rest = text[place : place + 40].strip()
-    shown = f"{rest!r}, character {place + 1}" if rest else "its end"
-    raise _wrong(f"The filter {text[:200]!r} {what}, at {shown}.")
+        raise _wrong(f"{text[:200]!r} cannot be read") from None
+    if sum(1 for _ in _comparisons(found.condition)) > MAX_COMPARISONS:
+        raise _wrong(f"has more than {MAX_COMPARISONS} comparisons")
+    return found
 
 
 def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
@@ -147,14 +134,13 @@ def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collecti
     unmeasured = (
         "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
     )
-    advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {', '.join([*there, *FACTS])}."
+    names = ", ".join([*there, *FACTS])
+    advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {names}."
     if not there:
-        advice = f"No item of it has scores: it has no checks, or nothing passed as far as them (docs/quality.md). Without scores there are: {', '.join(FACTS)}."
+        advice = f"No item of it has scores: it has no checks, or nothing passed as far as them (docs/quality.md). Without scores there are: {names}."
     elif unmeasured:
         advice = f"Checks with this meter are in docs/quality.md. {advice}"
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID, f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice
-    )
+    return invalid(f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
 
 
 class FilteredOut(msgspec.Struct, frozen=True):
@@ -168,14 +154,6 @@ class FilteredOut(msgspec.Struct, frozen=True):
     without_score: int
 
 
-class _NotAFilterError(Exception):
-    """A part of Python's syntax that no filter may use, and what is wrong with it."""
-
-    def __init__(self, node: ast.expr, what: str) -> None:
-        super().__init__(what)
-        self.node, self.what = node, what
-
-
 def _condition(node: ast.expr, *, negated: bool) -> Condition:
     """From the closed set of Python's syntax that a filter may use to conditions."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -183,21 +161,19 @@ def _condition(node: ast.expr, *, negated: bool) -> Condition:
     if isinstance(node, ast.BoolOp):
         every = isinstance(node.op, ast.And) is not negated
         return _joined(every, [_condition(value, negated=negated) for value in node.values])
+    said = ast.unparse(node)[:100]
     if not isinstance(node, ast.Compare):
-        raise _NotAFilterError(node, "is no comparison")
+        raise _wrong(f"has {said!r}, which is no comparison")
     # `0 < pause < 2` are two comparisons.
     operands = [node.left, *node.comparators]
     found: list[Condition] = []
     for left, operation, right in zip(operands, node.ops, operands[1:], strict=False):
-        if (operator := _OPERATORS.get(type(operation))) is None:
-            raise _NotAFilterError(left, "is compared in a way that is not known")
+        operator = _OPERATORS.get(type(operation), "")
         name, number = _name(left), _number(right)
         if name is None:
             name, number, operator = _name(right), _number(left), operator.translate(_SWAPPED)
-        if name is None or number is None:
-            raise _NotAFilterError(left, "is no comparison of a score with a number")
-        if not math.isfinite(number):
-            raise _NotAFilterError(right, "is too large a number")
+        if name is None or number is None or not math.isfinite(number) or not operator:
+            raise _wrong(f"has {said!r}, which is no comparison of a score with a number")
         found.append(Comparison(name, _NEGATED[operator] if negated else operator, number))
     return _joined(not negated, found)
 
@@ -235,10 +211,6 @@ def _needs(condition: Condition, names: frozenset[str]) -> bool:
     return any(needs) if condition.all else all(needs)
 
 
-def _wrong(message: str, advice: str = "") -> ConfigError:
-    facts = ", ".join(FACTS)
-    advice = (
-        advice
-        or f"Compare scores, or {facts}, with numbers, and join them by and, or, not and brackets: {EXAMPLE}."
-    )
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+def _wrong(what: str) -> ConfigError:
+    advice = f"Compare scores, or {', '.join(FACTS)}, with numbers, and join them by and, or, not and brackets: {EXAMPLE}."
+    return invalid(f"The filter {what}.", advice)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import chat_dialogue, chosen_id, clean
-from jobs.input_records import Columns, row_dialogue
+from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
+from jobs.input_records import Columns
 from jobs.ledger.records import Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
@@ -62,26 +62,12 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for what gives the names of its parts where records are meant, and for what
-    gives nothing."""
-    kind = type(records).__name__
-    if isinstance(records, Mapping):
-        advice = "Give one of its values, such as a split of a dataset, or put a single record into a list."
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, not a list of records.", advice
-        )
-    if hasattr(records, "iterrows"):
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT,
-            f"A {kind} gives its columns, and no records.",
-            'Give its rows: to_dict("records").',
-        )
-    if not isinstance(records, Iterable):
-        raise InputError(
-            ErrorCode.INPUT_WRONG_FORMAT,
-            f"A value of type {kind} is not a list of records.",
-            "Give a path, or a list of texts or mappings.",
-        )
+    """Raises `InputError` for what gives nothing, and for what gives the names of its parts where records
+    are meant: a mapping, and a table of pandas."""
+    if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
+        message = f"A {type(records).__name__} is not a list of records."
+        advice = 'Give a path, or a list of texts or mappings: of a DatasetDict a split, of a DataFrame to_dict("records").'
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
@@ -103,7 +89,7 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
-            records = records.select_columns(Columns(list(names), chosen, _NAMED).read)  # pyright: ignore[reportAttributeAccessIssue]
+            records = records.select_columns([*Columns(names, chosen, _NAMED).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
     for record in records:
         supervisions = getattr(record, "supervisions", None)
         if supervisions is None:

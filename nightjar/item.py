@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jobs.ledger.records import ItemRow
 from nightjar.voice import Sound
 from pipelines.errors import ErrorCode, NotFoundError
 
 if TYPE_CHECKING:
+    from jobs.export.items import ItemMetadata
     from nightjar.job import Job
 
 
-class _OfJob:
-    """What more is read from, which is no field."""
-
-    _row: ItemRow
-    _job: Job
-
-
 @dataclass(frozen=True)
-class Item(_OfJob):
+class Item:
     """One item that has ended. Its text and its audio are read when they are asked for, also after
     pickling in another process."""
 
@@ -46,40 +40,40 @@ class Item(_OfJob):
     error: str | None
     #: Where its audio is: a path, or an `s3://` address; None without audio, and for audio in a pack.
     path: str | None
-    row: InitVar[ItemRow]
-    job: InitVar[Job]
+    source: InitVar[tuple[Job, ItemRow]]
+    #: What more is read from, of each item; no field.
+    _source: ClassVar[tuple[Job, ItemRow]]
 
-    def __post_init__(self, row: ItemRow, job: Job) -> None:
-        object.__setattr__(self, "_row", row)
-        object.__setattr__(self, "_job", job)
+    def __post_init__(self, source: tuple[Job, ItemRow]) -> None:
+        object.__setattr__(self, "_source", source)
 
     @property
     def audio(self) -> Sound:
         """Its speech. Raises `store.missing` for an item without any."""
-        if self._row.artifact is None:
-            raise NotFoundError(
-                ErrorCode.STORE_MISSING,
-                f"The item {self.id[:100]!r} has no audio: it is {self.state}.",
-                self.error or "",
-            )
-        return self._job.sound_of(self._row, self._row.artifact)
+        job, row = self._source
+        if row.artifact is None:
+            message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
+            raise NotFoundError(ErrorCode.STORE_MISSING, message, self.error or "")
+        return Sound(*job.audio_of(row.artifact), self.text)
 
     @property
     def text(self) -> str:
         """The text that its audio says."""
-        return self._job.metadata_of(self._row).text
+        return self._metadata.text
 
     @property
     def speaker(self) -> str:
         """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the
         model."""
-        return self._job.metadata_of(self._row).speaker
+        return self._metadata.speaker
+
+    @property
+    def _metadata(self) -> ItemMetadata:
+        job, row = self._source
+        return job.metadata_of(row)
 
     def _repr_html_(self) -> str:
         scores = ", ".join(f"{name} {value:.3g}" for name, value in self.scores.items() if value is not None)
-        shown = (
-            self.audio._repr_html_()
-            if self._row.artifact is not None
-            else f"<p>{escape(self.error or self.state)}</p>"
-        )
+        _, row = self._source
+        shown = self.audio._repr_html_() if row.artifact else f"<p>{escape(self.error or self.state)}</p>"
         return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"

@@ -16,13 +16,13 @@ from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.export.items import ItemMetadata, item_metadata
 from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
+from jobs.ledger.queries import ShardEnds
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
@@ -30,10 +30,10 @@ from jobs.progress import Progress
 from jobs.settings import Settings
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
-from jobs.store import ObjectStore, open_store
+from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
 from nightjar.item import Item
-from nightjar.voice import Sound, check_type
+from nightjar.voice import check_type
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
 if TYPE_CHECKING:
@@ -142,24 +142,29 @@ class Job:
         """Every item as it ends, each once; waits for those that have not ended. Ctrl-C while it waits
         stops the run of a job here.
 
-        It holds a bit for each item, and some items of the shard that it gives.
+        It holds a byte for each item, and some items of the shard that it gives.
         """
         given = bytearray()
         ended: dict[int, int] = {}
-        while True:
-            with self._stopped_by_interrupts():
+
+        def new_rows(shard: ShardEnds) -> Iterator[ItemRow]:
+            first, last = shard.first_index, shard.last_index
+            for row in self._ledger.items(self.id, after=first - 1, limit=last - first + 1):
+                if row.index <= last and row.state in _ENDED and not given[row.index]:
+                    given[row.index] = True
+                    yield row
+
+        with self._stopped_by_interrupts():
+            while True:
                 final = self.done
-                shards = self._ledger.shard_ends(self.id)
-            for shard in shards:
-                if ended.get(shard.no) != shard.ended:
-                    ended[shard.no] = shard.ended
-                    given.extend(bytes(max(0, shard.last_index // 8 + 1 - len(given))))
-                    yield from self._new_items(shard.first_index, shard.last_index, given)
-            if final:
+                for shard in self._ledger.shard_ends(self.id):
+                    if ended.get(shard.no) != shard.ended:
+                        ended[shard.no] = shard.ended
+                        given.extend(bytes(max(0, shard.last_index + 1 - len(given))))
+                        yield from self._items(new_rows(shard))
                 self._check()
-                return
-            with self._stopped_by_interrupts():
-                self._check()
+                if final:
+                    return
                 time.sleep(POLL_SECONDS)
 
     def __len__(self) -> int:
@@ -221,8 +226,7 @@ class Job:
         `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
         item is left.
         """
-        library = _library("datasets")
-        files = self._exported_files("parquet", to, where, "data/*.parquet")
+        library, files = self._exported_for("datasets", "parquet", to, where, "data/*.parquet")
         return cast("datasets.Dataset", library.Dataset.from_parquet(files))
 
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
@@ -231,8 +235,9 @@ class Job:
         `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
         item is left.
         """
-        library = _library("lhotse")
-        (file,) = self._exported_files("lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True)
+        library, (file,) = self._exported_for(
+            "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True
+        )
         return cast("lhotse.CutSet", library.CutSet.from_file(file))
 
     def push_to_hub(
@@ -286,8 +291,7 @@ class Job:
 
     def _confirmed(self) -> ObjectStore:
         """The store, which is there. Raises `store.unreachable`."""
-        self._store.confirm(self._ledger.job(self.id).store_identity)
-        return self._store
+        return store_of(self._ledger.job(self.id), self._settings.s3)
 
     def close(self) -> None:
         """Stops the run of a job here, and closes the ledger."""
@@ -297,10 +301,8 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self.wait()
         else:
             self.stop()
@@ -317,37 +319,20 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """What datasets say of an item beside its audio."""
-        return item_metadata(self._ledger.job(self.id), self._line(row))
+        # The lines of the shard that was asked for last are held.
+        with self._lock:
+            line = self._lines.of(row)
+        return item_metadata(self._ledger.job(self.id), line)
 
-    def sound_of(self, row: ItemRow, artifact: Artifact) -> Sound:
-        """The audio of an item. Raises `StoreError`."""
+    def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
+        """Its samples, and their rate in Hz. Raises `StoreError`."""
         import soundfile
 
-        samples, rate = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
-        return Sound(cast("NDArray[np.float32]", samples), rate, self.metadata_of(row).text)
+        return soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:
         return ShardLines(self._ledger, self._store, self.id, read_raw_shard)
-
-    def _line(self, row: ItemRow) -> RawLine:
-        """The line of an item; the lines of the shard that was asked for last are held."""
-        with self._lock:
-            return self._lines.of(row)
-
-    def _new_items(self, first: int, last: int, given: bytearray) -> Iterator[Item]:
-        """The items between two indexes that have ended and were not given, which are noted there."""
-
-        def rows() -> Iterator[ItemRow]:
-            for row in self._ledger.items(self.id, after=first - 1, limit=last - first + 1):
-                if row.index > last:
-                    return
-                place, bit = row.index // 8, 1 << row.index % 8
-                if row.state in _ENDED and not given[place] & bit:
-                    given[place] |= bit
-                    yield row
-
-        return self._items(rows())
 
     def _items(self, rows: Iterator[ItemRow]) -> Iterator[Item]:
         while page := list(islice(rows, _PAGE_ITEMS)):
@@ -370,8 +355,7 @@ class Job:
                     error_code=None if row.error_code is None else row.error_code.value,
                     error=row.error_message,
                     path=None if audio is None or audio.pack is not None else self._store.uri(audio.key),
-                    row=row,
-                    job=self,
+                    source=(self, row),
                 )
 
     def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
@@ -382,17 +366,27 @@ class Job:
             options = {"replaces": [self.id], **options}
         return self.export(format, to, where=where, **options)
 
-    def _exported_files(
-        self, format: str, to: str | Path | None, where: str | None, files: str, **options: Any
-    ) -> list[str]:
-        """The files of an export that a library reads. Raises `config.invalid` where it has no items: no
-        library says so."""
+    def _exported_for(
+        self, library: str, format: str, to: str | Path | None, where: str | None, files: str, **options: Any
+    ) -> tuple[Any, list[str]]:
+        """A library that Nightjar does not install, and the files of an export that it reads.
+
+        Raises `config.missing_library`, and `config.invalid` where there are no items: no library says so.
+        """
+        try:
+            reader = import_module(library)
+        except ModuleNotFoundError as error:
+            message, advice = (
+                f"This needs the library {error.name}.",
+                f"Install it: pip install {error.name}.",
+            )
+            raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
         found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
         if not found:
             filtered = "" if where is None else f" that match {str(_filter(where))!r}"
             message = f"Job {self.id} has no items with audio{filtered}."
             raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"See them with: nightjar items {self.id}.")
-        return found
+        return reader, found
 
     def _check(self) -> None:
         """Raises what ended the run of a job here."""
@@ -415,17 +409,6 @@ class Job:
         except KeyboardInterrupt:
             self.stop()
             raise
-
-
-def _library(name: str) -> Any:
-    """A library that Nightjar does not install. Raises `config.missing_library`."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        message = f"This needs the library {error.name}."
-        raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY, message, f"Install it with: pip install {error.name}."
-        ) from None
 
 
 def _filter(text: str | None) -> Where | None:

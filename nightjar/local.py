@@ -6,15 +6,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jobs.console import Interrupted, Stop
 from jobs.ledger.records import Job
 from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
-
-if TYPE_CHECKING:
-    pass
 
 _LOOK_SECONDS = 0.2
 
@@ -22,9 +18,7 @@ _LOOK_SECONDS = 0.2
 def _at_end(call: Callable[[], None]) -> None:
     """Calls when the main thread has ended. A function of `atexit` comes too late: thread pools are closed
     before, and a run needs them."""
-    register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        register(call)
+    threading._register_atexit(call)  # pyright: ignore
 
 
 class _Notes(Progress):

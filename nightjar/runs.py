@@ -108,15 +108,11 @@ def _input(
 ) -> tuple[str, JobSpec, Settings]:
     """The file of an input, with the spec and the settings that read it."""
     if isinstance(source, str | Path):
-        if (
-            isinstance(source, str)
-            and source != "-"
-            and not is_remote(source)
-            and not os.path.lexists(source)
-        ):
-            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{source[:40]!r}])."
-            raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {source[:300]!r}.", advice)
-        return (str(source) if is_remote(str(source)) else check_source(str(source))), spec, settings
+        place = str(source)
+        if place != "-" and not is_remote(place) and not os.path.lexists(place):
+            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}])."
+            raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
+        return check_source(place), spec, settings
     reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
     path = written_input(source, reading, settings.state_folder)
     spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(reading, columns=None, voices=None))

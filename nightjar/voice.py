@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
-import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
-from pipelines.audio_format import AUDIO_FORMATS, check_rate
+from pipelines.audio import encode
 from pipelines.errors import (
     ConfigError,
     ErrorCode,
     InputError,
-    NightjarError,
     StoreError,
     SynthesisError,
     nearest,
@@ -38,10 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
-#: A setting of the engine, and what the option is called that does not have its name.
-_SETTING = re.compile(r"SPEECH_(?:ENGINE|VLLM)__([A-Z_]+)")
-_OPTIONS = {"KIND": "engine"}
+    from pipelines.audio_format import AudioFormat
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
@@ -67,46 +60,26 @@ class Sound:
         return len(self.samples) / self.sample_rate
 
     def save(self, path: str | Path) -> Path:
-        """Writes an audio file in the format of its extension, such as `.wav`, `.flac`, `.mp3` or `.opus`;
-        the path.
+        """Writes an audio file in the format of its extension, `.wav`, `.flac`, `.mp3` or `.opus`; the path.
 
         Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that
         cannot be written.
         """
-        import soundfile
-
         check_type("path", path, (str, os.PathLike), "the path of a file")
         path = Path(path)
-        kind = path.suffix[1:].lower()
-        if kind not in AUDIO_FORMATS and kind.upper() not in soundfile.available_formats():
-            advice = f"End the path with one of: {', '.join(f'.{name}' for name in AUDIO_FORMATS)}."
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, f"The path {str(path)!r:.200} does not say an audio format.", advice
-            )
-        check_rate(kind, self.sample_rate)
-        container, coding = ("OGG", "OPUS") if kind == "opus" else (kind.upper(), None)
+        data = encode(self.samples, self.sample_rate, cast("AudioFormat", path.suffix[1:].lower()))
         try:
-            with path.open("wb") as file:
-                soundfile.write(file, self.samples, self.sample_rate, format=container, subtype=coding)
+            path.write_bytes(data)
         except OSError as error:
             message = f"The file {str(path)!r:.200} cannot be written: {error.strerror}."
             raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a path that you may write.") from error
-        except soundfile.SoundFileError as error:
-            message = f"The format {kind} cannot hold this speech: {error}."
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, message, "Use another format, such as .wav."
-            ) from error
         return path
 
     def __repr__(self) -> str:
         return f"Sound({self.seconds:.2f} s, {self.sample_rate} Hz, {self.text[:60]!r})"
 
     def _repr_html_(self) -> str:
-        import soundfile
-
-        file = io.BytesIO()
-        soundfile.write(file, self.samples, self.sample_rate, format="WAV", subtype="PCM_16")
-        data = base64.b64encode(file.getvalue()).decode()
+        data = base64.b64encode(encode(self.samples, self.sample_rate, "wav")).decode()
         return f'<figure><figcaption>{escape(self.text)}</figcaption><audio controls src="data:audio/wav;base64,{data}"></audio></figure>'
 
 
@@ -143,9 +116,7 @@ class Voice:
     def __enter__(self) -> Voice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -205,21 +176,7 @@ def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
     Raises `ModelError`, and `ConfigError` for an option that the model does not have or cannot run with here.
     """
     check_type("model", model, (str, os.PathLike), "the name of a model, or the folder of a checkpoint")
-    try:
-        return Voice(describe(str(model)), open_pipeline(str(model), **options))
-    except NightjarError as error:
-        error.advice = _in_python(error.advice)
-        raise
-
-
-def _in_python(advice: str) -> str:
-    """The advice with options in the place of the settings that a worker or a server takes them from."""
-    named = _SETTING.sub(lambda found: f"the option `{_OPTIONS.get(found[1], found[1].lower())}`", advice)
-    return advice if named == advice else re.sub(r"([Uu])nset( it)?", _left_out, named)
-
-
-def _left_out(found: re.Match[str]) -> str:
-    return f"{'L' if found[1] == 'U' else 'l'}eave {'it ' if found[2] else ''}out"
+    return Voice(describe(str(model)), open_pipeline(str(model), **options))
 
 
 def _read(path: Path) -> bytes:

@@ -9,7 +9,6 @@ import struct
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,8 +75,8 @@ def decode(
     numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
-    with _opened(data) as file:
-        rate = _header(file, max_seconds).sample_rate
+    with _opened(data, max_seconds) as file:
+        rate = int(file.samplerate)
         mono = _mono(file, min(int(max_seconds * rate), MAX_SAMPLES // file.channels), channel)
     if mono is None:
         raise _too_long(max_seconds)
@@ -91,41 +90,26 @@ def decode(
     return np.ascontiguousarray(mono, dtype=np.float32), rate
 
 
-@dataclass(frozen=True, slots=True)
-class AudioHeader:
-    """What an encoded file says of itself."""
-
-    #: In libsndfile's words: WAV, WAVEX, RF64, FLAC, OGG, MP3, AIFF ...
-    kind: str
-    frames: int
-    channels: int
-    sample_rate: int
-
-
-def read_header(data: bytes, max_seconds: float) -> AudioHeader:
-    """The header of an encoded file, within the bounds of `decode`; decodes nothing. Raises `InputError`
-    as `decode` does."""
-    with _opened(data) as file:
-        return _header(file, max_seconds)
+def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
+    """An encoded file within the bounds of `decode`, closed: its format, frames, channels and samplerate.
+    Decodes nothing. Raises `InputError` as `decode` does."""
+    with _opened(data, max_seconds) as file:
+        return file
 
 
 @contextmanager
-def _opened(data: bytes) -> Generator[soundfile.SoundFile]:
+def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate, frames, channels = file.samplerate, file.frames, file.channels
+            if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
+                message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
+                raise _unreadable(message)
+            if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
+                raise _too_long(max_seconds)
             yield file
     except (soundfile.SoundFileError, ValueError, TypeError) as error:
         raise _unreadable("The audio cannot be read.") from error
-
-
-def _header(file: soundfile.SoundFile, max_seconds: float) -> AudioHeader:
-    rate, frames, channels = int(file.samplerate), int(file.frames), int(file.channels)
-    if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-        message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
-        raise _unreadable(message)
-    if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
-        raise _too_long(max_seconds)
-    return AudioHeader(file.format, frames, channels, rate)
 
 
 def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray[np.float32] | None:

@@ -4,7 +4,6 @@ Imports no library."""
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -19,16 +18,18 @@ WIDE_LOW, WIDE_HIGH = 0.1, 4.0
 
 
 _DIGITS, _MARKS = "0123456789", ".!?;:,"
-
-
-@lru_cache(maxsize=1)
-def _foreign_signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
-    """(units beyond the one that every character counts, what counts so). Compiled at first use:
-    `nightjar status` needs none."""
-    marks = "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]"
-    ideographs = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-    signs = ((2.0, marks), (2.5, ideographs), (1.5, "[\uac00-\ud7af]"), (1.0, "[\u3040-\u30ff]"))
-    return tuple([(units, re.compile(sign)) for units, sign in signs])
+# Patterns are compiled at first use, by `re` itself: `nightjar status` needs none.
+_IDEOGRAPHS = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
+#: What counts more than the one unit of every character, and by how many: marks, Chinese, Korean, kana.
+_FOREIGN_SIGNS = {
+    "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]": 2.0,
+    _IDEOGRAPHS: 2.5,
+    "[\uac00-\ud7af]": 1.5,
+    "[\u3040-\u30ff]": 1.0,
+}
+#: Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out, skip or
+#: shorten.
+_UNLIKE_PROSE = r"[0-9\u00bc-\u00be\u2150-\u215e<>/@#&=*_{}\[\]|~^%$+\\\n]|[A-Z]{2}|([^\w\s])\1|\s\s"
 
 
 def text_units(text: str) -> float:
@@ -40,23 +41,17 @@ def text_units(text: str) -> float:
     # Counting is ten times as fast as a pattern, and every item's text is counted.
     units = len(text) + 4.0 * sum(map(text.count, _DIGITS)) + 2.0 * sum(map(text.count, _MARKS))
     if not text.isascii():
-        units += sum([extra * len(sign.findall(text)) for extra, sign in _foreign_signs()])
+        units += sum([extra * len(re.findall(sign, text)) for sign, extra in _FOREIGN_SIGNS.items()])
     return units
-
-
-@lru_cache(maxsize=1)
-def _unlike_prose() -> re.Pattern[str]:
-    """Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out,
-    skip or shorten."""
-    return re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e<>/@#&=*_{}\[\]|~^%$+\\\n]|[A-Z]{2}|([^\w\s])\1|\s\s")
 
 
 def is_prose(text: str) -> bool:
     """Whether the letters of a text tell how long its speech is: plain sentences of five words to two
     marks or more."""
-    marks = sum(map(text.count, _MARKS))
-    spaced = not _foreign_signs()[1][1].search(text)
-    return not (spaced and 2 * len(text.split()) < 5 * max(1, marks)) and not _unlike_prose().search(text)
+    if re.search(_UNLIKE_PROSE, text):
+        return False
+    marks = max(1, sum(map(text.count, _MARKS)))
+    return 2 * len(text.split()) >= 5 * marks or bool(re.search(_IDEOGRAPHS, text))
 
 
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]

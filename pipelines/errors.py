@@ -188,3 +188,13 @@ class ModelError(NightjarError):
 
 class ConfigError(NightjarError):
     """A setting that cannot be used, or a library that is not installed (`config.*`)."""
+
+
+def bad_line(message: str, advice: str) -> InputError:
+    """The error of a line that is not a record (`input.bad_line`)."""
+    return InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
+
+
+def invalid(message: str, advice: str) -> ConfigError:
+    """The error of a setting that cannot be used (`config.invalid`)."""
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -8,14 +8,11 @@ died, so a killed process leaves nothing behind.
 
 from __future__ import annotations
 
-import array
 import os
 import select
 import socket
 import struct
-import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +34,6 @@ MAXIMUM_BYTES = 256 << 20
 #: The maximum number of descriptors of one message; the kernel's own limit is 253.
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
-_ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
 
 
 def _plain_number(value: object) -> object:
@@ -111,14 +107,13 @@ class Channel(Generic[T]):
                 raise self._error
 
     def receive(self, seconds: float | None = None) -> Received[T]:
-        """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the
+        """The next message. Raises `TimeoutError` when nothing comes for `seconds`, `EOFError` when the
         other end is closed, and `OSError` or `msgspec.MsgspecError` where the channel is of no more use."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        self._fill(_HEAD.size, deadline)
+        self._fill(_HEAD.size, seconds)
         size, count = _HEAD.unpack_from(self._buffer)
         if size > self._maximum_bytes:
             raise ConnectionError(f"a message of {size} bytes is too long")
-        self._fill(_HEAD.size + size, deadline)
+        self._fill(_HEAD.size + size, seconds)
         data = self._buffer[_HEAD.size : _HEAD.size + size]
         del self._buffer[: _HEAD.size + size]
         if count > len(self._descriptors):
@@ -152,26 +147,19 @@ class Channel(Generic[T]):
         self._descriptors.clear()
         self._left.clear()
 
-    def _fill(self, size: int, deadline: float | None) -> None:
+    def _fill(self, size: int, seconds: float | None) -> None:
         """Reads until the buffer holds so many bytes."""
         while len(self._buffer) < size:
+            room = max(_READ_BYTES, min(size - len(self._buffer), 1 << 20))
             try:
-                data, ancillary, flags, _ = self._connection.recvmsg(
-                    max(_READ_BYTES, min(size - len(self._buffer), 1 << 20)),
-                    _ANCILLARY_BYTES,
-                    socket.MSG_CMSG_CLOEXEC,
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._connection, room, MAXIMUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                if not self._poll(
-                    select.POLLIN, None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-                ):
+                if not self._poll(select.POLLIN, None if seconds is None else 1000 * seconds):
                     raise TimeoutError("the other end did not answer in time") from None
                 continue
-            for level, kind, content in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    received = array.array("i")
-                    received.frombytes(content[: len(content) - len(content) % received.itemsize])
-                    self._descriptors.extend(received)
+            self._descriptors.extend(descriptors)
             if flags & socket.MSG_CTRUNC:
                 raise ConnectionError("descriptors were lost: this process has too many open files")
             if not data:
@@ -208,13 +196,11 @@ class Channel(Generic[T]):
         inside the lock."""
         try:
             while view:
-                attached = (
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                    if descriptors
-                    else []
-                )
-                view = view[self._connection.sendmsg([view], attached) :]
-                descriptors = ()
+                if descriptors:
+                    sent = socket.send_fds(self._connection, [view], descriptors)
+                else:
+                    sent = self._connection.send(view)
+                view, descriptors = view[sent:], ()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -264,15 +250,10 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
 
     Raises `OSError` where there is no memory or no descriptor left.
     """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile(prefix="nightjar-") as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
     try:
-        left = np.frombuffer(data, np.uint8).data
-        while left:
-            left = left[os.write(descriptor, left) :]
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
     except BaseException:
         os.close(descriptor)
         raise
@@ -285,18 +266,9 @@ def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     It is copied: the mapping of Python 3.11 keeps a descriptor for as long as it lives, and costs as much
     time. Raises `OSError`.
     """
-    try:
-        kind = np.dtype(dtype)
-        values = np.empty(os.fstat(descriptor).st_size // kind.itemsize, kind)
-        left = values.view(np.uint8).data
-        while left:
-            read = os.preadv(descriptor, [left], values.nbytes - len(left))
-            if not read:
-                raise OSError("shared memory is shorter than it was")
-            left = left[read:]
-        return values
-    finally:
-        os.close(descriptor)
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return np.fromfile(file, dtype)
 
 
 def close_all(descriptors: Sequence[int] | deque[int]) -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class RecordingCache(Generic[T]):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: OrderedDict[tuple[str, Hashable], T] = OrderedDict()
-        self._making: dict[tuple[str, Hashable], Future[T]] = {}
+        #: Done, or worked on.
+        self._kept: OrderedDict[tuple[str, Hashable], Future[T]] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(AT_ONCE)
 
@@ -133,30 +133,22 @@ class RecordingCache(Generic[T]):
         """
         key = hashlib.sha256(recording).hexdigest(), variant
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            making = self._making.get(key)
-            mine = making is None
-            if making is None:
-                making = self._making[key] = Future()
+            mine = key not in self._kept
+            made = self._kept.setdefault(key, Future())
+            self._kept.move_to_end(key)
         if not mine:
-            return making.result()
+            return made.result()
         try:
             with self._places:
-                made = _with_memory(make)
-        except BaseException as error:
-            with self._lock:
-                del self._making[key]
-            making.set_exception(error)
-            raise
+                made.set_result(_with_memory(make))
+        except BaseException as error:  # noqa: BLE001  # all who wait hear of it
+            made.set_exception(error)
         with self._lock:
-            del self._making[key]
-            self._kept[key] = made
+            if made.exception() is not None:
+                self._kept.pop(key, None)
             while len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
-        making.set_result(made)
-        return made
+        return made.result()
 
 
 def _with_memory(make: Callable[[], T]) -> T:
@@ -184,26 +176,20 @@ class RecordingFiles:
     have written, are not read. Where the folder cannot be used, one warning says so and nothing is kept.
     """
 
-    def __init__(self, folder: Path, maximum_bytes: int, identity: Callable[[], str]) -> None:
-        """`identity` names what the arrays depend on besides the recording; a thread begins to work it out
-        now, since it may take long."""
+    def __init__(self, folder: Path, maximum_bytes: int, identity: str) -> None:
+        """`identity` names what the arrays depend on besides the recording."""
         self._folder = folder
         self._maximum_bytes = maximum_bytes
-        self._identity: Future[str] = Future()
+        self._identity = identity
         self._writes = itertools.count()
         self._warned = False
-        threading.Thread(target=self._identify, args=(identity,), name="fingerprint", daemon=True).start()
 
     def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The arrays that were made of this recording in this variant, or else what `make` makes of it
         now, which is kept. Raises what `make` raises; then nothing is kept."""
         from safetensors import SafetensorError
 
-        try:
-            model = hashlib.sha256(json.dumps([self._identity.result(), variant]).encode()).hexdigest()
-        except (NightjarError, OSError, SafetensorError) as error:
-            self._warn(f"the model's weights cannot be read again: {error}")
-            return make()
+        model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()
         path = self._folder / f"{hashlib.sha256(recording).hexdigest()}-{model[:32]}{_SUFFIX}"
         try:
             if (found := self._read(path)) is not None:
@@ -214,14 +200,11 @@ class RecordingFiles:
         try:
             self._write(path, made)
         except OSError as error:
-            self._warn(str(error))
+            if not self._warned:
+                message = "prepared voices cannot be kept in %s (%s); set SPEECH_ENGINE__VOICE_CACHE"
+                log.warning(message, self._folder, error)
+            self._warned = True
         return made
-
-    def _identify(self, identity: Callable[[], str]) -> None:
-        try:
-            self._identity.set_result(identity())
-        except Exception as error:  # noqa: BLE001  # whoever asks for a voice hears of it
-            self._identity.set_exception(error)
 
     def _read(self, path: Path) -> Arrays | None:
         from safetensors.numpy import load
@@ -266,13 +249,6 @@ class RecordingFiles:
             with suppress(OSError):
                 os.unlink(path)
             size -= file_bytes
-
-    def _warn(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "prepared voices cannot be kept in %s (%s); set SPEECH_ENGINE__VOICE_CACHE", self._folder, why
-            )
 
 
 def write_file(path: Path, data: bytes) -> None:

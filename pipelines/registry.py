@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -106,26 +106,25 @@ class Family:
     #: prepared for), `text_first`, `voice_cache`.
     options: frozenset[str] = frozenset()
 
-    def describe(self, folder: Path) -> ModelCard:
-        """The card of a checkpoint folder."""
-        return self._module("config").describe(folder)
+    def call(self, module: str, function: str, folder: Path, **options: Any) -> Any:
+        """Calls a function of one of its modules. Raises `ModelError` (`model.missing_extra`) where a
+        library is not installed."""
+        try:
+            found = importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{module}")
+            return getattr(found, function)(folder, **options)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(("pipelines", "kernels")):
+                raise
+            raise ModelError(
+                ErrorCode.MODEL_MISSING_EXTRA,
+                f"Models of the family {self.name} need the library {error.name or error!s}.",
+                f"Install Nightjar with its extra `{self.extra}` (docs/install.md).",
+            ) from error
 
-    def open(self, folder: Path, options: dict[str, Any]) -> Pipeline:
-        """Loads a checkpoint folder."""
-        return self._module("pipeline").open_pipeline(folder, **options)
 
-    def open_frontend(self, folder: Path) -> Frontend | None:
-        """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing
-        does."""
-        return self._module("prompt").open_frontend(folder) if self.frontend else None
-
-    def _module(self, name: str) -> Any:
-        return importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{name}")
-
-
-def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
+def _qwen3_tts(hub_name: str, capabilities: Capabilities) -> Published:
     card = ModelCard(
-        f"qwen3-tts-{kind}",
+        f"qwen3-tts-{hub_name.lower()}",
         "qwen3_tts",
         "native",
         24_000,
@@ -155,14 +154,14 @@ _BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, s
 _CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
 _DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
 _QWEN3_TTS = (
-    _qwen3_tts("0.6b-base", "0.6B-Base", _BASE),
-    _qwen3_tts("0.6b-customvoice", "0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
-    _qwen3_tts("1.7b-base", "1.7B-Base", _BASE),
-    _qwen3_tts("1.7b-customvoice", "1.7B-CustomVoice", _CUSTOM),
-    _qwen3_tts("1.7b-voicedesign", "1.7B-VoiceDesign", _DESIGN),
+    _qwen3_tts("0.6B-Base", _BASE),
+    _qwen3_tts("0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
+    _qwen3_tts("1.7B-Base", _BASE),
+    _qwen3_tts("1.7B-CustomVoice", _CUSTOM),
+    _qwen3_tts("1.7B-VoiceDesign", _DESIGN),
 )
 
-#: Models that need no checkpoint: name -> the module that is its `Provider`.
+#: Models that need no checkpoint: name -> the package with `describe`, whose module `pipeline` has `load`.
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
 #: Families of checkpoints, a row each; the first that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
@@ -227,8 +226,7 @@ def describe(model: str) -> ModelCard:
     if provider is not None:
         return replace(provider.describe(), name=model)
     family, folder, commit = _locate(model, _DESCRIPTION_FILES)
-    with _extra_of(family):
-        card = family.describe(folder)
+    card = family.call("config", "describe", folder)
     return replace(card, name=model, revision=commit) if commit else replace(card, name=str(folder))
 
 
@@ -243,8 +241,7 @@ def open_pipeline(model: str, **options: Any) -> Pipeline:
     if provider is not None:
         return provider.load(**options)
     family, folder, _ = _locate(model, _WEIGHT_FILES)
-    with _extra_of(family):
-        return family.open(folder, options)
+    return family.call("pipeline", "open_pipeline", folder, **options)
 
 
 def open_frontend(model: str) -> Frontend | None:
@@ -256,8 +253,7 @@ def open_frontend(model: str) -> Frontend | None:
     if _provider(model) is not None:
         return None
     family, folder, _ = _locate(model, _WEIGHT_FILES)
-    with _extra_of(family):
-        return family.open_frontend(folder)
+    return family.call("prompt", "open_frontend", folder) if family.frontend else None
 
 
 def model_names() -> list[str]:
@@ -269,10 +265,9 @@ def model_names() -> list[str]:
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, by name. Touches no network: published checkpoints show what was
     published."""
-    providers = {name: _provider(name) for name in model_names()}
     return [
-        PUBLISHED[name][1].card if provider is None else replace(provider.describe(), name=name)
-        for name, provider in providers.items()
+        PUBLISHED[name][1].card if name in PUBLISHED and name not in _registered else describe(name)
+        for name in model_names()
     ]
 
 
@@ -296,9 +291,12 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
 def _provider(name: str) -> Provider | None:
     if (registered := _registered.get(name)) is not None:
         return registered
-    if (module := BUILT_IN.get(name)) is not None:
-        found = importlib.import_module(module)
-        return Provider(found.describe, found.load)
+    if (package := BUILT_IN.get(name)) is not None:
+
+        def load(**options: Any) -> Pipeline:
+            return importlib.import_module(f"{package}.pipeline").load(**options)
+
+        return Provider(importlib.import_module(package).describe, load)
     if name in PUBLISHED:
         return None
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
@@ -335,26 +333,10 @@ def _locate(model: str, hub_files: Sequence[str]) -> tuple[Family, Path, str]:
     """The family and folder of a published name or a path; the commit for a published name, else empty."""
     if model in PUBLISHED:
         family, published = PUBLISHED[model]
-        with _extra_of(family):
-            folder = _download(published.hub_id, hub_files)
+        folder = _download(published.hub_id, hub_files)
         return family, folder, folder.name
     folder = _folder(model)
     return recognise(folder, FAMILIES), folder, ""
-
-
-@contextmanager
-def _extra_of(family: Family) -> Generator[None]:
-    """Turns the lack of a library into `model.missing_extra`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(("pipelines", "kernels")):
-            raise
-        raise ModelError(
-            ErrorCode.MODEL_MISSING_EXTRA,
-            f"Models of the family {family.name} need the library {error.name or error!s}.",
-            f"Install Nightjar with its extra `{family.extra}` (docs/install.md).",
-        ) from error
 
 
 def _download(hub_id: str, patterns: Sequence[str]) -> Path:

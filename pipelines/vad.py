@@ -24,17 +24,11 @@ def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.f
     return np.vecdot(framed, framed) / np.float32(framed.shape[1])
 
 
-def active_frames(powers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which frames hold sound, [frames]: an energy detector, which takes a loud noise for speech."""
-    return powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER)
-
-
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     """(frames with sound, most frames in a row without between two with, mean power of those with) of
     `frame_powers`: [frames].
 
-    The same as by `active_frames`; a loop over the few frames of an utterance is quicker than the calls of
-    numpy.
+    A loop over the few frames of an utterance is quicker than the calls of numpy.
     """
     levels: list[float] = powers.tolist()
     floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
@@ -54,7 +48,8 @@ def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -
     nothing but silence."""
     if len(samples) == 0:
         return samples
-    active = np.flatnonzero(active_frames(frame_powers(samples, sample_rate)))
+    powers = frame_powers(samples, sample_rate)
+    active = np.flatnonzero(powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER))
     if len(active) == 0:
         return samples
     length, keep = max(1, int(FRAME_SECONDS * sample_rate)), keep_ms * sample_rate // 1000

@@ -203,9 +203,9 @@ def bounded_top_k(top_k: int) -> int:
     return min(top_k, _MAX_TOP_K)
 
 
-def either(asked: T | None, default: T) -> T:
-    """What a request asks for, or else the model's own."""
-    return default if asked is None else asked
+def either(*settings: T | None) -> T:
+    """The first that is set: what a request asks for, or else the model's own."""
+    return next(setting for setting in settings if setting is not None)
 
 
 def is_visible(text: str) -> bool:

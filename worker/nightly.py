@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from enum import StrEnum
@@ -18,7 +19,7 @@ from jobs.dialogue import clean
 from jobs.formatting import counted
 from jobs.job_options import SubmitOptions, job_of
 from jobs.layout import slug
-from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
+from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.recent_jobs import remember_if_embedded
 from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
@@ -64,7 +65,7 @@ class Dataset(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Night:
     """A night of a schedule, and what became of it."""
 
@@ -85,9 +86,8 @@ class Night:
     #: What was exported of it, where its job has ended.
     datasets: tuple[Dataset, ...] = ()
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.settings.schedules[self.name]
+    def __post_init__(self) -> None:
+        self.schedule = self.settings.schedules[self.name]
 
     @property
     def job_id(self) -> str:
@@ -142,7 +142,7 @@ class Night:
 
     def run(self, *, again: bool = False) -> None:
         """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is
-        submitted once more where that can end otherwise, or with `again`.
+        submitted once more where its file has changed, or with `again`.
 
         The job is submitted first and the night recorded then: a crash between makes the next run find the
         same job by its idempotency key. Raises `ServiceError`.
@@ -150,29 +150,22 @@ class Night:
         jobs, day = self.jobs(), self.night.isoformat()
         number = max(jobs, default=1)
         self.job = jobs.get(number)
-        if day in self.ledger.schedule_history(self.name) and self.state not in {
-            *ENDED_BADLY,
-            JobState.INGESTING,
-        }:
+        ran = day in self.ledger.schedule_history(self.name)
+        if ran and self.state not in {*ENDED_BADLY, JobState.INGESTING}:
             return
         try:
             if self.job is not None and self.state in ENDED_BADLY:
-                if not again and not self._is_mended(self.job):
-                    self._fail(_bad_end(self.job))
-                    return
-                self.job = self._submit(number + 1)
+                if again or self._has_another_file(self.job):
+                    self.job = self._submit(number + 1)
             elif self.state in {None, JobState.INGESTING}:
                 self.job = self._submit(number)
         except NightjarError as error:
             missing = isinstance(error, InputError) and error.code in _MISSING
             self._fail(error, NightEnd.MISSING if missing else NightEnd.FAILED)
             return
-        if self.job is not None and self.state in ENDED_BADLY:
-            self._fail(_bad_end(self.job))
-            return
-        self.ledger.schedule_ran(self.name, day)
-        log.info("night submitted", schedule=self.name, night=day, job=self.job_id)
-        self.end = NightEnd.SUBMITTED
+        if not self._ended_badly():
+            self.ledger.schedule_ran(self.name, day)
+            self.end = NightEnd.SUBMITTED
 
     def jobs(self) -> dict[int, Job]:
         """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last
@@ -188,43 +181,46 @@ class Night:
             return True
         status = self.ledger.status(self.job.id)
         self.job = job = status.job
-        if not job.state.final:
-            return False
-        if job.state in ENDED_BADLY:
-            self._fail(_bad_end(job))
-            return True
+        if not job.state.final or self._ended_badly():
+            return job.state.final
         # One that stands is left as it is, one that was stopped goes on, and one that a job of this night
         # left before it went on is written anew; one that fails keeps no other from being written, and no
         # file that is another's is touched.
         jobs = list(self.jobs().values())
         self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
-        self.done_items, self.failed_items, self.rejected_lines = (
-            status.items.done,
-            status.items.failed,
-            job.rejected_lines,
-        )
+        self.done_items, self.failed_items = status.items.done, status.items.failed
+        self.rejected_lines = job.rejected_lines
         return True
 
     def explain(self) -> None:
         """Says what a person does about a job that goes on."""
         self.job = job = self.ledger.job(self.job_id)
-        again = "run this again for its datasets" if self.schedule.exports else "run this again"
         why = f" ({job.state_reason})" if job.state_reason else ""
-        self.reason = f"its job is {job.state.value}{why}"
-        if job.state is JobState.PAUSED:
-            self.reason += f"; continue it with `nightjar resume {job.id}`, and {again}"
-        elif self.schedule.exports:
-            self.reason += f"; {again}"
+        resume = f"continue it with `nightjar resume {job.id}`, and " if job.state is JobState.PAUSED else ""
+        datasets = " for its datasets" if self.schedule.exports else ""
+        self.reason = f"its job is {job.state.value}{why}; {resume}run this again{datasets}"
+
+    def _ended_badly(self) -> bool:
+        """Whether its job failed or was cancelled; says why, and what a person does."""
+        if self.job is None or self.state not in ENDED_BADLY:
+            return False
+        advice = "Correct its file and run the night again, or give --again for the same file."
+        if self.state is JobState.CANCELLED:
+            self._fail(ServiceError(ErrorCode.LEDGER_STATE, f"Its job {self.job_id} was cancelled.", advice))
+        else:
+            lines = (
+                "all of the file's lines were refused" if self.job.rejected_lines else "the file has no lines"
+            )
+            message = f"Its job {self.job_id} has no items: {lines}."
+            advice = f"See why with `nightjar errors {self.job_id}`. {advice}"
+            self._fail(InputError(ErrorCode.INPUT_NO_ITEMS, message, advice))
+        return True
 
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """A night that has not run stays due."""
         self.end, self.reason, self.code = end, str(error), error.code
-        day, job = self.night.isoformat(), self.job_id or None
-        log.error(
-            "night failed", schedule=self.name, night=day, job=job, code=error.code.value, error=self.reason
-        )
         if self.state in ENDED_BADLY:
-            self.ledger.schedule_forget(self.name, day)
+            self.ledger.schedule_forget(self.name, self.night.isoformat())
 
     def _key(self, number: int) -> str:
         """The idempotency key of the night's job of this number: two processes that run the same night
@@ -237,45 +233,23 @@ class Night:
         from jobs.ingest import submit
 
         spec, options = _job(self.schedule)
-        day = self.night.isoformat()
-        labels = {**options.labels, "schedule": self.name, "night": day}
+        day, source = self.night.isoformat(), input_of(self.schedule, self.night)
         options = replace(
-            options, name=f"{self.name} {day}", labels=labels, idempotency_key=self._key(number)
+            options,
+            name=f"{self.name} {day}",
+            labels={**options.labels, "schedule": self.name, "night": day},
+            idempotency_key=self._key(number),
         )
-        job = submit(
-            self.settings,
-            self.ledger,
-            self._store(),
-            input_of(self.schedule, self.night),
-            spec,
-            options=options,
-        ).job
+        job = submit(self.settings, self.ledger, self._store(), source, spec, options=options).job
         remember_if_embedded(job.id, self.settings)
         return job
 
-    def _is_mended(self, job: Job) -> bool:
-        """Whether a night whose job ended badly can be another job now: its file or what is made of it has
-        changed, or lines of the same file that were refused would be taken, since audio that they name is
-        there now. A job that a person cancelled comes back for a change only. Raises `NightjarError`.
-        """
-        from jobs.estimate import dry_run
+    def _has_another_file(self, job: Job) -> bool:
+        """Whether the night's file is not that of its job. Raises `NightjarError`."""
         from jobs.source import open_source
-        from jobs.spec import resolve, spec_sha
-        from jobs.voices import voice_folder
 
-        settings, (spec, options) = self.settings, _job(self.schedule)
-        store, source = self._store(), input_of(self.schedule, self.night)
-        with open_source(source, settings.s3) as opened:
-            place = (opened.sha256, store.url, options.input_format)
-            if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
-                return True
-            resolved = resolve(spec, options.input_format, voice_folder(settings)).of_input(opened)
-        if job.spec_sha != spec_sha(resolved.spec):
-            return True
-        return (
-            job.state is JobState.FAILED
-            and dry_run(settings, store, source, spec, options.input_format).items > 0
-        )
+        with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
+            return opened.sha256 != job.input_sha256
 
     def _store(self) -> ObjectStore:
         from jobs.store import open_store
@@ -285,16 +259,14 @@ class Night:
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
         """Writes one export. One that fails keeps no other back, whatever is wrong with it."""
         to = place_of(self.settings, self.name, format, self.night)
-        about = {"job": jobs[-1].id, "format": format, "to": to}
         try:
-            items = self._write(jobs, format, to)
+            return Dataset(format, to, self._write(jobs, format, to))
+        except NightjarError as error:
+            reason = str(error)
         except Exception as error:
-            foreseen = isinstance(error, NightjarError)
-            reason = str(error) if foreseen else f"The export failed unexpectedly: {error!r}."
-            log.error("dataset not written", **about, error=reason, exc_info=not foreseen)
-            return Dataset(format, to, reason=reason)
-        log.info("dataset complete", **about, items=items)
-        return Dataset(format, to, items)
+            reason = f"The export failed unexpectedly: {error!r}."
+            log.exception("dataset not written", job=jobs[-1].id, format=format, to=to)
+        return Dataset(format, to, reason=reason)
 
     def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
         """How many items it has."""
@@ -331,11 +303,6 @@ class NightlyReport:
         return any(night.state is not None and not night.state.final for night in self.nights)
 
 
-def last_night(now: datetime | None = None) -> date:
-    """The night that a run without a date means: today's date where this process runs."""
-    return (now or datetime.now().astimezone()).date()
-
-
 def run_nights(
     settings: Settings,
     night: str | None,
@@ -356,7 +323,7 @@ def run_nights(
     from jobs.ledger import Ledger
 
     try:
-        last = date.fromisoformat(night) if night else last_night(now)
+        last = date.fromisoformat(night) if night else (now or datetime.now().astimezone()).date()
     except ValueError:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD."
@@ -366,11 +333,10 @@ def run_nights(
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {min(unknown)!r}.", advice)
     if not settings.schedules:
         # A command of cron in another folder would do nothing every night.
-        advice = "Write one as `[schedules.NAME]` into nightjar.toml of the working directory, or name its file with SPEECH_CONFIG."
+        advice = "Write `[schedules.NAME]` into nightjar.toml here, or name its file with SPEECH_CONFIG."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "No schedule is set.", advice)
     check_exports(settings, names or settings.schedules)
-    ledger = Ledger.of(settings)
-    try:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
         chosen = [name for name in settings.schedules if not names or name in names]
@@ -379,8 +345,6 @@ def run_nights(
             one.run(again=again)
         _conclude(nights, time.monotonic() + wait_seconds)
         return NightlyReport(nights)
-    finally:
-        ledger.close()
 
 
 def _conclude(nights: Sequence[Night], deadline: float) -> None:
@@ -395,13 +359,7 @@ def _conclude(nights: Sequence[Night], deadline: float) -> None:
             except ServiceError as error:
                 if not error.code.retryable or time.monotonic() >= deadline:
                     raise
-                log.warning(
-                    "still waiting",
-                    schedule=night.name,
-                    job=night.job_id,
-                    code=error.code.value,
-                    error=str(error),
-                )
+                log.warning("still waiting", schedule=night.name, job=night.job_id, error=str(error))
         if not left or time.monotonic() >= deadline:
             break
         time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
@@ -416,19 +374,6 @@ def input_of(schedule: Schedule, night: date) -> str:
 
 def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
     return job_of({"input_format": "dialogues", **schedule.options})
-
-
-def _bad_end(job: Job) -> NightjarError:
-    """Why a night's job that failed or was cancelled made nothing, and what a person does."""
-    if job.state is JobState.CANCELLED:
-        message = f"Its job {job.id} was cancelled."
-        advice = "Run the night again with another file in the place of this one, or with --again to make this one after all."
-        return ServiceError(ErrorCode.LEDGER_STATE, message, advice)
-    message, advice = "Its file has no lines.", "Put a file with dialogues there and run the night again."
-    if job.rejected_lines:
-        message = f"Its job {job.id} has no items: all of the file's lines were refused."
-        advice = f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
-    return InputError(ErrorCode.INPUT_NO_ITEMS, message, advice)
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:
@@ -469,8 +414,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
             try:
                 place = place_of(settings, name, wanted, date.today())
                 if wanted != REPORT:
-                    splits, packed = _splits(wanted, schedule), spec.pack is True
-                    find_format(wanted).check(place, store_url, splits, packed=packed, stored=spec.format)
+                    find_format(wanted).check(place, store_url, spec, _splits(wanted, schedule))
                 elif is_remote(place):
                     raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
             except ConfigError as error:

@@ -87,27 +87,24 @@ class Conversion:
         import numpy as np
         import soundfile
 
-        from pipelines.audio import encode, resample
+        from jobs.encoded_audio import encoded
+        from pipelines.audio import resample
 
         pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        made = encode(
-            resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate),
-            rate,
-            audio_format,
-        )
-        samples = soundfile.info(io.BytesIO(made)).frames
+        samples = resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate)
+        made = encoded(samples, rate, audio_format)
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
-            sha256=hashlib.sha256(made).hexdigest(),
-            bytes=len(made),
-            duration_ms=round(samples * 1000 / rate),
+            sha256=hashlib.sha256(made.data).hexdigest(),
+            bytes=len(made.data),
+            duration_ms=made.duration_ms,
             sample_rate=rate,
-            samples=samples,
+            samples=made.samples,
             pack=None,
             pack_offset=None,
         )
-        return msgspec.structs.replace(item, artifact=written), made
+        return msgspec.structs.replace(item, artifact=written), made.data
 
 
 class AudioReader:
@@ -165,9 +162,7 @@ class AudioReader:
 
     def _copied(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
         """Equal audio is converted to equal bytes, so a copy that is there is left as it is."""
-        data: bytes | None = None
-        if self._conversion:
-            item, data = self._load(item)
+        item, data = self._load(item) if self._conversion else (item, None)
         artifact = item.artifact
         path = root.joinpath(*split_key(artifact.key))
         with path_errors(path):

@@ -11,12 +11,11 @@ then removes the files of its lists: stopped anywhere, it goes on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,6 +37,7 @@ from jobs.export.files import (
 from jobs.export.formats import ExportFormat, find_format
 from jobs.export.items import (
     WHOLE,
+    AudioItem,
     LeftOut,
     Part,
     Plan,
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import S3Settings
 
-Decoded = TypeVar("Decoded")
 #: Raised when a format's files change for the same items.
 VERSION = 3
 #: Objects that are named where some are lost.
@@ -128,19 +127,10 @@ def export(
     """
     chosen, job = find_format(format), ledger.job(job_id)
     # All audio of a job has one rate: that of its model, or of its spec.
-    made = [row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)]
-    stored_rate = made[0].sample_rate if made and made[0] else None
+    made = next((row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)), None)
+    stored_rate = None if made is None else made.sample_rate
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format, stored_rate)
-    packed = job.spec.pack is True
-    chosen.check(
-        to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion
-    )
-    chosen.check_library()
-    if where is not None and chosen.failure_line is not None:
-        raise invalid(
-            f"The format {format} lists what failed, and a filter compares what was made.",
-            "Leave the filter out.",
-        )
+    chosen.check(to, store.url, job.spec, splits, audio_root, conversion, where)
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
     planned = _Export(
@@ -149,10 +139,7 @@ def export(
     if chosen.one_file(splits):
         items, reasons = planned.to_file(to, replaces)
     else:
-        if (
-            chosen.text_line is not None
-            and next(text_answers(ledger, store, job_id, where), None) is not None
-        ):
+        if chosen.text_line is not None and any(text_answers(ledger, store, job_id, where)):
             message = (
                 "Some answers of this job are text without audio, which an export with splits cannot hold."
             )
@@ -251,7 +238,7 @@ class _Export:
             for failure in chain(ledger.rejected_lines(job.id), *failed):
                 yield 1, chosen.failure_line(job, failure)
             return
-        located = audio.located(audio_items(ledger, self.store, job.id, self._rows()))
+        located = audio.located(self._items(self._rows()))
         yield from chosen.lines(job, ((item, names.of("", where)) for item, where in located))
         if chosen.text_line is not None:
             for dialogue, text in text_answers(ledger, self.store, job.id, self.where):
@@ -279,27 +266,30 @@ class _Export:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = audio_items(
-                        self.ledger, self.store, self.job.id, self._rows_of(plan, part), scores
-                    )
+                    items = self._items(self._rows_of(plan, part), scores)
                     read = audio.loaded if self.format.embeds_audio else audio.located
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, self.job, read(items))
                         written = part_files.publish(record)
                     on_part(part)
                 files += written
-            files += self._common_files(destination, plan, scores)
+            with PartFiles(destination, names) as common:
+                self._write_common(common, plan, scores)
+                files += common.publish(f"{RECORDS}/common.json")
             if (gone := _incomplete(destination.sizes(), files)) is not None:
                 message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
                 raise invalid(message, "Export again.")
-            planned = _items_of_splits(plan)
-            counts = {name: planned[name] for name in self.splits.names}
-            done = _Finished(
-                identity, counts, plan.reasons.items, sorted(files, key=lambda file: file.name), plan.reasons
-            )
+            counts = dict.fromkeys(self.splits.names, 0)
+            for part in plan.parts:
+                counts[part.split] += part.items
+            files.sort(key=lambda file: file.name)
+            done = _Finished(identity, counts, plan.reasons.items, files, plan.reasons)
             destination.write_record(END, done)
             destination.remove_records()
             return plan
+
+    def _items(self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None) -> Iterator[AudioItem]:
+        return audio_items(self.ledger, self.store, self.job.id, rows, scores)
 
     def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
         """The items with audio above an index that match the filter; with `whole` as the format has them."""
@@ -316,7 +306,8 @@ class _Export:
                 count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
                 yield row
         if (count, audio_bytes) != (part.items, part.audio_bytes):
-            raise _changed_job()
+            advice = "Wait until it has ended, then export it to an empty place."
+            raise invalid("The job changed while it was exported.", advice)
 
     def _left_out(self, items: int) -> LeftOut:
         """What an export of so many items leaves out of the job."""
@@ -328,7 +319,7 @@ class _Export:
         return LeftOut(without_audio, filtered, min(counts.pending, without_audio) if running else 0, running)
 
     def _plan(self) -> Plan:
-        part_bytes = self.part_bytes if self.format.embeds_audio else None
+        part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
         plan = make_plan(self._rows(), self.splits, part_bytes, running=not self.job.state.final)
         return msgspec.structs.replace(plan, reasons=self._left_out(plan.items))
 
@@ -352,79 +343,59 @@ class _Export:
             running=plan.reasons.running,
         )
 
-    def _common_files(
-        self, destination: Destination, plan: Plan, scores: tuple[str, ...]
-    ) -> list[WrittenFile]:
-        """The manifest of all items (with a filter: of those that match), the files of each split that
-        list its items, the provenance and the format's card."""
-        planned, listed = _items_of_splits(plan), Counter[str]()
-        with PartFiles(destination) as files:
-            name, line = self.format.index or ("", None)
-            indexes = {split: files.open(f"{split}/{name}") for split in planned} if line is not None else {}
-            rows = (row for row in self._rows(whole=False) if plan.has(row.index))
-            with files.gzip("manifest.jsonl.gz") as manifest:
-                for item in audio_items(self.ledger, self.store, self.job.id, rows, scores):
-                    manifest.write(manifest_line(self.job, item, ""))
-                    split = self.splits.of(item.example_id)
-                    if line is not None and split in indexes:
-                        listed[split] += 1
-                        indexes[split].write(line(self.job, item))
-            if line is not None and listed != planned:
-                raise _changed_job()
-            files.open("provenance.json").write(
-                json_bytes(records(self.store, self.job) or [exporters_record(self.job)])
-            )
-            if self.format.card is not None:
-                files.open("README.md").write(self.format.card(self.job, plan))
-            return files.publish(f"{RECORDS}/common.json")
+    def _write_common(self, files: PartFiles, plan: Plan, scores: tuple[str, ...]) -> None:
+        """The manifest of all items (with a filter: of those that match), the provenance and the format's
+        card."""
+        rows = (row for row in self._rows(whole=False) if plan.has(row.index))
+        with files.gzip("manifest.jsonl.gz") as manifest:
+            manifest.writelines(manifest_line(self.job, item, "") for item in self._items(rows, scores))
+        files.add(
+            "provenance.json", json_bytes(records(self.store, self.job) or [exporters_record(self.job)])
+        )
+        if self.format.card is not None:
+            files.add("README.md", self.format.card(self.job, plan))
 
 
 def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:
     """Makes the destination this export's. True: the export is complete already."""
-    ended, begun = destination.read(END), destination.read(PLAN)
-    if ended is not None:
-        done = _decode(ended, _Finished)
-        if (
-            done is not None
-            and done.identity == identity
-            and _incomplete(destination.sizes(), done.files) is None
-        ):
+    done = destination.record(END, _Finished)
+    old = destination.record(PLAN, _Identity) if done is None else done.identity
+    if old is None:
+        if destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
+            message = f"{destination.address!r} holds files that no export wrote."
+            raise invalid(message, "Export to an empty folder.")
+    elif done is None and old != identity:
+        _replace(destination, old, [], identity, replaces)
+    elif done is not None:
+        if old == identity and _incomplete(destination.sizes(), done.files) is None:
             destination.remove_records()
             return True
-        _replace(destination, done and done.identity, done.files if done else [], identity, replaces)
-    elif begun is not None:
-        old = _decode(begun, _Identity)
-        if old == identity:
-            return False
-        _replace(destination, old, [], identity, replaces)
-    elif destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
-        raise invalid(
-            f"{destination.address!r} holds files that no export wrote.", "Export to an empty folder."
-        )
+        _replace(destination, old, done.files, identity, replaces)
     destination.write_record(PLAN, identity)
     return False
 
 
 def _replace(
     destination: Destination,
-    old: _Identity | None,
+    old: _Identity,
     listed: list[WrittenFile],
     new: _Identity,
     replaces: Collection[str],
 ) -> None:
     """Removes an export that this one replaces, or this one itself where files of it are gone. `replaces`:
-    jobs whose export in this format is replaced.
+    jobs whose export in this format is replaced. So is the same export of the job while it was running.
 
     Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left
     it.
     """
-    if old is None or not (
-        old == new or _is_earlier(old, new) or (old.job in replaces and old.format == new.format)
-    ):
-        advice = "Export to an empty place, or remove what is there."
-        raise invalid(f"{destination.address!r} holds another export{_difference(old, new)}.", advice)
-    recorded = [file for name in destination.lists() for file in destination.listed(name) or ()]
-    files = {file.name: file for file in (*listed, *recorded)}
+    since = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
+    own = old == new or (old.running and since == new)
+    if not own and not (old.job in replaces and old.format == new.format):
+        filtered = f" with the filter {old.where!r}" if old.where else ""
+        message = f"{destination.address!r} holds another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
+        raise invalid(message, "Export to an empty place, or remove what is there.")
+    lists = [destination.record(name, list[WrittenFile]) or [] for name in destination.lists()]
+    files = {file.name: file for file in chain(listed, *lists)}
     if destination.exclusive:
         for name in destination.sizes():
             if name not in files and name != END and not _is_record(name):
@@ -446,49 +417,15 @@ def _written_part(
 ) -> list[WrittenFile] | None:
     """The files of a part that is complete; None: it has to be written. Raises `config.invalid` for a file
     that was changed since."""
-    listed = destination.listed(record)
+    listed = destination.record(record, list[WrittenFile])
     for file in listed or ():
         if found.get(file.name, file.bytes) != file.bytes:
             raise _changed_file(destination, file)
     return listed if listed is not None and _incomplete(found, listed) is None else None
 
 
-def _items_of_splits(plan: Plan) -> Counter[str]:
-    counts = Counter[str]()
-    for part in plan.parts:
-        counts[part.split] += part.items
-    return counts
-
-
-def _changed_job() -> ConfigError:
-    return invalid(
-        "The job changed while it was exported.", "Wait until it has ended, then export it to an empty place."
-    )
-
-
 def _changed_file(destination: Destination, file: WrittenFile) -> ConfigError:
     return invalid(f"{file.name!r} in {destination.address!r} was changed after it was exported.", AGAIN)
-
-
-def _is_earlier(old: _Identity, new: _Identity) -> bool:
-    """Whether an export is the same one, made while the job was running: what was done since is in the new
-    one."""
-    return (
-        old.running
-        and msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running) == new
-    )
-
-
-def _difference(old: _Identity | None, new: _Identity) -> str:
-    """What of an export of the same job is not as in the new one, for a person."""
-    if old is None or (old.job, old.format) != (new.job, new.format):
-        return ""
-    if old.where != new.where:
-        return (
-            f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
-        )
-    others = "options" if old.digest == new.digest else "items: it has been continued since"
-    return f" of this job, with other {others}"
 
 
 def _is_record(name: str) -> bool:
@@ -498,10 +435,3 @@ def _is_record(name: str) -> bool:
 def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
     """The name of a file that is not there in the size in which it was written, or None."""
     return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)
-
-
-def _decode(data: bytes, type: type[Decoded]) -> Decoded | None:
-    try:
-        return msgspec.json.decode(data, type=type)
-    except ValueError:
-        return None

@@ -17,16 +17,16 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, cast
+from typing import IO, TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import msgspec
 
-from jobs.store import ObjectStore, is_remote, open_store
-from jobs.store.base import split_key
+from jobs.store import FolderStore, ObjectStore, is_remote, open_store
+from jobs.store.base import missing_allowed, split_key
 from jobs.store.folder import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jobs.export.audio import AudioNames
     from jobs.settings import S3Settings
 
+Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20
 #: Text of manifests shrinks little more at higher levels, and these take most of an export's time.
 _GZIP_LEVEL = 3
@@ -60,7 +61,12 @@ def output(
     temporary: Path | None = None
     with path_errors(path):
         try:
-            path = _resolved(path)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "Not a regular file")
+            # A symbolic link stays, and its target is written.
+            path = Path(os.path.realpath(path))
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
             temporary = Path(name)
@@ -74,18 +80,6 @@ def output(
         finally:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
-
-
-def _resolved(path: Path) -> Path:
-    """The path that is written: a symbolic link stays, and its target is written. Raises `OSError` for
-    anything that exists and is no regular file."""
-    with suppress(FileNotFoundError):
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "Not a regular file")
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextmanager
@@ -290,12 +284,14 @@ RECORD = "record"
 
 
 class Destination:
-    """The files of a dataset by their relative names. Methods raise `config.invalid` or `store.*`."""
+    """The files of a dataset by their relative names, in a prefix of a bucket: its objects are written once,
+    so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
 
     #: Whether everything there has to belong to the export: a folder, where files can be overwritten.
-    exclusive: ClassVar[bool]
+    exclusive: ClassVar[bool] = False
 
-    def __init__(self, address: str, scratch: Path) -> None:
+    def __init__(self, store: ObjectStore, address: str, scratch: Path) -> None:
+        self._store = store
         #: Absolute path, or `s3://` address.
         self.address = address
         #: Local folder for unfinished files.
@@ -304,23 +300,25 @@ class Destination:
     def sizes(self, below: str = "") -> dict[str, int]:
         """Name -> bytes of all files, records included; with `below`, such as `_export/`, of those in that
         subfolder."""
-        raise NotImplementedError
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file, or None."""
-        raise NotImplementedError
+        return {info.key: info.bytes for info in self._store.list(below)}
 
     def sha256(self, name: str) -> str | None:
         """Hex SHA-256 of a file, or None."""
-        raise NotImplementedError
+        info = self._store.head(name)
+        return None if info is None else info.sha256
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         """Moves a finished local file there."""
-        raise NotImplementedError
+        with path.open("rb") as file:
+            result = self._store.put(name, file)
+        if not result.created and result.info.sha256 != sha256:
+            message = f"{self._store.uri(name)} exists with other content."
+            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")
+        path.unlink()
 
     def remove(self, name: str) -> None:
         """Removes a file; a missing one is no error."""
-        raise NotImplementedError
+        self._store.delete(name)
 
     def write_record(self, name: str, value: object) -> None:
         """Writes a small JSON file."""
@@ -331,16 +329,14 @@ class Destination:
             os.fsync(file.fileno())
         self.publish(name, path, hashlib.sha256(data).hexdigest())
 
-    def listed(self, record: str) -> list[WrittenFile] | None:
-        """The files that a record lists. Raises `config.invalid` for a file that is no record of an
-        export."""
-        data = self.read(record)
-        if data is None:
-            return None
-        try:
-            return msgspec.json.decode(data, type=list[WrittenFile])
-        except ValueError:
-            raise invalid(f"{self.address!r} holds {record!r}, which no export wrote.", AGAIN) from None
+    def record(self, name: str, kind: type[Record]) -> Record | None:
+        """What a record says, or None. Raises `config.invalid` for a file that is no record of an export."""
+        with missing_allowed():
+            try:
+                return msgspec.json.decode(self._store.get(name), type=kind)
+            except ValueError:
+                raise invalid(f"{self.address!r} holds {name!r}, which no export wrote.", AGAIN) from None
+        return None
 
     def lists(self) -> list[str]:
         """The records that list files."""
@@ -359,27 +355,18 @@ class FolderDestination(Destination):
     exclusive = True
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), folder / RECORDS / "scratch")
+        super().__init__(FolderStore(folder), str(folder), folder / RECORDS / "scratch")
         self._folder = folder
 
-    def begin(self) -> None:
-        """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that
-        belongs to no export."""
-        with path_errors(self.scratch):
-            left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
-            if left and not any((self._folder / name).exists() for name in (PLAN, END)):
-                raise invalid(
-                    f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder."
-                )
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self.scratch.mkdir(parents=True)
-
-    def end(self) -> None:
-        """Removes the scratch folder."""
+    def empty_scratch(self) -> None:
+        """Raises `config.invalid` for files in the scratch folder of what is no stopped export."""
+        left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
+        if left and not any((self._folder / name).exists() for name in (PLAN, END)):
+            raise invalid(
+                f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder."
+            )
         shutil.rmtree(self.scratch, ignore_errors=True)
-        with suppress(OSError):
-            # Not empty where the export was stopped.
-            self.scratch.parent.rmdir()
+        self.scratch.mkdir(parents=True)
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """A symbolic link counts as a file, wherever it points."""
@@ -394,67 +381,26 @@ class FolderDestination(Destination):
                         found[str(path.relative_to(self._folder))] = status.st_size
         return found
 
-    def read(self, name: str) -> bytes | None:
-        path = self._path(name)
-        with path_errors(path):
-            return path.read_bytes() if path.exists() else None
-
-    def sha256(self, name: str) -> str | None:
-        path = self._path(name)
-        with path_errors(path):
-            return sha256_of(path) if path.exists() else None
-
     def publish(self, name: str, path: Path, sha256: str) -> None:
-        target = self._path(name)
-        with path_errors(target):
+        with self._at(name) as target:
             target.parent.mkdir(parents=True, exist_ok=True)
             path.chmod(0o644)
             path.replace(target)
 
     def remove(self, name: str) -> None:
-        path = self._path(name)
-        with path_errors(path):
+        with self._at(name) as path:
             path.unlink(missing_ok=True)
         with suppress(OSError):
             # Up to one that is not empty, as that of the records is.
             os.removedirs(path.parent)
 
-    def _path(self, name: str) -> Path:
+    @contextmanager
+    def _at(self, name: str) -> Generator[Path, None, None]:
         """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in
         the folder."""
-        return self._folder.joinpath(*split_key(name))
-
-
-class BucketDestination(Destination):
-    """A prefix of a bucket. Its objects are written once, so another export needs another prefix; other
-    objects do not matter."""
-
-    exclusive = False
-
-    def __init__(self, store: ObjectStore, scratch: Path) -> None:
-        super().__init__(store.url, scratch)
-        self._store = store
-
-    def sizes(self, below: str = "") -> dict[str, int]:
-        return {info.key: info.bytes for info in self._store.list(below)}
-
-    def read(self, name: str) -> bytes | None:
-        return self._store.get(name) if self._store.head(name) is not None else None
-
-    def sha256(self, name: str) -> str | None:
-        info = self._store.head(name)
-        return None if info is None else info.sha256
-
-    def publish(self, name: str, path: Path, sha256: str) -> None:
-        with path.open("rb") as file:
-            result = self._store.put(name, file)
-        if not result.created and result.info.sha256 != sha256:
-            message = f"{self._store.uri(name)} exists with other content."
-            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")
-        path.unlink()
-
-    def remove(self, name: str) -> None:
-        self._store.delete(name)
+        path = self._folder.joinpath(*split_key(name))
+        with path_errors(path):
+            yield path
 
 
 @contextmanager
@@ -462,31 +408,31 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
     """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to
     it."""
     if is_remote(to):
+        store = open_store(to, s3)
         with tempfile.TemporaryDirectory(prefix="nightjar-export-") as scratch:
-            yield BucketDestination(open_store(to, s3), Path(scratch))
+            yield Destination(store, store.url, Path(scratch))
         return
     folder = Path(to).absolute()
-    with path_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     destination = FolderDestination(folder)
-    try:
-        # Also a file system without locks fails here.
+    with ExitStack() as ended:
         with path_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            ended.callback(os.close, handle)
             try:
+                # Also a file system without locks fails here.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise invalid(
-                    f"Another export is writing to {str(folder)!r}.",
-                    "Wait until it ends, or export to another folder.",
-                ) from None
-        destination.begin()
+                message = f"Another export is writing to {str(folder)!r}."
+                raise invalid(message, "Wait until it ends, or export to another folder.") from None
+            destination.empty_scratch()
         try:
             yield destination
         finally:
-            destination.end()
-    finally:
-        os.close(handle)
+            shutil.rmtree(destination.scratch, ignore_errors=True)
+            with suppress(OSError):
+                # Not empty where the export was stopped.
+                destination.scratch.parent.rmdir()
 
 
 def _raise(error: OSError) -> None:

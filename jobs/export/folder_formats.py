@@ -209,16 +209,14 @@ def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iter
 
 
 def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """The audio of a part."""
+    """The audio of a split and its table, whose rows have an item's name and its text twice. Readers know no
+    quotes, so there is no `|` in a text. The third field is for a text without figures and abbreviations;
+    nothing here spells them out."""
+    table = files.open(f"{part.split}/metadata.csv")
     for item, audio in items:
         files.add(f"{part.split}/wavs/{item.name}.wav", audio)
-
-
-def ljspeech_line(job: Job, item: AudioItem) -> bytes:
-    """The row of an item: its name, and its text twice. Readers know no quotes, so there is no `|` in a
-    text. The third field is for a text without figures and abbreviations; nothing here spells them out."""
-    text = one_line(item_metadata(job, item).text, "|")
-    return f"{item.name}|{text}|{text}\n".encode()
+        text = one_line(item_metadata(job, item).text, "|")
+        table.write(f"{item.name}|{text}|{text}\n".encode())
 
 
 @contextmanager
@@ -272,8 +270,8 @@ LJSPEECH = ExportFormat(
     name="ljspeech",
     summary="WAV files and metadata.csv, as LJ Speech",
     write_part=write_ljspeech,
-    index=("metadata.csv", ljspeech_line),
     embeds_audio=True,
+    one_part=True,
     audio_formats=("wav",),
 )
 WEBDATASET = ExportFormat(

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from jobs.export.audio import Conversion
     from jobs.export.files import PartFiles
     from jobs.export.items import AudioItem, Part, Plan, Splits
-    from jobs.ledger.records import ItemRow, Job, RejectedLine
+    from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
+    from jobs.where import Where
 
 ENTRY_POINT_GROUP = "nightjar.exports"
 #: Name of a format -> the object that declares it, written as the value of an entry point.
@@ -73,11 +74,10 @@ class ExportFormat:
     #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with
     #: where its audio is.
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
-    #: Beside `write_part`: the name of a file in the folder of each split, with a line for each of its items,
-    #: and that line.
-    index: tuple[str, Callable[[Job, AudioItem], bytes]] | None = None
     #: The files hold the audio. A part then ends before its audio passes the size of a part.
     embeds_audio: bool = False
+    #: A split is one part, however large it is: one of its files has a line for each item.
+    one_part: bool = False
     #: Its lines say where audio is: a path or an address. Of no meaning where the files hold the audio.
     names_audio: bool = True
     #: Formats of audio that its readers open.
@@ -106,74 +106,87 @@ class ExportFormat:
         self,
         to: str,
         store_url: str,
+        spec: JobSpec,
         splits: Splits | None = None,
         audio_root: Path | None = None,
-        *,
-        packed: bool = False,
-        stored: str = "wav",
         conversion: Conversion | None = None,
+        where: Where | None = None,
     ) -> None:
-        """Raises `config.invalid` for a destination, a store or audio that this format never supports.
+        """Raises `config.invalid` for a destination, a store, audio or a filter that this format never
+        supports, `config.missing_library` where a library that writing needs is not installed.
 
-        `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the
-        export makes of it.
+        `spec`: of the job. `conversion`: what the export makes of its audio.
         """
-        if is_address(to) and not is_remote(to):
-            raise invalid(
-                f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX."
-            )
-        if (
-            packed
-            and audio_root is None
-            and self.names_audio
-            and not self.embeds_audio
-            and self.failure_line is None
-        ):
-            message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
-            raise invalid(
-                message,
-                "Name a folder for the audio with --audio-root, or use a format that contains the audio, such as webdataset or parquet.",
-            )
-        if conversion and (self.failure_line is not None or not (self.names_audio or self.embeds_audio)):
-            raise invalid(
-                f"The format {self.name} has no audio of its own.",
-                "Leave --audio-format and --sample-rate out.",
-            )
-        if conversion and not self.embeds_audio and audio_root is None:
-            message = f"The format {self.name} names the audio of the store, which stays as it is."
-            raise invalid(message, "Name a folder for converted copies with --audio-root.")
-        made = (conversion and conversion.format) or stored
-        if made not in self.audio_formats:
-            message = f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}."
-            raise invalid(
-                message,
-                f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
-            )
-        if self.one_file(splits):
-            if splits is not None or is_remote(to):
-                raise invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
-            return
-        if to in ("", "-"):
-            raise invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
-        if self.local_folder and is_remote(to):
-            raise invalid(
-                f"The files of {self.name} name each other by local paths.", "Export to a local folder."
-            )
-        if self.embeds_audio and audio_root is not None:
-            raise invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
-        if self.local_audio and audio_root is None and is_remote(store_url):
-            raise invalid(
-                f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root."
-            )
-
-    def check_library(self) -> None:
-        """Raises `config.missing_library` where a library that writing needs is not installed."""
         if self.library is not None and find_spec(self.library) is None:
             raise ConfigError(
                 ErrorCode.CONFIG_MISSING_LIBRARY,
                 f"The format {self.name} needs the library {self.library}.",
                 "Install Nightjar with its extra `export` (docs/install.md).",
             )
+        made = (conversion and conversion.format) or spec.format
+        failures, file = self.failure_line is not None, self.one_file(splits)
+        named = self.names_audio and not self.embeds_audio and not failures
+        to_root = "Name a folder for the audio with --audio-root"
+        refused = (
+            (
+                is_address(to) and not is_remote(to),
+                f"No export can be written to {to[:300]!r}.",
+                "Name a local path, or s3://BUCKET/PREFIX.",
+            ),
+            (
+                where is not None and failures,
+                f"The format {self.name} lists what failed, and a filter compares what was made.",
+                "Leave the filter out.",
+            ),
+            (
+                spec.pack is True and audio_root is None and named,
+                f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths.",
+                f"{to_root}, or use a format that contains the audio, such as webdataset or parquet.",
+            ),
+            (
+                conversion and not named and not self.embeds_audio,
+                f"The format {self.name} has no audio of its own.",
+                "Leave --audio-format and --sample-rate out.",
+            ),
+            (
+                conversion and not self.embeds_audio and audio_root is None,
+                f"The format {self.name} names the audio of the store, which stays as it is.",
+                "Name a folder for converted copies with --audio-root.",
+            ),
+            (
+                made not in self.audio_formats,
+                f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}.",
+                f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
+            ),
+            (
+                file and (splits is not None or is_remote(to)),
+                f"The format {self.name} is one file.",
+                "Name a local file, and no splits.",
+            ),
+            (
+                not file and to in ("", "-"),
+                f"The format {self.name} is a folder.",
+                "Name a folder with --to.",
+            ),
+            (
+                self.local_folder and is_remote(to),
+                f"The files of {self.name} name each other by local paths.",
+                "Export to a local folder.",
+            ),
+            (
+                self.embeds_audio and audio_root is not None,
+                f"The files of {self.name} hold the audio.",
+                "Leave --audio-root out.",
+            ),
+            (
+                self.local_audio and audio_root is None and is_remote(store_url),
+                f"Readers of {self.name} open local files.",
+                f"{to_root}.",
+            ),
+        )
+        for wrong, message, advice in refused:
+            if wrong:
+                raise invalid(message, advice)
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """The lines of a format of lines, each with the number of its items."""

@@ -6,7 +6,6 @@ item, also the format `manifest`.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -16,7 +15,7 @@ import msgspec
 from jobs.dialogue import spoken_text
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
-from jobs.layout import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
+from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job, ShardAudio
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -99,8 +98,7 @@ def put_shard_manifest(
             message_index=None if line.role is None else line.message_index,
         )
         entries.append(msgspec.json.encode(entry) + b"\n")
-    data = b"".join(entries)
-    info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, CONTENT_TYPE).info
+    info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries), CONTENT_TYPE).info
     store.sync()
     return info.key, info.sha256
 
@@ -108,24 +106,17 @@ def put_shard_manifest(
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number if the
     content has changed. The ledger notes it if the job has ended."""
-    job, digest = ledger.job(job_id), hashlib.sha256()
+    job = ledger.job(job_id)
     # A file without a name: a process that is killed leaves none behind.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
             known = item_metadata(job, item)
             spoken = {"text": known.text, "role": known.role, "message_index": known.message_index}
-            line = msgspec.json.encode(_entry(job, item.example_id, item.artifact, **spoken)) + b"\n"
-            digest.update(line)
-            file.write(line)
-        number = 1
-        while True:
-            file.seek(0)
-            key = numbered_key(job_manifest_key(job.id), number)
-            result = store.put(key, cast("BinaryIO", file), content_type=CONTENT_TYPE)
-            if result.created or result.info.sha256 == digest.hexdigest():
-                break
-            number += 1
+            entry = _entry(job, item.example_id, item.artifact, **spoken)
+            file.write(msgspec.json.encode(entry) + b"\n")
+        file.seek(0)
+        info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file), CONTENT_TYPE).info
     store.sync()
     if job.state.final:
         ledger.note_manifest(job)
-    return result.info
+    return info

@@ -15,7 +15,7 @@ AudioFolder `file_name` is relative to its table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib import resources
 from itertools import chain, groupby
@@ -71,24 +71,31 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
 def _write_table(
     file: IO[bytes],
     job: Job,
-    types: Mapping[str, str],
     column: pyarrow.Field,
-    cells: Iterable[tuple[AudioItem, object, int]],
+    cells: Iterator[tuple[AudioItem, object, int]],
     group_rows: int,
-    metadata: dict[str, bytes] | None = None,
     **options: Any,
 ) -> None:
-    """A table whose first column stands for the audio: each item has a cell in it, and a size in the group
-    of rows. `options` are those of `ParquetWriter`."""
+    """A table whose first column stands for the audio: each item, of which there is one at least, has a cell
+    in it, and a size in the group of rows. `options` are those of `ParquetWriter`."""
     import pyarrow
     from pyarrow import parquet
 
+    first = next(cells)
+    # Those of all items of a job.
+    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
+    metadata: dict[str, bytes] | None = None
+    if column.name == "audio":
+        rate = first[0].artifact.sample_rate
+        features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
+        features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
+        metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     columns = [pyarrow.field(name, pyarrow.type_for_alias(dtype)) for name, dtype in types.items()]
     schema = pyarrow.schema([column, *columns], metadata)
     rows: list[dict[str, Any]] = []
     size = 0
     with parquet.ParquetWriter(cast("Any", file), schema, **options) as writer:
-        for item, cell, cell_bytes in cells:
+        for item, cell, cell_bytes in chain([first], cells):
             if rows and (len(rows) == group_rows or size + cell_bytes > _GROUP_BYTES):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 rows, size = [], 0
@@ -97,34 +104,16 @@ def _write_table(
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
 
-def _peeked(
-    job: Job, items: Iterator[tuple[AudioItem, bytes]]
-) -> tuple[AudioItem, dict[str, str], Iterator[tuple[AudioItem, bytes]]]:
-    """The first item of a part, which has at least one, the types of its columns beside the audio, which
-    are those of all items of a job, and all items."""
-    first, audio = next(items)
-    return (
-        first,
-        {name: _COLUMNS.get(name, "float64") for name in _row(job, first)},
-        chain([(first, audio)], items),
-    )
-
-
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """One Parquet file."""
     import pyarrow
 
-    first, types, items = _peeked(job, items)
-    features: dict[str, object] = {"audio": {"sampling_rate": first.artifact.sample_rate, "_type": "Audio"}}
-    features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
         job,
-        types,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
         _GROUP_ROWS,
-        {"huggingface": msgspec.json.encode({"info": {"features": features}})},
         # Audio is left as it is: it shrinks by little and takes long to do so.
         compression=dict.fromkeys(_TEXTS, "zstd"),
         use_dictionary=list(_REPEATED),
@@ -139,8 +128,6 @@ def write_audiofolder(
     import pyarrow
 
     folder = f"data/{part.split}/{part.number:05d}"
-    table = files.open(f"{folder}/metadata.parquet")
-    _, types, items = _peeked(job, items)
 
     def cells() -> Iterator[tuple[AudioItem, str, int]]:
         for item, data in items:
@@ -148,8 +135,8 @@ def write_audiofolder(
             files.add(f"{folder}/{name}", data)
             yield item, name, 0
 
-    column = pyarrow.field("file_name", pyarrow.string())
-    _write_table(table, job, types, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
+    table, column = files.open(f"{folder}/metadata.parquet"), pyarrow.field("file_name", pyarrow.string())
+    _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
 def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
@@ -14,9 +14,7 @@ from jobs.ledger import status as job_status
 from jobs.ledger.database import Database, LedgerLimits, check, upgrade
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import (
-    ArtifactFacts,
     CommitResult,
-    DrawRow,
     ItemRow,
     ItemState,
     Job,
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Row = TypeVar("Row")
-Key = TypeVar("Key")
 
 
 def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
@@ -56,6 +53,21 @@ def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concaten
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
         return ledger.database.write(work, *args, **kwargs)
+
+    return method
+
+
+def _pages(
+    read_page: Callable[Concatenate[Transaction, str, int, int, P], list[Row]], key: str
+) -> Callable[Concatenate[Ledger, str, P], Iterator[Row]]:
+    """The rows of a job, as a method; `read_page` gives those of some values of `key` after one, in order."""
+
+    @wraps(read_page)
+    def method(ledger: Ledger, job_id: str, *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
+        after = -1
+        while page := ledger.database.read(read_page, job_id, after, queries.PAGE_ROWS, *args, **kwargs):
+            yield from page
+            after = getattr(page[-1], key)
 
     return method
 
@@ -150,7 +162,7 @@ class Ledger:
     register_worker = _writes(workers.register_worker)
     worker_heartbeat = _writes(workers.worker_heartbeat)
     retire_worker = _writes(workers.retire_worker)
-    lose_worker = _writes(workers.lose_worker)
+    lose_workers = _writes(workers.lose_workers)
     others_may_run = _reads(workers.others_may_run)
     report_quarantines = _writes(workers.report_quarantines)
     worker_statuses = _reads(job_status.worker_statuses)
@@ -273,7 +285,6 @@ class Ledger:
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)
     shard_ends = _reads(queries.shard_ends)
-    commits = _reads(queries.commits)
     draws_of = _reads(queries.draws_of)
     drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
@@ -316,33 +327,11 @@ class Ledger:
             after = page.after
             limit = None if limit is None else limit - len(page.items)
 
-    def rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
-        """Lines that became no item, the first `KEPT_REJECTED_LINES` of them, in the order of the input."""
-        self.job(job_id)
-        return self._pages(queries.rejected_page, job_id, -1, lambda line: line.line)
-
-    def artifact_facts(self, job_id: str, kind: str) -> Iterator[ArtifactFacts]:
-        """Where the artifacts of one kind are, in index order."""
-        return self._pages(
-            partial(queries.artifacts_page, kind=kind), job_id, -1, lambda artifact: artifact.index
-        )
-
-    def draws(self, job_id: str) -> Iterator[DrawRow]:
-        """What the quality checks said of every draw, in order of index and draw."""
-        return self._pages(queries.draws_page, job_id, -1, lambda row: row.index)
-
-    def attempts(self, job_id: str) -> Iterator[queries.Attempt]:
-        """Every lease of the job's shards, in the order of the shards."""
-        return self._pages(queries.attempts_page, job_id, (-1, -1), lambda row: (row.shard_no, row.epoch))
-
-    def _pages(
-        self,
-        read_page: Callable[[Transaction, str, Key, int], list[Row]],
-        job_id: str,
-        after: Key,
-        key: Callable[[Row], Key],
-    ) -> Iterator[Row]:
-        """The rows of a job above `after`; `read_page` gives some of them in the order of `key`."""
-        while page := self.database.read(read_page, job_id, after, queries.PAGE_ROWS):
-            yield from page
-            after = key(page[-1])
+    #: Lines that became no item, the first `KEPT_REJECTED_LINES` of them, in the order of the input.
+    rejected_lines = _pages(queries.rejected_page, "line")
+    #: Where the artifacts of one kind are, in index order.
+    artifact_facts = _pages(queries.artifacts_page, "index")
+    #: What the quality checks said of every draw, in order of index and draw.
+    draws = _pages(queries.draws_page, "index")
+    #: Every lease of the job's shards, in the order of the shards.
+    attempts = _pages(queries.attempts_page, "shard_no")

@@ -239,6 +239,8 @@ def shard_ends(sql: Transaction, job_id: str) -> list[ShardEnds]:
 
 
 def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[RejectedLine]:
+    """Up to `limit` lines above `after`, in order. Raises `NotFoundError`."""
+    read_job(sql, job_id)
     statement = (
         "SELECT * FROM rejected_lines WHERE job_id = :job AND line > :after ORDER BY line LIMIT :limit"
     )
@@ -260,36 +262,18 @@ class Attempt:
     audio_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What was committed at one time."""
-
-    #: None: before the ledger kept it.
-    at: float | None
-    done: int
-    audio_ms: float
-
-
-def attempts_page(sql: Transaction, job_id: str, after: tuple[int, int], limit: int) -> list[Attempt]:
-    """Up to `limit` attempts after (shard, epoch), in this order."""
+def attempts_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[Attempt]:
+    """The attempts of up to `limit` shards above `after`, in order of shard and epoch."""
     statement = """
     SELECT shard_no, attempts.epoch, started_at, COALESCE(ended_at, <now>), n_ok, attempts.n_failed,
         CASE WHEN n_done > 0 THEN CAST(audio_ms AS DOUBLE PRECISION) / n_done * n_ok ELSE 0.0 END
     FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
-    WHERE attempts.job_id = :job AND (shard_no, attempts.epoch) > (:shard, :epoch)
-    ORDER BY shard_no, attempts.epoch LIMIT :limit
+    WHERE attempts.job_id = :job AND shard_no IN (
+        SELECT DISTINCT shard_no FROM attempts WHERE job_id = :job AND shard_no > :after ORDER BY shard_no LIMIT :limit
+    )
+    ORDER BY shard_no, attempts.epoch
     """
-    rows = sql.rows(statement, job=job_id, shard=after[0], epoch=after[1], limit=limit)
-    return [Attempt(*row) for row in rows]
-
-
-def commits(sql: Transaction, job_id: str) -> list[Commit]:
-    """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
-    statement = f"""
-    SELECT made_at, count(*), CAST(sum(duration_ms) AS DOUBLE PRECISION) FROM artifacts
-    WHERE job_no = {NUMBER} AND kind = 'audio' GROUP BY made_at ORDER BY made_at
-    """
-    return [Commit(*row) for row in sql.rows(statement, job=job_id)]
+    return [Attempt(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit)]
 
 
 def draws_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[DrawRow]:

@@ -20,7 +20,7 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.transaction import Row, Transaction, record, words
-from jobs.own_files import killed_workers, located
+from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
 #: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out
@@ -49,7 +49,7 @@ _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :
 #: Workers that live and take shards of :model, of any state but those that have ended; without those that
 #: refused :job the last time.
 _LIVE_WORKERS = f"""
-SELECT host, pid, state FROM workers
+SELECT state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
 AND id NOT IN (
     SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
@@ -87,17 +87,39 @@ WHERE state NOT IN ('{RETIRED}', '{LOST}') OR (state = '{LOST}' AND heartbeat_at
 """
 _HELD = """
 SELECT shards.worker_id, jobs.id AS job_id, jobs.name AS job_name, shards.no AS shard_no, n_items AS items,
-    n_done + shards.n_failed AS ended_items, attempts.started_at AS claimed_at, n_done, audio_ms, attempts.started_at, CAST(:now AS DOUBLE PRECISION) AS ended_at,
-    n_done - claimed_done AS done, shards.n_failed - claimed_failed AS failed
+    n_done + shards.n_failed AS ended_items, attempts.started_at AS claimed_at
 FROM shards
 JOIN jobs ON jobs.id = shards.job_id
 JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
 WHERE shards.state = 'leased' ORDER BY attempts.started_at, jobs.id, shards.no
 """
-_ENDED = f"""
-SELECT attempts.worker_id, n_done, audio_ms, started_at, ended_at, n_ok AS done, attempts.n_failed AS failed
-FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
-WHERE ended_at >= <now> - {RECENT_SECONDS}
+#: Of the audio of a shard a lease has its part by items, since the ledger counts audio by shard. Times that
+#: overlap count once.
+_RECENT = f"""
+WITH leases AS (
+    SELECT attempts.worker_id, n_done, audio_ms, started_at, ended_at, n_ok AS done, attempts.n_failed AS failed
+    FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
+    WHERE ended_at >= <now> - {RECENT_SECONDS}
+    UNION ALL
+    SELECT shards.worker_id, n_done, audio_ms, started_at, <now>, n_done - claimed_done, shards.n_failed - claimed_failed
+    FROM shards
+    JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
+    WHERE shards.state = 'leased'
+), followed AS (
+    SELECT worker_id, n_done, audio_ms, started_at, ended_at, done, failed, max(ended_at) OVER (
+        PARTITION BY worker_id ORDER BY started_at, ended_at ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS busy_until
+    FROM leases
+), spans AS (
+    SELECT worker_id, n_done, audio_ms, ended_at, done, failed,
+        CASE WHEN busy_until > started_at THEN busy_until ELSE started_at END AS began
+    FROM followed
+)
+SELECT worker_id, CAST(sum(done) AS BIGINT) AS items_done,
+    CAST(sum(CASE WHEN failed > 0 THEN failed ELSE 0 END) AS BIGINT) AS items_failed,
+    sum(CASE WHEN n_done > 0 THEN CAST(audio_ms AS DOUBLE PRECISION) * done / n_done ELSE 0.0 END) / 1000 AS audio_seconds,
+    sum(CASE WHEN ended_at > began THEN ended_at - began ELSE 0.0 END) AS busy_seconds
+FROM spans GROUP BY worker_id
 """
 
 
@@ -212,9 +234,8 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
     (status,) = statuses_of(sql, [job])
     if job.state.final:
         return status
-    killed = killed_workers(sql.place)
-    heard = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
-    states = [state for host, pid, state in heard if (host, pid) not in killed]
+    killed = was_killed(sql.place)
+    states = [] if killed else sql.column(_LIVE_WORKERS, model=job.spec.model, job=job.id)
     quarantined = states.count(QUARANTINED)
     outage = sql.row(_OUTAGE, job=job.id)
     return replace(
@@ -347,43 +368,24 @@ class WorkerStatus:
 def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerStatus]:
     """The workers, the newest first; `everyone`: also those that retired, and those that were lost more
     than a day ago."""
-    now, killed = sql.now, killed_workers(sql.place)
-    held: dict[str, list[Row]] = {}
-    leases: dict[str, list[Row]] = {}
-    for row in sql.rows(_HELD, now=now):
-        held.setdefault(row.worker_id, []).append(row)
-        leases.setdefault(row.worker_id, []).append(row)
-    for row in sql.rows(_ENDED):
-        leases.setdefault(row.worker_id, []).append(row)
+    now, killed = sql.now, was_killed(sql.place)
+    held: dict[str, list[HeldShard]] = {}
+    for row in sql.rows(_HELD):
+        held.setdefault(row.worker_id, []).append(record(HeldShard, row))
+    recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT)}
     found: list[WorkerStatus] = []
     for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
         silent_seconds = max(0.0, now - row.heartbeat_at)
         # The next pass of a reconciler says so too; there may be no worker left that makes one.
-        gone = silent_seconds > LIVE_SECONDS or (row.host, row.pid) in killed
+        gone = killed or silent_seconds > LIVE_SECONDS
         found.append(
             record(
                 WorkerStatus,
                 row,
                 state=LOST if gone and row.state != RETIRED else row.state,
                 silent_seconds=silent_seconds,
-                held=[record(HeldShard, one) for one in held.get(row.id, [])],
-                recent=_recent(leases.get(row.id, [])),
+                held=held.get(row.id, []),
+                recent=recent.get(row.id, RecentWork()),
             )
         )
     return found
-
-
-def _recent(leases: Sequence[Row]) -> RecentWork:
-    """What was made under these leases: of the audio of a shard its part by items, since the ledger counts
-    audio by shard."""
-    busy_seconds, end = 0.0, float("-inf")
-    for lease in sorted(leases, key=lambda lease: lease.started_at):
-        busy_seconds += max(0.0, lease.ended_at - max(lease.started_at, end))
-        end = max(end, lease.ended_at)
-    return RecentWork(
-        items_done=sum(lease.done for lease in leases),
-        items_failed=sum(max(0, lease.failed) for lease in leases),
-        audio_seconds=sum(lease.audio_ms * lease.done / lease.n_done for lease in leases if lease.n_done)
-        / 1000,
-        busy_seconds=busy_seconds,
-    )

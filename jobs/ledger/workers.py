@@ -3,8 +3,10 @@ weighted fair share, then first come."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from jobs.ledger.lifecycle import UNQUEUED, of_ticket
 from jobs.ledger.records import (
@@ -14,7 +16,6 @@ from jobs.ledger.records import (
     QUARANTINED,
     RETIRED,
     UP,
-    ShardState,
     Ticket,
     WorkerInfo,
     clean,
@@ -130,21 +131,19 @@ def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
     sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=worker_id, reason=clean(reason))
 
 
-def lose_worker(sql: Transaction, host: str, pid: int) -> int:
-    """Ends the leases of a worker whose process is known to be dead, so that the next `reconcile` need not
-    wait for their end; returns how many. If the process lives after all, the epoch fences it."""
-    process = {"host": clean(host), "pid": pid}
+def lose_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
+    """Ends the leases of workers whose processes are known to be dead, of all or of one, so that the next
+    `reconcile` need not wait for their end; returns how many. If one lives after all, the epoch fences it."""
+    dead = f"state <> '{RETIRED}'{'' if host is None else ' AND host = :host AND pid = :pid'}"
+    process = {} if host is None else {"host": clean(host), "pid": pid}
     ended = sql.change(
-        """
+        f"""
         UPDATE shards SET lease_until = heartbeat_at WHERE state = 'leased'
-        AND worker_id IN (SELECT id FROM workers WHERE host = :host AND pid = :pid)
+        AND worker_id IN (SELECT id FROM workers WHERE {dead})
         """,
         **process,
     )
-    sql.change(
-        f"UPDATE workers SET state = '{LOST}' WHERE host = :host AND pid = :pid AND state <> '{RETIRED}'",
-        **process,
-    )
+    sql.change(f"UPDATE workers SET state = '{LOST}' WHERE {dead}", **process)
     return ended
 
 
@@ -165,17 +164,19 @@ _DISPATCH_LOCK = 0x6E6967687A
 
 _OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
 _IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
-_JOB = "jobs.id, spec ->> 'model' AS model, priority, weight, max_in_flight"
-_IN_FLIGHT = f"""
-SELECT {_JOB}, count(*) AS shards, CAST(sum({_OPEN_ITEMS}) AS BIGINT) AS items
-FROM shards JOIN jobs ON jobs.id = shards.job_id WHERE shards.state = '<state>' GROUP BY 1, 2, 3, 4, 5
-"""
-_HIGHEST_READY = f"""
-SELECT max(priority) FROM jobs WHERE state IN ({words(*DISPATCHED)})
-AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
-"""
-_CANDIDATES = f"""
-SELECT {_JOB} FROM jobs WHERE state IN ({words(*DISPATCHED)}) ORDER BY priority DESC, created_at, id
+#: The jobs that are handed out or have shards in flight, in their order. What is in flight are two statements,
+#: each with its partial index.
+_JOBS = f"""
+WITH flying AS (
+    SELECT job_id, {_OPEN_ITEMS} AS items FROM shards WHERE state = 'queued'
+    UNION ALL SELECT job_id, {_OPEN_ITEMS} FROM shards WHERE state = 'leased'
+), taken AS (
+    SELECT job_id, count(*) AS n_shards, CAST(sum(items) AS BIGINT) AS n_items FROM flying GROUP BY job_id
+)
+SELECT id, spec ->> 'model', priority, weight, max_in_flight, COALESCE(n_shards, 0), COALESCE(n_items, 0),
+    state IN ({words(*DISPATCHED)}) AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
+FROM jobs LEFT JOIN taken ON taken.job_id = jobs.id
+WHERE state IN ({words(*DISPATCHED)}) OR taken.job_id IS NOT NULL ORDER BY priority DESC, created_at, id
 """
 _READY = f"""
 SELECT no, epoch, {_OPEN_ITEMS} AS items FROM shards WHERE job_id = :job AND {_IS_READY}
@@ -193,8 +194,9 @@ class _Job:
     weight: int
     max_in_flight: int | None
     #: What is queued or leased: shards, and those of their items that have not ended.
-    shards: int = 0
-    items: int = 0
+    shards: int
+    items: int
+    has_ready: bool
     #: Its ready shards, in order; None: not read yet.
     ready: list[Row] | None = None
 
@@ -209,64 +211,32 @@ class _Job:
 
 
 class _Fleet:
-    """What the live workers can take, by model, and what is in flight."""
+    """What the live workers can take, by model, and the jobs whose models are served."""
 
     def __init__(self, sql: Transaction, window_factor: int) -> None:
-        self._slots = live_slots(sql)
-        self._window_factor = window_factor
-        self._jobs: dict[str, _Job] = {}
-        # Two statements, each with its partial index.
-        for state in (ShardState.QUEUED, ShardState.LEASED):
-            for row in sql.rows(_IN_FLIGHT.replace("<state>", state)):
-                job = self._job(row)
-                job.shards += row.shards
-                job.items += row.items
-        served = " AND spec ->> 'model' IN (:models)" if self.pinned else ""
-        #: The highest priority of a job with ready shards that a worker serves; None: no job has any.
-        self.highest_ready: int | None = sql.value(_HIGHEST_READY + served, models=list(self._slots))
-
-    def _job(self, row: Row) -> _Job:
-        return self._jobs.setdefault(
-            row.id, _Job(row.id, row.model, row.priority, row.weight, row.max_in_flight)
-        )
+        slots = live_slots(sql)
+        #: The shards that may be in flight of each pinned model: more would keep the window from the workers
+        #: of other models. Empty where a live worker serves all models, or none lives.
+        self._rooms = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
+        self.window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
+        found = (_Job(*row) for row in sql.rows(_JOBS))
+        #: By priority, the highest first.
+        self.jobs = [job for job in found if not self._rooms or job.model in self._rooms]
 
     @property
-    def pinned(self) -> bool:
-        """Whether every live worker serves one model only."""
-        return bool(self._slots) and ANY_MODEL not in self._slots
+    def in_flight(self) -> int:
+        """Shards in flight of jobs whose priority is no lower than that of every job with ready shards."""
+        return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
-    @property
-    def window(self) -> int:
-        return sum(self._slots.values()) * self._window_factor if self._slots else WINDOW_WITHOUT_WORKERS
-
-    def serves(self, model: str) -> bool:
-        return not self.pinned or model in self._slots
-
-    def candidates(self, sql: Transaction) -> list[list[_Job]]:
-        """The jobs whose shards may be queued, by priority, the highest first."""
-        levels: dict[int, list[_Job]] = {}
-        for row in sql.rows(_CANDIDATES):
-            if self.serves(row.model):
-                levels.setdefault(row.priority, []).append(self._job(row))
-        return list(levels.values())
-
-    def taken(self, priority: int | None) -> int:
-        """Shards in flight of jobs with this priority or a higher one, whose models are served; None: of
-        any priority."""
-        return sum(
-            job.shards
-            for job in self._jobs.values()
-            if self.serves(job.model) and (priority is None or job.priority >= priority)
-        )
+    def taken(self, priority: float) -> int:
+        """Shards in flight of jobs with this priority or a higher one."""
+        return sum(job.shards for job in self.jobs if job.priority >= priority)
 
     def rooms(self, priority: int) -> dict[str, int]:
-        """Shards that jobs of this priority may still get of each pinned model: more would keep the window
-        from the workers of other models."""
-        if not self.pinned:
-            return {}
-        rooms = {model: slots * self._window_factor for model, slots in self._slots.items()}
-        for job in self._jobs.values():
-            if job.model in rooms and job.priority >= priority:
+        """Shards that jobs of this priority may still get of each pinned model."""
+        rooms = dict(self._rooms)
+        for job in self.jobs if rooms else ():
+            if job.priority >= priority:
                 rooms[job.model] -= job.shards
         return rooms
 
@@ -278,7 +248,7 @@ def free_window(sql: Transaction, window_factor: int = 2) -> int:
     ready shards.
     """
     fleet = _Fleet(sql, window_factor)
-    return max(0, fleet.window - fleet.taken(fleet.highest_ready))
+    return max(0, fleet.window - fleet.in_flight)
 
 
 def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Ticket]:
@@ -295,11 +265,11 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
         sql.value(f"SELECT pg_advisory_xact_lock({_DISPATCH_LOCK})")
     fleet = _Fleet(sql, window_factor)
     tickets: list[Ticket] = []
-    window = limit + fleet.taken(fleet.highest_ready)
-    for level in fleet.candidates(sql):
-        priority = level[0].priority
+    window = limit + fleet.in_flight
+    ready = (job for job in fleet.jobs if job.has_ready)
+    for priority, level in groupby(ready, key=lambda job: job.priority):
         room = min(limit - len(tickets), window - fleet.taken(priority))
-        tickets += _share_out(sql, level, room, fleet.rooms(priority))
+        tickets += _share_out(sql, list(level), room, fleet.rooms(priority))
     for ticket in tickets:
         # The rows are locked and were seen ready in this transaction.
         sql.change(

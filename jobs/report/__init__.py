@@ -1,5 +1,197 @@
 """The report of a job: one HTML file that opens from disk, without a server and without a network."""
 
-from jobs.report.report import ReportOptions, ReportResult, default_place, write_report
+from __future__ import annotations
 
-__all__ = ["ReportOptions", "ReportResult", "default_place", "write_report"]
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import jinja2
+
+from jobs import status as figures
+from jobs.checks import CHECKS
+from jobs.dialogue import clean
+from jobs.export.files import output
+from jobs.formatting import bytes_text, redact, seconds_text
+from jobs.ledger.records import ItemState, Job
+from jobs.ledger.status import GAP_SECONDS
+from jobs.own_files import STATE_FOLDER, own_path
+from jobs.report import clips
+from jobs.report.charts import Chart, histogram, number, timeline
+from jobs.report.clips import Clips
+from jobs.report.sample import PACE, Sample, take_sample
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.registry import describe
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.settings import Settings
+
+SHOWN_ITEMS = 60
+MAX_SHOWN_ITEMS = 500
+MAX_VOICES = 5
+#: With fewer leases charts over time would show an even spread and not what happened.
+MIN_LEASES = 4
+#: Refused lines that are looked through for an example of a code.
+_EXAMPLE_LINES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """The choices of a person for a report."""
+
+    #: Rows of the table of items.
+    items: int = SHOWN_ITEMS
+    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket or in packs is
+    #: always embedded.
+    embed: bool = False
+    price_per_gpu_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResult:
+    """What was written."""
+
+    #: Absolute path.
+    path: str
+    bytes: int
+    #: Items in the table, and items whose lengths and scores are in the histograms.
+    shown: int
+    measured: int
+
+
+def default_place(settings: Settings, job_id: str) -> Path:
+    """Where the report of a job stands if nobody says otherwise. Raises `store.forbidden` for a link."""
+    return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
+
+
+def write_report(
+    ledger: Ledger,
+    store: ObjectStore,
+    job_id: str,
+    to: Path,
+    options: ReportOptions | None = None,
+    opened: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
+) -> ReportResult:
+    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. The report
+    of a job that has ended has the same bytes each time.
+
+    It reads a bounded number of items, so that time and memory do not grow with the job; leases are all read.
+    Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
+    """
+    options = options or ReportOptions()
+    status = ledger.status(job_id)
+    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.worked_on(job_id)
+    shown = min(options.items, MAX_SHOWN_ITEMS)
+    sample = take_sample(ledger, store, job, shown, errors)
+    items, scores = sample.chosen(shown), sample.scores()
+    constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
+    work = timeline(ledger.attempts(job_id), busy) if busy else None
+    # A player opens files, and what is in a pack is none.
+    sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
+    page = {
+        "status": status,
+        "job": job,
+        "figures": figures,
+        "GAP_SECONDS": GAP_SECONDS,
+        "price": options.price_per_gpu_hour,
+        "name": job.name or _input_name(job) or f"Job {job.id}",
+        "input": _input_name(job) or ("standard input" if job.input_uri == "-" else "records of a program"),
+        "voice": _voice(job, sample),
+        "leases": work.leases if work else 0,
+        "timeline": [
+            work.chart("throughput", "Throughput", "items a second", work.items),
+            work.chart("factor", "RTFx", "audio seconds per second", work.audio_seconds),
+        ]
+        if work and work.leases >= MIN_LEASES
+        else [],
+        "histograms": _histograms(sample, constant),
+        "constant": constant,
+        "scores": scores,
+        "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
+        "measured": len(sample.done),
+        "whole": sample.whole,
+        "rows": ((item, item.artifact and sounds.clip(item.artifact)) for item in items),
+        "shown": len(items),
+        "linked": sounds.linked,
+    }
+    size = 0
+    with opened(str(to)) as file:
+        for part in _rendered(page):
+            size += file.write(part.encode())
+    return ReportResult(os.path.abspath(to), size, len(items), len(sample.done))
+
+
+def _rendered(page: Mapping[str, Any]) -> Iterable[str]:
+    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows
+    only these."""
+    style, script = _asset("report.css"), _asset("report.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text}
+    environment.filters |= {"clean": clean, "redact": redact}
+    template = environment.from_string(_asset("report.html"))
+    return template.generate(page, policy=policy, style=style, script=script, pictures=clips, PACE=PACE)
+
+
+def _asset(name: str) -> str:
+    """A file of this package, without its last newline: the hash is of the text between the tags."""
+    return files(__name__).joinpath(name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _input_name(job: Job) -> str:
+    """The file's name without its folders; empty for standard input, and for the records of a program,
+    whose file is named by its hash."""
+    folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
+    return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
+
+
+def _voice(job: Job, sample: Sample) -> str:
+    """The voices that the sampled items asked for. Where none did and the model has one voice: that one."""
+    asked = sorted({item.voice for item in (*sample.done, *sample.failed) if item.voice})
+    if asked:
+        more = len(asked) - MAX_VOICES
+        return ", ".join(asked[:MAX_VOICES]) + (f" and {more} more" if more > 0 else "")
+    # The model need not be on this machine.
+    with suppress(NightjarError):
+        asked = describe(job.spec.model).capabilities.voices
+    return asked[0] if len(asked) == 1 else "the model's own"
+
+
+def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
+    lengths = [seconds for item in sample.done if (seconds := item.seconds) is not None]
+    found = [histogram("duration", "Length of an item", "s", lengths)]
+    scores = sample.scores()
+    for name in sorted(scores.keys() - constant, key=lambda name: (name != PACE, name)):
+        title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
+        unit = CHECKS[name].unit if name in CHECKS else ""
+        found.append(histogram(f"score-{len(found)}", title, unit, scores[name]))
+    return [chart for chart in found if chart is not None]
+
+
+def _example(ledger: Ledger, job_id: str, code: ErrorCode) -> str:
+    """One message of a code."""
+    for state in (ItemState.FAILED, ItemState.DEAD):
+        for item in ledger.items(job_id, state=state, codes=[code], limit=1):
+            if item.error_message:
+                return item.error_message
+    # Lines are read in order; the first ones show what is common.
+    refused = islice(ledger.rejected_lines(job_id) if code.value.startswith("input.") else (), _EXAMPLE_LINES)
+    return next((f"line {line.line}: {line.message}" for line in refused if line.code is code), "")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import os
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,23 +21,23 @@ from pipelines.errors import NightjarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Of both pictures, in pixels; the waveform is drawn in these units too.
-WIDTH, WAVE_HEIGHT, SPECTROGRAM_HEIGHT = 220, 44, 64
-_WINDOW_SECONDS = 0.032
-_FLOOR_DB = -75.0
-#: Few, so that the picture is small.
-_LEVELS = 64
+#: Of the waveform, in pixels; it is drawn in these units.
+WIDTH, HEIGHT = 220, 44
+_STROKE = 2
 _SILENCE_DBFS = -100.0
+#: Maximum of a file that is drawn or embedded.
+MAX_BYTES = 32 << 20
+#: Of an embedded clip, and of all of them as they stand in the page.
+CLIP_SECONDS = 10.0
+MAX_EMBEDDED_BYTES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The pictures of some speech, and the same in numbers."""
+    """Some speech as a waveform, and the same in numbers."""
 
-    #: `d` of an SVG path in a box of `WIDTH` x `WAVE_HEIGHT`.
+    #: `d` of an SVG path in a box of `WIDTH` x `HEIGHT`.
     wave: str
-    #: A grey PNG as a `data:` address, black where it is silent; the page colours it.
-    spectrogram: str
     seconds: float
     #: Highest sample and root mean square, in dB of full scale.
     peak_dbfs: float
@@ -47,70 +45,21 @@ class Picture:
 
 
 def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
-    """The pictures of some speech. `samples`: float32 [samples], at least one."""
-    return Picture(
-        wave=_wave(samples),
-        spectrogram=_data_address("image/png", _png(_spectrogram(samples, sample_rate))),
-        seconds=len(samples) / sample_rate,
-        peak_dbfs=_dbfs(float(np.abs(samples).max())),
-        rms_dbfs=_dbfs(math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))),
+    """The picture of some speech. `samples`: float32 [samples], at least one."""
+    middle = HEIGHT / 2
+    parts = np.array_split(np.clip(samples, -1, 1), min(WIDTH // _STROKE, len(samples)))
+    # A stroke from the lowest to the highest sample of each column.
+    strokes = (
+        f"M{_STROKE * at} {middle - middle * part.max():.1f}V{middle - middle * part.min() + 0.5:.1f}"
+        for at, part in enumerate(parts)
     )
-
-
-def _wave(samples: NDArray[np.float32]) -> str:
-    """A band from the lowest to the highest sample of each column, as one closed path."""
-    columns = np.arange(WIDTH // 2)
-    starts = np.minimum(columns * len(samples) // len(columns), len(samples) - 1)
-    highs = np.minimum(np.maximum.reduceat(samples, starts), 1.0)
-    lows = np.maximum(np.minimum.reduceat(samples, starts), -1.0)
-    middle = WAVE_HEIGHT / 2
-    across = 2 * np.concatenate([columns, columns[::-1]])
-    down = np.concatenate([middle - middle * highs, (middle - middle * lows + 0.5)[::-1]])
-    return "M" + "L".join(f"{x} {y:.1f}" for x, y in zip(across, down, strict=True)) + "Z"
-
-
-def _spectrogram(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.uint8]:
-    """Brightness, uint8 [SPECTROGRAM_HEIGHT, columns]: low frequencies at the bottom, in equal steps on the
-    mel scale (O'Shaughnessy, 1987) up to 8 kHz."""
-    size = max(16, round(_WINDOW_SECONDS * sample_rate))
-    padded = np.pad(samples, (0, max(0, size - len(samples))))
-    columns = min(WIDTH, max(1, len(padded) - size + 1))
-    starts = np.linspace(0, len(padded) - size, columns).astype(np.int64)
-    frames = padded[starts[:, None] + np.arange(size)] * np.hanning(size).astype(np.float32)
-    power = np.abs(np.fft.rfft(frames, axis=1)) / (size / 4)
-    mels = np.linspace(0, math.log10(1 + min(sample_rate / 2, 8000) / 700), SPECTROGRAM_HEIGHT + 1)
-    bins = (700 * (10**mels - 1) * size / sample_rate).astype(np.int64)
-    # The loudest bin of each row, so that a lone harmonic is not averaged away.
-    banded = np.maximum.reduceat(power[:, : bins[-1] + 1], bins[:-1], axis=1).T[::-1]
-    share = np.clip(1 - 20 * np.log10(np.maximum(banded, 1e-9)) / _FLOOR_DB, 0, 1)
-    return (share * (_LEVELS - 1) + 0.5).astype(np.uint8) * np.uint8(256 // _LEVELS)
-
-
-def _png(levels: NDArray[np.uint8]) -> bytes:
-    """A PNG (ISO 15948): 8 bits of grey a pixel, no filter. `levels`: uint8 [height, width]."""
-    height, width = levels.shape
-    rows = np.pad(levels, ((0, 0), (1, 0)))
-    parts = (
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)),
-        (b"IDAT", zlib.compress(rows.tobytes(), 9)),
-        (b"IEND", b""),
-    )
-    chunks = [
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in parts
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    rms = math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))
+    peak = float(np.abs(samples).max())
+    return Picture("".join(strokes), len(samples) / sample_rate, _dbfs(peak), _dbfs(rms))
 
 
 def _dbfs(value: float) -> float:
     return max(_SILENCE_DBFS, 20 * math.log10(value)) if value > 0 else _SILENCE_DBFS
-
-
-#: Maximum of a file that is drawn or embedded.
-MAX_BYTES = 32 << 20
-#: Of an embedded clip, and of all of them as they stand in the page.
-CLIP_SECONDS = 10.0
-MAX_EMBEDDED_BYTES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +88,7 @@ class Clips:
         """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
         link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
         if artifact.bytes > MAX_BYTES:
-            return Clip(link, None, "too large to be drawn" if link else "too large to be embedded")
+            return Clip(link, None, f"too large to be {'drawn' if link else 'embedded'}")
         try:
             samples, rate = decode(read_artifact(self._store, artifact), max_seconds=3600)
         except NightjarError as error:
@@ -148,12 +97,8 @@ class Clips:
         if link is not None:
             return Clip(link, drawn)
         cut = samples[: int(CLIP_SECONDS * rate)]
-        source = _data_address("audio/flac", encode(cut, rate, "flac"))
+        source = f"data:audio/flac;base64,{base64.b64encode(encode(cut, rate, 'flac')).decode()}"
         if len(source) > self._left:
             return Clip(None, drawn, "no room for more embedded audio")
         self._left -= len(source)
         return Clip(source, drawn, f"the first {CLIP_SECONDS:g} s" if len(cut) < len(samples) else "")
-
-
-def _data_address(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -165,9 +165,11 @@ class ObjectStore:
             raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
 
 
-def sha256_of(file: BinaryIO) -> str:
-    """Hex SHA-256 of what is left of a stream."""
-    return hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
+def sha256_of(data: bytes | BinaryIO) -> str:
+    """Hex SHA-256 of bytes, or of what is left of a stream."""
+    if isinstance(data, bytes):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.file_digest(cast("Any", data), "sha256").hexdigest()
 
 
 @contextmanager

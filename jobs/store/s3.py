@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,10 +226,8 @@ class S3Store(ObjectStore):
         content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        if isinstance(data, bytes):
-            sha256, size = hashlib.sha256(data).hexdigest(), len(data)
-        else:
-            sha256, size = sha256_of(data), data.tell()
+        sha256 = sha256_of(data)
+        size = len(data) if isinstance(data, bytes) else data.tell()
         request = {
             "Bucket": self.bucket,
             "Key": self._name(key),

@@ -24,6 +24,7 @@ from pipelines.engine_process.messages import (
     Open,
     Opened,
     RecentRecordings,
+    Recording,
     RequestFailed,
     RequestRecord,
     SpeechMessage,
@@ -33,7 +34,6 @@ from pipelines.engine_process.messages import (
     ToClient,
 )
 from pipelines.errors import (
-    ConfigError,
     EngineCrashError,
     ErrorCode,
     InputError,
@@ -104,7 +104,6 @@ class EngineProcess:
         self._stats = EngineStats()
         #: What the child said of its engine last.
         self.info = EngineInfo()
-        self._closed = False
         #: Why the child is gone, while its requests hear of it.
         self._gone: NightjarError | None = None
         #: Why `start` takes nothing more.
@@ -119,7 +118,11 @@ class EngineProcess:
             daemon=True,
         )
         self._host.start()
+        self._frontend: Frontend | None = None
         try:
+            # What is wrong with the model is the child's to say.
+            with suppress(NightjarError):
+                self._frontend = open_frontend(model)
             opened = self._opened.result()
         except BaseException:
             self.close()
@@ -127,11 +130,6 @@ class EngineProcess:
         self.name = opened.name
         self.sample_rate = opened.sample_rate
         self.capabilities = opened.capabilities
-        self._frontend: Frontend | None = None
-        self._frontend_thread = threading.Thread(
-            target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True
-        )
-        self._frontend_thread.start()
 
     @property
     def pid(self) -> int | None:
@@ -149,13 +147,13 @@ class EngineProcess:
         """
         check_start(self, request, stream)
         text_open = isinstance(request, SynthesisRequest) and request.text_open
-        if text_open:
-            # Its ids are made here.
-            self.wait_for_frontend()
         number, pieces = next(self._numbers), None
         if isinstance(request, SynthesisRequest) and self._frontend is not None:
             request, pieces = self._frontend.prepare(request)
         record, recordings = _record_of(request)
+        for recording in recordings:
+            # Python computes it once and keeps it; inside the lock it is looked up.
+            hash(recording)
         heard = Listener(on_event, lambda _done: self._leave(number))
         with self._changed:
             # The host's thread is the one that makes room.
@@ -171,13 +169,11 @@ class EngineProcess:
                 self._on_the_way.add(number)
             # Inside the lock, so that nothing of the request overtakes it, and it no recording.
             try:
-                self._send(Start(number, record, stream, self._numbered(recordings) if recordings else []))
-            except ValueError as error:
+                self._send(Start(number, record, stream, [self._numbered(one) for one in recordings]))
+            except (ValueError, OverflowError) as error:
                 self._take_out(number)
-                advice = "Give shorter recordings."
-                raise InputError(
-                    ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice
-                ) from error
+                raise _unsendable(error) from error
+            self._recordings.forget()
         return _OpenText(number, heard, pieces, self._send) if text_open else heard
 
     def stats(self) -> EngineStats:
@@ -191,7 +187,6 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the child, by force when it does not end in `CLOSE_SECONDS`; see `Pipeline.close`."""
         with self._changed:
-            self._closed = True
             self._over = self._over or _closed()
             entries = list(self._requests.values())
             self._requests.clear()
@@ -199,43 +194,25 @@ class EngineProcess:
         self._send(Close())
         for entry in entries:
             _tell(entry, Failed(_closed()))
-        if threading.current_thread() is self._host:
-            self._kill()
-            return
         self._host.join(CLOSE_SECONDS)
         if self._host.is_alive():
             log.error("the engine's process did not end in time and is killed")
             self._kill()
             self._host.join(CLOSE_SECONDS)
 
-    def wait_for_frontend(self) -> None:
-        """Returns once requests are prepared on this side, where the family can do that."""
-        self._frontend_thread.join()
+    def _numbered(self, recording: bytes) -> int:
+        """The number of a recording, which is sent where the child does not have it. Numbers are never used
+        again."""
+        if (number := self._recordings.get(recording)) is None:
+            number = next(self._numbers)
+            self._send(Recording(number, recording))
+            self._recordings.keep(recording, number, len(recording))
+        return number
 
-    def _numbered(self, recordings: list[bytes]) -> list[tuple[int, bytes | None]]:
-        """The recordings of one request by their numbers, with the bytes of those that the child does not
-        have. Numbers are never used again."""
-        numbered: list[tuple[int, bytes | None]] = []
-        for recording in recordings:
-            number = self._recordings.get(recording)
-            numbered.append((number or next(self._numbers), None if number else recording))
-            if not number:
-                self._recordings.keep(recording, numbered[-1][0], len(recording))
-        self._recordings.forget()
-        return numbered
-
-    def _send(self, message: Start | Append | Cancel | Close) -> None:
+    def _send(self, message: Start | Recording | Append | Cancel | Close) -> None:
         if self._child is not None:
             with suppress(OSError):  # the host's thread sees that too, and tells everyone
                 self._child.channel.send(message)
-
-    def _open_frontend(self, model: str) -> None:
-        """Reads the family's frontend, if it has one. Until then, and without one, the child prepares
-        whole requests."""
-        try:
-            self._frontend = open_frontend(model)
-        except NightjarError as error:
-            log.warning("requests are prepared by the engine's process: %s", error)
 
     def _leave(self, number: int) -> None:
         """A request is over. The child hears of it, unless it was the one to say so."""
@@ -256,10 +233,11 @@ class EngineProcess:
         try:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
-                self._open(wanted, child)
+                child.channel.send(wanted)
+                if self._over is not None:
+                    self._send(Close())
                 while True:
-                    received = child.channel.receive()
-                    self._take(received.message, received.descriptors)
+                    self._take(*child.channel.receive())
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
@@ -273,59 +251,26 @@ class EngineProcess:
         finally:
             self._end(reason)
 
-    def _open(self, wanted: Open, child: Child[ToClient]) -> None:
-        """Sends the first message."""
-        try:
-            child.channel.send(wanted)
-        except (TypeError, ValueError, OverflowError) as error:
-            advice = "Give numbers, texts and lists of them."
-            self._opened.set_exception(
-                ConfigError(
-                    ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice
-                )
-            )
-        if self._closed:
-            self._send(Close())
-
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
-        if isinstance(message, ChunkMessage):
-            samples = np.frombuffer(message.samples, np.float32)
-            heard = self._requests.get(message.number)
-            event: Event = AudioChunk(samples, message.sample_rate, message.text)
-        elif isinstance(message, RequestFailed):
-            heard, event = self._take_out(message.number), Failed(message.error.error)
-        elif isinstance(message, SpeechMessage):
-            heard = self._take_out(message.number)
-            try:
-                samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
-                event = Done(
-                    Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)
-                )
-            except OSError as error:
-                reason = f"The speech could not be read from shared memory: {error}."
-                event = Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
-        elif isinstance(message, Taken):
-            with self._changed:
-                self._on_the_way.discard(message.number)
-                self._changed.notify()
-            return
-        else:
-            self._note(message)
-            return
-        if heard is not None:
-            _tell(heard, event)
-
-    def _note(self, message: Stats | Opened | NotOpened) -> None:
-        """Takes in what the child says of itself."""
         if isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
         elif isinstance(message, Opened):
             self.info = message.info
             self._opened.set_result(message)
-        else:
+        elif isinstance(message, NotOpened):
             self._opened.set_exception(message.error.error)
+        elif isinstance(message, Taken):
+            with self._changed:
+                self._on_the_way.discard(message.number)
+                self._changed.notify()
+        elif isinstance(message, ChunkMessage):
+            samples = np.frombuffer(message.samples, np.float32)
+            chunk = AudioChunk(samples, message.sample_rate, message.text)
+            _tell(self._requests.get(message.number), chunk)
+        else:
+            _tell(self._take_out(message.number), _end_of(message, descriptors))
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -345,7 +290,7 @@ class EngineProcess:
             self._requests.clear()
         advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
-        if not self._closed:
+        if self._over is None:
             log.error("the engine's process ended %s; requests in it: %d", reason, len(entries))
         if not self._opened.done():
             self._opened.set_exception(crash)
@@ -382,45 +327,53 @@ class _OpenText:
         self._heard.cancel()
 
 
-def _tell(heard: Listener, event: Event) -> None:
-    """A listener that raises must not stop the host."""
+def _tell(heard: Listener | None, event: Event) -> None:
+    """Tells who has not left. A listener that raises must not stop the host."""
     try:
-        heard(event)
+        if heard is not None:
+            heard(event)
     except Exception:
         log.exception("a listener of a request failed")
 
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def _record_of(request: SynthesisRequest | PreparedRequest) -> tuple[msgspec.Raw, list[bytes]]:
-    """A request as it travels, and its recordings. Raises `InputError` for what cannot be sent."""
-    record: RequestRecord | PreparedRequest
-    if isinstance(request, PreparedRequest):
-        recordings = [] if request.recording is None else [request.recording]
-        record = msgspec.structs.replace(request, recording=None) if recordings else request
-    else:
-        recordings = [one.content for one in request.messages if isinstance(one.content, bytes)]
-        messages: list[tuple[Role, Modality, str | None]] = [
-            (one.role, one.modality, None if isinstance(one.content, bytes) else one.content)
-            for one in request.messages
-        ]
-        record = RequestRecord(
-            request.request_id, tuple(messages), request.generation, request.seed, request.text_open
-        )
-    for recording in recordings:
-        # Python computes it once and keeps it; inside the lock it is looked up.
-        hash(recording)
+def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> Done | Failed:
+    if isinstance(message, RequestFailed):
+        return Failed(message.error.error)
     try:
-        return msgspec.Raw(_encode(record)), recordings
-    except OverflowError as error:
-        raise InputError(
-            ErrorCode.INPUT_UNSUPPORTED,
-            "A number of the request has more than 64 bits.",
-            "Give a smaller one.",
-        ) from error
-    except UnicodeEncodeError as error:
-        raise no_character() from error
+        samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
+    except OSError as error:
+        reason = f"The speech could not be read from shared memory: {error}."
+        return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
+    return Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta))
+
+
+def _record_of(
+    request: SynthesisRequest | PreparedRequest,
+) -> tuple[RequestRecord | PreparedRequest, list[bytes]]:
+    """A request as it travels, and its recordings."""
+    if isinstance(request, PreparedRequest):
+        if request.recording is None:
+            return request, []
+        return msgspec.structs.replace(request, recording=None), [request.recording]
+    recordings = [one.content for one in request.messages if isinstance(one.content, bytes)]
+    messages: list[tuple[Role, Modality, str | None]] = [
+        (one.role, one.modality, None if isinstance(one.content, bytes) else one.content)
+        for one in request.messages
+    ]
+    return RequestRecord(
+        request.request_id, tuple(messages), request.generation, request.seed, request.text_open
+    ), recordings
+
+
+def _unsendable(error: ValueError | OverflowError) -> InputError:
+    """The error of a request whose message cannot be made."""
+    if isinstance(error, UnicodeEncodeError):
+        return no_character()
+    if isinstance(error, OverflowError):
+        message, advice = "A number of the request has more than 64 bits.", "Give a smaller one."
+        return InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
+    message, advice = "The request is too long to be sent.", "Give shorter recordings."
+    return InputError(ErrorCode.INPUT_TOO_LONG, message, advice)
 
 
 def _closed() -> SynthesisError:

@@ -19,6 +19,7 @@ from pipelines.request import (
     EngineStats,
     Generation,
     Modality,
+    PreparedRequest,
     Role,
 )
 
@@ -46,15 +47,22 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     recording_bytes: int
 
 
+class Recording(msgspec.Struct, frozen=True, tag=True):
+    """A recording that is new, before the first request that names it."""
+
+    number: int
+    data: bytes
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What `Pipeline.start` takes."""
 
     number: int
-    #: A `RequestRecord` or a `PreparedRequest`, without its recordings.
-    request: msgspec.Raw
+    #: Without its recordings.
+    request: RequestRecord | PreparedRequest
     stream: bool
-    #: The numbers of the request's recordings, in their order, each with its bytes where it is new.
-    recordings: list[tuple[int, bytes | None]] = []
+    #: The numbers of the request's recordings, in their order.
+    recordings: list[int] = []
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +84,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the child receives.
-ToChild = Open | Start | Append | Cancel | Close
+ToChild = Open | Recording | Start | Append | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

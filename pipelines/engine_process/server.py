@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -26,8 +27,8 @@ from pipelines.engine_process.messages import (
     Open,
     Opened,
     RecentRecordings,
+    Recording,
     RequestFailed,
-    RequestRecord,
     SpeechMessage,
     Start,
     Stats,
@@ -37,7 +38,7 @@ from pipelines.engine_process.messages import (
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel, ErrorRecord, share
+from pipelines.ipc import Channel, ErrorRecord, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import (
     AudioChunk,
@@ -73,7 +74,7 @@ def main() -> None:
     status = 1
     try:
         status = EngineServer(channel).run()
-    except OSError:
+    except (EOFError, OSError):
         status = ORPHANED
     except BaseException:
         log.exception("the engine's process failed")
@@ -105,7 +106,6 @@ class EngineServer:
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
-        self._open: queue.SimpleQueue[Open] = queue.SimpleQueue()
         #: Whole utterances to start, by their numbers.
         self._whole: queue.SimpleQueue[tuple[int, SynthesisRequest | PreparedRequest]] = queue.SimpleQueue()
         #: Ends of whole utterances to deliver; None: the client closes.
@@ -120,14 +120,19 @@ class EngineServer:
         self._stats_due_at = 0.0
 
     def run(self) -> int:
-        """Serves until the client closes; the exit status. Raises `OSError` when the client is gone."""
+        """Serves until the client closes; the exit status. Raises `EOFError` or `OSError` when the client
+        is gone before it says what to open."""
+        wanted = self._channel.receive().message
+        if not isinstance(wanted, Open):
+            return 0
+        self._recordings = RecentRecordings[int, bytes](wanted.recording_bytes)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
-        wanted = self._open.get()
         try:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client reports it
-            self._send(NotOpened(ErrorRecord.of(_error_of(error, "The model could not be opened"))))
-            self._channel.flush()
+            self._send(
+                NotOpened(ErrorRecord.of(_error_of(error, "The model could not be opened"))), wait=True
+            )
             return 0
         serve_threads()
         threading.Thread(target=self._feed, name="feeder", daemon=True).start()
@@ -140,8 +145,7 @@ class EngineServer:
     def _read(self) -> None:
         try:
             while True:
-                message = self._channel.receive().message
-                self._handle(message)
+                self._handle(self._channel.receive().message)
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.warning("the client is gone: %s", error)
         except BaseException:
@@ -160,13 +164,12 @@ class EngineServer:
             else:
                 # A recording is encoded first, or a text that nobody has read is.
                 self._starters.submit(self._start, message.number, request, stream=True)
+        elif isinstance(message, Recording):
+            self._recordings.keep(message.number, message.data, len(message.data))
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
             self._cancel(message.number)
-        elif isinstance(message, Open):
-            self._recordings = RecentRecordings[int, bytes](message.recording_bytes)
-            self._open.put(message)
         else:
             self._answers.put(None)
 
@@ -174,8 +177,7 @@ class EngineServer:
         while True:
             number, request = self._whole.get()
             self._start(number, request, stream=False)
-            with suppress(OSError):  # the reader sees that too, and ends the process
-                self._channel.send(Taken(number))
+            self._send(Taken(number))
 
     def _start(self, number: int, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
         """Starts a request, unless it was cancelled meanwhile."""
@@ -244,87 +246,64 @@ class EngineServer:
             self._answers.put((number, event))
 
     def _deliver(self, pipeline: Pipeline) -> None:
-        """Sends answers and stats until the client closes."""
+        """Sends answers and stats until the client closes. It waits for a client that does not read, rather
+        than gather speech."""
         while True:
-            try:
-                answer = self._answers.get(timeout=STATS_SECONDS)
-                if answer is None:
+            with suppress(queue.Empty):
+                if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
                     return
                 self._send_event(*answer, wait=True)
-            except queue.Empty:
-                pass
             if time.monotonic() >= self._stats_due_at and (stats := pipeline.stats()) != self._sent:
                 self._stats_due_at = time.monotonic() + STATS_SECONDS
                 self._sent = stats
                 info = pipeline.info
-                self._send(Stats(stats, None if info == self._info else info))
+                self._send(Stats(stats, None if info == self._info else info), wait=True)
                 self._info = info
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
         """Sends what came of a request; where it cannot be sent, that."""
-        message: ToClient
         shared: list[int] = []
         try:
-            if isinstance(event, AudioChunk):
-                samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
-                message = ChunkMessage(number, samples, event.sample_rate, event.text)
-            elif isinstance(event, Done):
-                speech = event.speech
-                message = SpeechMessage(number, speech.sample_rate, speech.text, speech.text_out, speech.meta)
-                if len(speech.samples):
-                    shared.append(share(np.ascontiguousarray(speech.samples, np.float32)))
-            else:
-                message = RequestFailed(number, ErrorRecord.of(event.error))
-        except (TypeError, ValueError, OSError) as error:
-            message = _unsent(number, error)
-        try:
-            try:
-                self._channel.send(message, shared)
-            except (TypeError, ValueError, OverflowError) as error:
-                self._channel.send(_unsent(number, error))
+            if isinstance(event, Done) and len(event.speech.samples):
+                shared.append(share(np.ascontiguousarray(event.speech.samples, np.float32)))
+            self._send(_message_of(number, event), shared, wait=wait)
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            unsent = Failed(_error_of(error, "The engine's answer cannot be sent"))
+            self._send(_message_of(number, unsent), wait=wait)
+        finally:
+            close_all(shared)
+
+    def _send(self, message: ToClient, shared: Sequence[int] = (), *, wait: bool = False) -> None:
+        """Sends a message, unless the client is gone: the reader sees that too, and ends the process."""
+        with suppress(ConnectionError):
+            self._channel.send(message, shared)
             if wait:
                 self._channel.flush()
-        except OSError as error:
-            if wait:
-                raise
-            log.warning("the client takes no messages: %s", error)
-        finally:
-            for descriptor in shared:
-                os.close(descriptor)
-
-    def _send(self, message: ToClient) -> None:
-        """For the main thread, which waits for a client that does not read, rather than gather speech.
-        Raises `OSError`."""
-        self._channel.send(message)
-        self._channel.flush()
 
 
-_decode = msgspec.msgpack.Decoder(RequestRecord | PreparedRequest).decode
+def _message_of(number: int, event: Event) -> ToClient:
+    """What came of a request as it travels, a speech without its samples."""
+    if isinstance(event, AudioChunk):
+        samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
+        return ChunkMessage(number, samples, event.sample_rate, event.text)
+    if isinstance(event, Done):
+        speech = event.speech
+        return SpeechMessage(number, speech.sample_rate, speech.text, speech.text_out, speech.meta)
+    return RequestFailed(number, ErrorRecord.of(event.error))
 
 
 def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
     """The request of a message, with its recordings."""
-    record, recordings = _decode(message.request), []
-    if message.recordings:
-        for number, recording in message.recordings:
-            if recording is not None:
-                kept.keep(number, recording, len(recording))
-            recordings.append(kept.get(number))
-        kept.forget()
+    record, recordings = message.request, [kept.get(number) for number in message.recordings]
+    kept.forget()
     if isinstance(record, PreparedRequest):
         return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
     left = iter(recordings)
-    messages = [
+    messages = tuple(
         Message(role, kind, next(left) if content is None else content)
         for role, kind, content in record.messages
-    ]
-    return SynthesisRequest(
-        record.request_id, tuple(messages), record.generation, record.seed, record.text_open
     )
-
-
-def _unsent(number: int, error: Exception) -> RequestFailed:
-    return RequestFailed(number, ErrorRecord.of(_error_of(error, "The engine's answer cannot be sent")))
+    return SynthesisRequest(record.request_id, messages, record.generation, record.seed, record.text_open)
 
 
 def _error_of(error: Exception, what: str) -> NightjarError:

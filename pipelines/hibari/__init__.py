@@ -4,17 +4,11 @@ library before it is loaded."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
 
 from pipelines.duration import Pace
-from pipelines.options import Count, read_options
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
-
-if TYPE_CHECKING:
-    from pipelines.hibari.pipeline import HibariPipeline
 
 SAMPLE_RATE = 24_000
 #: An ASCII text with one of these is read.
@@ -48,21 +42,3 @@ def check_text(text: str) -> None:
     from pipelines.hibari.text import check_pronounceable
 
     check_pronounceable(text)
-
-
-@dataclass(frozen=True, slots=True)
-class HibariOptions:
-    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests
-    wait before `submit` blocks."""
-
-    threads: Count | None = None
-    waiting_room: Count | None = None
-
-
-def load(**options: Any) -> HibariPipeline:
-    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of
-    `HibariOptions`, or a wrong value."""
-    from pipelines.hibari.pipeline import HibariPipeline
-
-    chosen = read_options(HibariOptions, options)
-    return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)

@@ -9,6 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hibari import Hibari
@@ -18,6 +20,7 @@ from pipelines.audio import PEAK_LIMIT, normalize_loudness
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
+from pipelines.options import Count, read_options
 from pipelines.request import (
     AudioChunk,
     Done,
@@ -294,6 +297,22 @@ class HibariPipeline:
             self._samples_made += utterance.samples
         utterance.tell(Done(speech))
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class HibariOptions:
+    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests
+    wait before `submit` blocks."""
+
+    threads: Count | None = None
+    waiting_room: Count | None = None
+
+
+def load(**options: Any) -> HibariPipeline:
+    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of
+    `HibariOptions`, or a wrong value."""
+    chosen = read_options(HibariOptions, options)
+    return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)
 
 
 def _aborted() -> SynthesisError:

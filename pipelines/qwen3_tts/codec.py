@@ -30,7 +30,7 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 
 if TYPE_CHECKING:
-    from pipelines.qwen3_tts.codec_encoder import CodecEncoder
+    from pipelines.qwen3_tts.speaker import CodecEncoder
 
 PRE_CONV_KERNEL = 3
 USAGE_FLOOR = 1e-5
@@ -229,7 +229,7 @@ def load_codec(
         )
         encoder = None
         if encodes:
-            from pipelines.qwen3_tts.codec_encoder import CodecEncoder  # takes seconds to import
+            from pipelines.qwen3_tts.speaker import CodecEncoder  # takes seconds to import
 
             encoder = CodecEncoder(config, checkpoint, device)
         checkpoint.ignore("*rotary_emb*", *([] if encodes else ["encoder.*"]))

@@ -75,6 +75,22 @@ class SamplingDefaults(Drawing):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeakerEncoderConfig:
+    """`speaker_encoder_config` of the main `config.json`, for ECAPA-TDNN of transformers; only `enc_dim` is
+    always published, the rest has the package's defaults."""
+
+    enc_dim: Size = 1024
+    sample_rate: Size = 24_000
+    mel_dim: Size = 128
+    enc_channels: Sizes = (512, 512, 512, 512, 1536)
+    enc_kernel_sizes: Sizes = (5, 3, 3, 3, 1)
+    enc_dilations: Sizes = (1, 2, 3, 4, 1)
+    enc_attention_channels: Size = 128
+    enc_res2net_scale: Size = 8
+    enc_se_channels: Size = 128
+
+
+@dataclass(frozen=True, slots=True)
 class Qwen3TTSConfig:
     """Everything of `config.json` and `generation_config.json` that inference reads."""
 
@@ -91,7 +107,7 @@ class Qwen3TTSConfig:
     languages: Mapping[str, int]
     speakers: Mapping[str, int]
     dialects: Mapping[str, str]
-    speaker_encoder: Annotated[dict[str, Any], "speaker_encoder_config"]
+    speaker_encoder: SpeakerEncoderConfig
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
@@ -135,12 +151,12 @@ class Qwen3TTSConfig:
             languages=_ids(talker, "codec_language_id"),
             speakers=_ids(talker, "spk_id"),
             dialects={name.lower(): tag.lower() for name, tag in dialects.items() if isinstance(tag, str)},
-            speaker_encoder=top.value("speaker_encoder_config", dict[str, Any], {}),
+            speaker_encoder=_speaker_encoder(top),
             sampling=Keys.read(generation, _ADVICE).take(SamplingDefaults)
             if generation.is_file()
             else SamplingDefaults(),
         )
-        _check(config, talker, predictor)
+        _check(config, top, talker, predictor)
         return config
 
 
@@ -157,7 +173,19 @@ def _ids(keys: Keys, key: str) -> dict[str, int]:
     return {name.lower(): token for name, token in keys.value(key, dict[str, Whole]).items()}
 
 
-def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
+def _speaker_encoder(top: Keys) -> SpeakerEncoderConfig:
+    if "speaker_encoder_config" not in top:
+        return SpeakerEncoderConfig()
+    keys = top.section("speaker_encoder_config")
+    config = keys.take(SpeakerEncoderConfig)
+    keys.require(
+        len(config.enc_channels) == len(config.enc_kernel_sizes) == len(config.enc_dilations),
+        "enc_channels, enc_kernel_sizes and enc_dilations must have one length",
+    )
+    return config
+
+
+def _check(config: Qwen3TTSConfig, top: Keys, talker: Keys, predictor: Keys) -> None:
     """The relations between keys that the arithmetic relies on."""
     if config.codebooks < 2 or predictor.value("num_code_groups", Size) != config.codebooks:
         raise predictor.error("num_code_groups", f"does not fit the talker's {config.codebooks}")
@@ -165,6 +193,9 @@ def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
         raise talker.error(
             "vocab_size", f"leaves no room for {config.predictor.vocab} codes and {CONTROL_IDS} control ids"
         )
+    if config.clones and config.speaker_encoder.enc_dim != config.talker.hidden:
+        what = f"{config.speaker_encoder.enc_dim}, but the talker is {config.talker.hidden} wide"
+        raise top.error("speaker_encoder_config.enc_dim", f"is {what}")
     vocabularies = {
         "text_vocab_size": (config.text_vocab, asdict(config.text_ids)),
         "vocab_size": (config.talker.vocab, {**asdict(config.ids), **config.languages, **config.speakers}),
@@ -255,44 +286,6 @@ class CodecConfig:
         keys.require(fits, "encoder_valid_num_quantizers exceeds the encoder's num_quantizers")
         frame_rate = config.input_sample_rate / config.encode_downsample_rate
         return replace(config, encoder={"frame_rate": frame_rate} | config.encoder)
-
-
-@dataclass(frozen=True, slots=True)
-class SpeakerEncoderConfig:
-    """`speaker_encoder_config` of the main `config.json`; only `enc_dim` is always published, the rest has
-    the package's defaults."""
-
-    enc_dim: Size = 1024
-    sample_rate: Size = 24_000
-    mel_dim: Size = 128
-    enc_channels: Sizes = (512, 512, 512, 512, 1536)
-    enc_kernel_sizes: Sizes = (5, 3, 3, 3, 1)
-    enc_dilations: Sizes = (1, 2, 3, 4, 1)
-    enc_attention_channels: Size = 128
-    enc_res2net_scale: Size = 8
-    enc_se_channels: Size = 128
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> SpeakerEncoderConfig:
-        """Reads the object `speaker_encoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming
-        the key at fault."""
-        keys = Keys(Path("config.json"), values, DOWNLOAD_AGAIN, "speaker_encoder_config.")
-        config = keys.take(cls)
-        channels = list(config.enc_channels)
-        keys.require(
-            len(channels) == len(config.enc_kernel_sizes) == len(config.enc_dilations) and len(channels) >= 3,
-            "enc_channels, enc_kernel_sizes and enc_dilations must have one length of at least 3",
-        )
-        keys.require(
-            sum(channels[1:-1]) == channels[-1],
-            "the last of enc_channels must be the sum of those between first and last",
-        )
-        keys.require(len(set(channels[:-1])) == 1, "all of enc_channels but the last must be equal")
-        keys.require(
-            channels[0] % config.enc_res2net_scale == 0, "enc_res2net_scale must divide enc_channels"
-        )
-        keys.require(all(size % 2 for size in config.enc_kernel_sizes), "enc_kernel_sizes must be odd")
-        return config
 
 
 #: Average of English read speech, for estimates.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -33,14 +33,11 @@ from pipelines.qwen3_tts.config import (
     CONTROL_IDS,
     Qwen3TTSConfig,
     SamplingDefaults,
-    SpeakerEncoderConfig,
     capabilities,
 )
 from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_stage, plan_sizes, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
-from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
-from pipelines.recording import RecordingFiles
 from pipelines.request import (
     AudioChunk,
     Event,
@@ -56,6 +53,9 @@ from pipelines.request import (
 )
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
+
+if TYPE_CHECKING:
+    from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         _check_codec(config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, config)
-        model, speaker = _load(config, device, dtype, sizes.max_context)
+        model, self._voices = _load(config, self.codec, options, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
         self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
@@ -148,7 +148,6 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._text_first = not config.clones if options.text_first is None else options.text_first
         self.capabilities = replace(capabilities(config), text_in=not self._text_first)
         self._keep_unfinished = options.keep_unfinished
-        self._voices = self._open_voices(speaker, options) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         self._meta: Meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
@@ -241,13 +240,6 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         )
         return wanted, self._begin(wanted, info, on_event, stream)
 
-    def _open_voices(self, speaker: SpeakerEncoder, options: PipelineOptions) -> VoiceCache:
-        files = None
-        if options.voice_cache is not None:
-            identity = partial(voice_identity, self.config, self.codec.config, speaker.device, speaker.dtype)
-            files = RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
-        return VoiceCache(speaker, self.codec, files)
-
 
 #: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
 #: `NightjarError`.
@@ -339,22 +331,27 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
 
 
 def _load(
-    config: Qwen3TTSConfig, device: torch.device, dtype: torch.dtype, max_context: int
-) -> tuple[Qwen3TTSModel, SpeakerEncoder | None]:
+    config: Qwen3TTSConfig,
+    codec: Codec,
+    options: PipelineOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_context: int,
+) -> tuple[Qwen3TTSModel, VoiceCache | None]:
     """Reads the main safetensors; every tensor must be accounted for."""
-    speaker = None
+    voices = None
     with Checkpoint.open(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         if config.clones:
-            sizes = SpeakerEncoderConfig.read(config.speaker_encoder)
-            if sizes.enc_dim != config.talker.hidden:
-                what = f"enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide"
-                raise bad_checkpoint(f"{config.folder}: speaker_encoder_config.{what}.")
-            speaker = SpeakerEncoder(sizes, checkpoint, device, dtype)
+            from pipelines.qwen3_tts.speaker import SpeakerEncoder, VoiceCache
+
+            speaker = SpeakerEncoder(config.speaker_encoder, checkpoint, device, dtype)
+            limit = options.voice_cache_mib << 20
+            voices = VoiceCache(config, speaker, codec, options.voice_cache, limit)
         checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
     with torch.inference_mode():
-        return Qwen3TTSModel(config, weights, max_context), speaker
+        return Qwen3TTSModel(config, weights, max_context), voices
 
 
 def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:

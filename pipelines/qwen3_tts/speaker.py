@@ -1,24 +1,32 @@
-"""Voices of the Base checkpoints: a recording to one vector of the talker's width (ECAPA-TDNN) and, to
-clone in context, to codes."""
+"""Voices of the Base checkpoints: a recording to one vector of the talker's width and, to clone in context, to
+codes. Both encoders are networks of transformers, which take seconds to import."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import pad, relu, softmax
+from torch.nn.functional import pad
+from transformers.audio_utils import mel_filter_bank
+from transformers.models.mimi.configuration_mimi import MimiConfig
+from transformers.models.mimi.modeling_mimi import (
+    MimiConv1d,
+    MimiEncoder,
+    MimiSplitResidualVectorQuantizer,
+    MimiTransformerModel,
+)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
-from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
-from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import RecordingCache, RecordingFiles, decode_recording, read_recording
@@ -29,6 +37,16 @@ FMIN_HZ = 0.0
 FMAX_HZ = 12_000.0
 MAGNITUDE_FLOOR = 1e-9
 MEL_FLOOR = 1e-5
+
+
+@lru_cache(maxsize=4)
+def mel_bands(bands: int, sample_rate: int) -> Tensor:
+    """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [bands, n_fft //
+    2 + 1]."""
+    filters = mel_filter_bank(
+        N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate, norm="slaney", mel_scale="slaney"
+    )
+    return torch.from_numpy(filters).float().T.contiguous()
 
 
 def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Tensor:
@@ -45,32 +63,15 @@ def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Ten
         audio, N_FFT, hop_length=HOP, win_length=N_FFT, window=window, center=False, return_complex=True
     )
     magnitude = torch.sqrt(torch.view_as_real(spectrum).square().sum(-1) + MAGNITUDE_FLOOR)
-    filters = mel_bands(N_FFT, bands, FMIN_HZ, FMAX_HZ, sample_rate).T.contiguous()
-    return torch.matmul(filters, magnitude)[0].clamp(min=MEL_FLOOR).log().T
+    return torch.matmul(mel_bands(bands, sample_rate), magnitude)[0].clamp(min=MEL_FLOOR).log().T
 
 
 PREFIX = "speaker_encoder."
-VARIANCE_FLOOR = 1e-12
 #: Of how recordings are read and encoded; a higher one leaves kept voices of the one before unused.
-_REVISION = 1
+_REVISION = 2
 
 
-#: Where the published network has other names than ours.
-_PUBLISHED = {
-    "ecapa.first": "blocks.0",
-    r"ecapa.blocks.(\d+)": lambda found: f"blocks.{int(found[1]) + 1}",
-    r"\.before": ".tdnn1",
-    r"\.groups": ".res2net_block.blocks",
-    r"\.after": ".tdnn2",
-    r"\.squeeze": ".se_block.conv1",
-    r"\.excite": ".se_block.conv2",
-    r"ecapa.last": "mfa.conv",
-    r"attend": "asp.tdnn.conv",
-    r"scores": "asp.conv",
-}
-
-
-class SpeakerEncoder(nn.Module):
+class SpeakerEncoder(ECAPA_TimeDelayNet):
     """ECAPA-TDNN over log-mel frames, with attentive statistics pooling.
 
     Takes the tensors `speaker_encoder.*` of the main checkpoint from `source`.
@@ -83,58 +84,55 @@ class SpeakerEncoder(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        with torch.device("meta"):
+            super().__init__(config)  # pyright: ignore[reportArgumentType]  # it has the keys that are read
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
-        self.sample_rate = config.sample_rate
-        sizes = EcapaConfig(
-            config.mel_dim, config.enc_channels, config.enc_kernel_sizes, config.enc_dilations, config.enc_res2net_scale,
-            config.enc_se_channels, speechbrain=True,
-        )  # fmt: skip
-        wide, narrow = config.enc_channels[-1], config.enc_attention_channels
-        with torch.device("meta"):
-            self.ecapa = Ecapa(sizes)
-            self.attend, self.scores = nn.Conv1d(3 * wide, narrow, 1), nn.Conv1d(narrow, wide, 1)
-            self.fc = nn.Conv1d(2 * wide, config.enc_dim, 1)
-        fill_module(self, source, PREFIX, self.device, dtype, _PUBLISHED)
-        reach = max(
-            (kernel - 1) * dilation // 2
-            for kernel, dilation in zip(config.enc_kernel_sizes, config.enc_dilations)
-        )
-        self.least_samples = max((N_FFT - HOP) // 2, HOP * reach + HOP - 1) + 1
+        fill_module(self, source, PREFIX, self.device, dtype)
 
     @torch.inference_mode()
     def embed(self, samples: Tensor) -> Tensor:
-        """The speaker vector of mono audio at `sample_rate`: samples float32 [n] -> [enc_dim] in the
-        encoder's dtype.
-
-        Raises `InputError` (`input.reference_length`) when the audio is shorter than the network's own
-        reach (about 50 ms).
-        """
-        if samples.dim() != 1 or samples.numel() < self.least_samples:
-            raise InputError(
-                ErrorCode.INPUT_REFERENCE_LENGTH,
-                f"The reference audio has {samples.numel()} samples at {self.sample_rate} Hz; a speaker vector needs {self.least_samples}.",
-                "Give a recording of at least a second.",
-            )
-        mel = log_mel(samples, self.sample_rate, self.config.mel_dim).to(self.device, self.dtype)
-        return self.fc(self._pool(self.ecapa(mel.T[None])))[0, :, 0]
-
-    def _pool(self, x: Tensor) -> Tensor:
-        """Attentive statistics pooling: [1, C, T] -> [1, 2 * C, 1]."""
-        frames = x.shape[2]
-        uniform = x.new_full((1, 1, frames), 1.0) / frames
-        mean, deviation = _statistics(x, uniform)
-        context = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), dim=1)
-        weights = softmax(self.scores(torch.tanh(relu(self.attend(context)))), dim=2)
-        return torch.cat(_statistics(x, weights), dim=1)
+        """The speaker vector of mono audio at the config's rate: samples float32 [n], of a recording that may
+        be cloned -> [enc_dim] in the encoder's dtype."""
+        mel = log_mel(samples, self.config.sample_rate, self.config.mel_dim)
+        return self(mel.to(self.device, self.dtype)[None])[0]
 
 
-def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    mean = (weights * x).sum(dim=2, keepdim=True)
-    variance = (weights * (x - mean).square()).sum(dim=2, keepdim=True)
-    return mean, variance.clamp(VARIANCE_FLOOR).sqrt()
+#: The reference (transformers 4.57) attends to the whole past: it does not apply the config's sliding_window.
+_WHOLE_PAST = 1 << 30
+
+
+class CodecEncoder(nn.Module):
+    """Turns mono audio into codes, `encode_downsample_rate` samples a frame: the encoding half of transformers'
+    Mimi (Kyutai). Runs in float32: a code is a choice, not a quantity."""
+
+    def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        chosen: dict[str, Any] = {"sliding_window": _WHOLE_PAST, "attn_implementation": "sdpa"}
+        sizes = MimiConfig(**config.encoder | chosen)
+        self.device = torch.device(device)
+        self.sample_rate = config.input_sample_rate
+        self.samples_per_frame = config.encode_downsample_rate
+        self.codebooks = config.encoder_valid_num_quantizers
+        self.codebook_size = sizes.codebook_size
+        kernel = 2 * int(sizes.encodec_frame_rate / sizes.frame_rate)
+        self.encoder, self.encoder_transformer = MimiEncoder(sizes), MimiTransformerModel(sizes)
+        self.downsample = MimiConv1d(
+            sizes, sizes.hidden_size, sizes.hidden_size, kernel, 2, bias=False, pad_mode="replicate"
+        )
+        self.quantizer = MimiSplitResidualVectorQuantizer(sizes)
+        fill_module(self, source, "encoder.", self.device)
+        self.to(self.device)
+
+    @torch.inference_mode()
+    def encode(self, samples: Tensor) -> Tensor:
+        """Encodes mono audio at `sample_rate`: samples float32 [n] -> codes int64 [ceil(n /
+        samples_per_frame), codebooks]."""
+        steps = self.encoder(samples.to(self.device, torch.float32)[None, None])
+        steps = self.downsample(self.encoder_transformer(steps.transpose(1, 2))[0].transpose(1, 2))
+        codes = self.quantizer.encode(steps, self.codebooks)
+        return codes[:, 0, : -(-samples.numel() // self.samples_per_frame)].T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +148,23 @@ class PreparedVoice:
 
 
 class VoiceCache:
-    """Prepares reference recordings, and keeps the last ones by their content: in memory, and with `files`
-    on disk."""
+    """Prepares reference recordings, and keeps the last ones by their content: in memory, and in a folder
+    where there is one."""
 
     def __init__(
-        self, speaker: SpeakerEncoder, codec: Codec, files: RecordingFiles | None = None, capacity: int = 256
+        self,
+        config: Qwen3TTSConfig,
+        speaker: SpeakerEncoder,
+        codec: Codec,
+        folder: str | None = None,
+        folder_bytes: int = 0,
+        capacity: int = 256,
     ) -> None:
         assert codec.encoder is not None
+        self._config, self._codec_config = config, codec.config
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
-        self._files = files
+        self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
@@ -187,26 +192,26 @@ class VoiceCache:
     @torch.inference_mode()
     def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
-        samples = read_recording(recording, self._speaker.sample_rate)
+        rate = self._speaker.config.sample_rate
+        samples = read_recording(recording, rate)
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
         if in_context:
-            if self._encoder.sample_rate != self._speaker.sample_rate:
+            if self._encoder.sample_rate != rate:
                 samples, _ = decode_recording(recording, self._encoder.sample_rate)
             found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
         return found
 
+    def _identity(self) -> str:
+        """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and
+        what they run on.
 
-def voice_identity(
-    config: Qwen3TTSConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype
-) -> str:
-    """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and
-    what they run on.
-
-    Reads their weights from the checkpoint. Raises `ModelError` as `Checkpoint`.
-    """
-    digest = hashlib.sha256(repr((_REVISION, config.speaker_encoder, codec)).encode())
-    digest.update(repr((device_name(device), type_name(dtype), torch.__version__)).encode())
-    for folder, prefix in ((config.folder, PREFIX), (config.folder / "speech_tokenizer", "encoder.")):
-        with Checkpoint.open(folder) as checkpoint:
-            checkpoint.update_digest(digest, prefix)
-    return digest.hexdigest()
+        Reads their weights from the checkpoint. Raises `ModelError` as `Checkpoint`.
+        """
+        speaker, folder = self._speaker, self._config.folder
+        sizes = _REVISION, speaker.config, self._codec_config
+        device = device_name(speaker.device), type_name(speaker.dtype), torch.__version__
+        digest = hashlib.sha256(repr((sizes, device)).encode())
+        for place, prefix in ((folder, PREFIX), (folder / "speech_tokenizer", "encoder.")):
+            with Checkpoint.open(place) as checkpoint:
+                checkpoint.update_digest(digest, prefix)
+        return digest.hexdigest()

@@ -6,15 +6,18 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from html import escape
-from typing import Annotated, Any
+from importlib.resources import files
+from typing import Any
 
+import jinja2
 import msgspec
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from markupsafe import Markup
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
@@ -31,20 +34,10 @@ from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody
 from pipelines.serving.streaming import Parts, Reply, Serving
-from pipelines.serving.voices import VoiceBody, VoicePage, Voices
+from pipelines.serving.voices import VoiceBody, Voices
 from pipelines.serving.websocket import WebSocketSpeech
 
 _VOICES = "/v1/audio/voices"
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; background: #fff }
-h2 { margin-top: 2.5rem; border-bottom: 1px solid #d7dce1 } h3 { margin: 1.5rem 0 0 } p { margin: .25rem 0 }
-b { display: inline-block; min-width: 5.25rem; color: #0b5fae } code { font-size: .95em } a { color: #0b5fae }
-table { border-collapse: collapse; margin: .5rem 0; width: 100% } tr + tr { border-top: 1px solid #eceff2 }
-th, td { text-align: left; vertical-align: top; padding: .2rem .75rem .2rem 0; font-weight: 400 } td:first-child { width: 35% }
-@media (prefers-color-scheme: dark) {
-  body { color: #e4e7ea; background: #15181c } b, a { color: #79b8ff } h2, tr + tr { border-color: #333a42 }
-}
-"""
 
 
 def create_app(
@@ -62,7 +55,15 @@ def create_app(
 
     serving = Serving(model, options, gate, ServerMetrics(model, gate), Voices(model, options))
     # A redirect would lead wherever the request's Host header says.
-    app = FastAPI(title="Nightjar", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Nightjar",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        # In place of FastAPI's own answer to a wrong body.
+        responses={"4XX": {"description": "An error in OpenAI's form."}},
+    )
     app.router.route_class = JsonRoute
     errors.install(app)
     _add_info_routes(app, serving)
@@ -163,23 +164,13 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
 
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
 
-    @app.get("/voices")
-    def page(asked: Annotated[VoicePage, Query()]) -> dict[str, Any]:
-        """Voices as Cartesia's clients list them, in pages."""
-        return voices.page(asked)
-
+    app.get("/voices", description="Voices as Cartesia's clients list them.")(voices.page)
     app.get("/voices/{name}", description="One voice in Cartesia's words.")(voices.card)
 
 
 def _add_pages(app: FastAPI, options: ServeOptions) -> None:
     """What the server is, for who meets it: `/`, `/docs` and the schema behind it."""
     schema = app.openapi()
-    # FastAPI's answer to a wrong body, in whose stead a client gets that of `errors`.
-    for name in ("HTTPValidationError", "ValidationError"):
-        del schema["components"]["schemas"][name]
-    for methods in schema["paths"].values():
-        for route in methods.values():
-            route["responses"].pop("422", None)
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {
         "name": "Nightjar",
@@ -189,33 +180,21 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
         "openapi": "/openapi.json",
         "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"],
     }
-    html = "".join(_page(schema, f"Nightjar serves {escape(', '.join(options.names))}"))
+    pages = jinja2.Environment(autoescape=True, trim_blocks=True)
+    pages.filters["linked"] = _linked
+    html = pages.from_string(files("pipelines.serving").joinpath("docs.html").read_text("utf-8")).render(
+        names=", ".join(options.names),
+        paths=schema["paths"],
+        bodies=schema["components"]["schemas"],
+        websocket=WEBSOCKET,
+    )
     app.add_api_route("/", lambda: about, include_in_schema=False)
     app.add_api_route("/docs", lambda: HTMLResponse(html), include_in_schema=False)
 
 
-def _page(schema: Mapping[str, Any], title: str) -> Iterator[str]:
-    """The routes and bodies of the schema, and the WebSocket, which no schema describes, as HTML that loads
-    nothing, for hosts without a network."""
-    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    yield f"<style>{_STYLE}</style><h1>{title}</h1>"
-    yield '<p>Routes and bodies of this server. Programs read <a href="openapi.json">openapi.json</a>.</p><h2>Routes</h2>'
-    for path, methods in schema["paths"].items():
-        for method, route in methods.items():
-            yield f"<h3><b>{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(route.get('description', ''))}</p>"
-            if "requestBody" in route:
-                yield f"<p>Body: {_linked(route['requestBody']['content']['application/json']['schema'])}</p>"
-    yield f"<h3><b>GET</b> <code>{escape(WEBSOCKET)}</code></h3><p>A WebSocket: texts in pieces in Cartesia's words; their speech as it "
-    yield "is made.</p><h2>Bodies</h2>"
-    for name, body in schema["components"]["schemas"].items():
-        yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(body["description"])}</p>'
-        for field, facts in body["properties"].items():
-            yield f"<p><code>{escape(field)}</code> {_linked(facts)}</p>"
-    yield "</html>"
-
-
-def _linked(schema: Mapping[str, Any]) -> str:
-    """A part of the schema with links to the bodies that it names."""
+def _linked(schema: Mapping[str, Any]) -> Markup:
+    """A part of the schema as HTML, with links to the bodies that it names."""
     facts = {name: value for name, value in schema.items() if name != "title"}
     html = escape(json.dumps(facts), quote=False)
-    return "<code>" + re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html) + "</code>"
+    linked = re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html)
+    return Markup(f"<code>{linked}</code>")  # noqa: S704 - escaped above

@@ -205,7 +205,7 @@ def read_audio(text: str, max_seconds: float, declared: str | None = None) -> by
         )
     data = _decoded(text)
     header = read_header(data, max_seconds)
-    kind = header.kind
+    kind = header.format
     if kind not in _KNOWN or header.frames <= 0:
         raise _unreadable(
             f"The audio is {kind} with {header.frames} samples",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
@@ -35,7 +33,6 @@ _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 #: Requests in a pipeline that does not say how many it holds.
 _UNKNOWN_SLOTS = 256
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Server(uvicorn.Server):
@@ -119,23 +116,9 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
         await super().startup(sockets)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """As uvicorn's own, but the process does not die of the signal once it has drained: it ends with
-        status 0."""
-        try:
-            before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
-        except ValueError:
-            # Not the main thread, which is where signals come.
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, a second one ends at once."""
+        """The first signal drains, a second one ends at once. uvicorn does not hear of them: the process
+        ends with status 0, and not of the signal, once it has drained."""
         self.force_exit = self.should_exit
         self.should_exit = self._gate.closed = True
 

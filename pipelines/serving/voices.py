@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
@@ -28,8 +28,8 @@ from pipelines.stored_voices import (
 )
 from pipelines.validation import check_generation, own_voice
 
-#: Voices that an error names, and those of a page.
-_SHOWN, _PAGE = 8, 100
+#: Voices that an error names.
+_SHOWN = 8
 
 
 class VoiceBody(Body):
@@ -40,15 +40,6 @@ class VoiceBody(Body):
     recording: str
     text: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] = ""
     replace: bool = False
-
-
-class VoicePage(Body):
-    """Which voices Cartesia's clients want to see: so many behind the one that they name."""
-
-    model_config = ConfigDict(strict=False)
-
-    limit: Annotated[int, Field(ge=1, le=_PAGE)] = _PAGE
-    starting_after: str | None = None
 
 
 class Voices:
@@ -138,14 +129,10 @@ class Voices:
         cards = [{"id": name, "object": "voice", "kind": kind} for name, kind in names.items()]
         return {"object": "list", "data": cards, "voices": list(names)}
 
-    def page(self, asked: VoicePage) -> dict[str, Any]:
-        """A page of them for Cartesia's clients. Raises `ApiError` (404)."""
-        cards = [_card(name, kind) for name, kind in self._names().items()]
-        begin = 0
-        if asked.starting_after is not None:
-            begin = cards.index(self.card(asked.starting_after)) + 1
-        end = begin + asked.limit
-        return {"data": cards[begin:end], "has_more": end < len(cards)}
+    def page(self, starting_after: str | None = None) -> dict[str, Any]:
+        """All of them for Cartesia's clients, in one page; behind any of them there is nothing."""
+        cards = [] if starting_after else [_card(name, kind) for name, kind in self._names().items()]
+        return {"data": cards, "has_more": False}
 
     def card(self, name: str) -> dict[str, Any]:
         """One of them for Cartesia's clients. Raises `ApiError` (404)."""

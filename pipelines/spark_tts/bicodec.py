@@ -14,7 +14,7 @@ from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import Decoder
 from pipelines.nn.checkpoint import Checkpoint, fill_module
 from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig, VocosConfig
-from pipelines.spark_tts.speaker import PUBLISHED, MelMagnitudes, SpeakerEncoder
+from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, masked, prepared
 
 _LAYER_NORM_EPS = 1e-6
@@ -253,9 +253,9 @@ def load_bicodec(
         quantizer = SemanticQuantizer(sizes.encoder.output, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
     with Checkpoint.open(config.folder / BICODEC) as checkpoint:
-        for name, module in (("encoder.", encoder), ("quantizer.", quantizer), ("decoder.", wave)):
-            fill_module(module, checkpoint, name, device)
-        fill_module(speaker, checkpoint, "speaker_encoder.", device, published=PUBLISHED)
+        parts = {"encoder": encoder, "quantizer": quantizer, "decoder": wave, "speaker_encoder": speaker}
+        for name, module in parts.items():
+            fill_module(module, checkpoint, f"{name}.", device)
         fill_module(prenet, checkpoint, "prenet.", device, dtype)
         checkpoint.ignore(*_UNUSED)
         checkpoint.finish()

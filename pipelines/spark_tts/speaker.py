@@ -4,18 +4,19 @@ quantizer (FSQ)."""
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.audio_utils import mel_filter_bank
 
-from pipelines.nn.speaker import Ecapa, EcapaConfig, mel_bands
 from pipelines.spark_tts.config import MelConfig, SpeakerConfig
 
 #: Sizes that the published code fixes (ECAPA_TDNN_GLOB_c512, PerceiverResampler), beside the config.
-_WIDTH, _CONTEXT = 512, 1536
+_WIDTH, _GROUPS, _SQUEEZED, _CONTEXT = 512, 8, 128, 1536
 _HEADS, _HEAD_DIM, _DEPTH, _FEED_FORWARD = 8, 64, 2, 4
 #: lucidrains' FSQ bounds its input a thousandth wider than the levels.
 _FSQ_WIDEN = 1.001
@@ -27,9 +28,11 @@ class MelMagnitudes:
 
     def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
         self._config = config
-        self._bands = mel_bands(
-            config.n_fft, config.num_mels, config.mel_fmin, config.highest, sample_rate
-        ).to(device)
+        bands = mel_filter_bank(
+            config.n_fft // 2 + 1, config.num_mels, config.mel_fmin, config.highest, sample_rate,
+            norm="slaney", mel_scale="slaney",
+        )  # fmt: skip
+        self._bands = torch.from_numpy(bands).float().to(device)
         self._window = torch.hann_window(config.win_length, device=device)
 
     def __call__(self, samples: Tensor) -> Tensor:
@@ -47,27 +50,73 @@ class MelMagnitudes:
         return (spectrum.abs().transpose(1, 2) @ self._bands).transpose(1, 2)
 
 
-def ecapa(bands: int) -> Ecapa:
-    """The published network, whose pooling is not used."""
-    widths = (_WIDTH, _WIDTH, _WIDTH, _WIDTH, _CONTEXT)
-    return Ecapa(
-        EcapaConfig(
-            bands, widths, (5, 3, 3, 3, 1), (1, 2, 3, 4, 1), groups=8, squeezed=128, speechbrain=False
+def tdnn(input: int, output: int, kernel: int = 1) -> nn.Sequential:
+    """A convolution that keeps the length, ReLU, batch norm."""
+    conv = nn.Conv1d(input, output, kernel, padding=kernel // 2)
+    return nn.Sequential(OrderedDict(conv=conv, relu=nn.ReLU(), bn=nn.BatchNorm1d(output)))
+
+
+class Res2Net(nn.Module):
+    """Each group of channels but the last is convolved on top of the one before."""
+
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        group = channels // _GROUPS
+        self.convs = nn.ModuleList(
+            [nn.Conv1d(group, group, 3, padding=dilation, dilation=dilation) for _ in range(_GROUPS - 1)]
         )
-    )
+        self.bns = nn.ModuleList([nn.BatchNorm1d(group) for _ in range(_GROUPS - 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        *parts, passing = x.chunk(_GROUPS, dim=1)
+        made: list[Tensor] = []
+        for part, conv, bn in zip(parts, self.convs, self.bns):
+            made.append(bn(torch.relu(conv(part + made[-1] if made else part))))
+        return torch.cat([*made, passing], dim=1)
 
 
-#: Where the published network has other names than ours, as for `pipelines.nn.checkpoint.fill_module`.
-PUBLISHED = {
-    r"^(speaker_encoder\.)first": r"\1layer1",
-    r"blocks\.(\d+)": lambda found: f"layer{int(found[1]) + 2}.se_res2block",
-    r"\.before": ".0",
-    r"\.groups\.(\d+)\.(conv|bn)": r".1.\2s.\1",
-    r"\.after": ".2",
-    r"\.squeeze": ".3.linear1",
-    r"\.excite": ".3.linear2",
-    r"^(speaker_encoder\.)last": r"\1conv",
-}
+class SqueezeExcitation(nn.Module):
+    """Channels weighed by what all of them are on average."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(channels, _SQUEEZED), nn.Linear(_SQUEEZED, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))
+        return x * gate[:, :, None]
+
+
+class SeRes2Net(nn.Module):
+    """1x1, Res2Net, 1x1, squeeze and excitation, residual: [B, channels, T] -> [B, channels, T]."""
+
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        self.se_res2block = nn.Sequential(
+            tdnn(channels, channels),
+            Res2Net(channels, dilation),
+            tdnn(channels, channels),
+            SqueezeExcitation(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.se_res2block(x) + x
+
+
+class Ecapa(nn.Module):
+    """ECAPA-TDNN (Desplanques et al. 2020, arXiv 2005.07143) as in WeSpeaker, up to its pooling, which is not
+    used: [B, bands, T] -> [B, 1536, T]."""
+
+    def __init__(self, bands: int) -> None:
+        super().__init__()
+        self.layer1 = tdnn(bands, _WIDTH, 5)
+        self.layer2, self.layer3, self.layer4 = (SeRes2Net(_WIDTH, dilation) for dilation in (2, 3, 4))
+        self.conv = nn.Conv1d(3 * _WIDTH, _CONTEXT, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = self.layer2(self.layer1(x))
+        third = self.layer3(second)
+        return torch.relu(self.conv(torch.cat((second, third, self.layer4(third)), dim=1)))
 
 
 class PerceiverAttention(nn.Module):
@@ -168,7 +217,7 @@ class SpeakerEncoder(nn.Module):
 
     def __init__(self, config: SpeakerConfig) -> None:
         super().__init__()
-        self.speaker_encoder = ecapa(config.input)
+        self.speaker_encoder = Ecapa(config.input)
         self.perceiver_sampler = Perceiver(config.latent, config.tokens)
         self.quantizer = Fsq(config.latent, config.levels)
         self.project = nn.Linear(config.latent * config.tokens, config.output)

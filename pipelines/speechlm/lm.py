@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,16 +122,12 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSampling:
+class StreamSampling(NamedTuple):
     """How one modality is drawn; a temperature of 0 is greedy, a top_k of 0 all."""
 
     temperature: float
     top_k: int
     top_p: float = 1.0
-
-    def values(self) -> list[float]:
-        return [self.temperature, self.top_k, self.top_p]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ class Script:
         others, may share its KV."""
         special = config.specials
         prompt, ends = [*self.prompt_ids, special.text], (special.eos, special.eot)
-        extra = {"text": self.text.values(), **self._extra(private=False)}
+        extra = {"text": self.text, **self._extra(private=False)}
         return TokenRequest(
             self.request_id,
             prompt,
@@ -183,7 +179,7 @@ class Script:
         # A broken pair ends with the pad.
         sampling = self._sampling(self.max_tokens - len(before), (special.eos, special.pad))
         limits = {"min_rows": self.min_rows, "max_rows": self.max_rows}
-        extra = {"audio": self.audio.values(), **limits, **self._extra(private=True)}
+        extra = {"audio": self.audio, **limits, **self._extra(private=True)}
         shadow = None
         if self.cfg > 1:
             null = [special.pad] * (len(prompt) - 1) + [special.audio]
@@ -213,9 +209,8 @@ class ModelOutput:
     """Stream-0 ids with the markers and the end, as published models write them, and the rows of audio."""
 
     ids: list[int]
-    text_ids: list[int]
-    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. None where no audio was asked for.
-    rows: NDArray[np.int64] | None
+    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. None of them where no audio was asked for.
+    rows: NDArray[np.int64]
     end: End
 
 
@@ -227,9 +222,8 @@ def read_output(
     special, ids = config.specials, list(ids)
     ends: dict[int, End] = {special.eos: "eos", special.eot: "eot"}
     end = ends.get(ids[-1], "length") if finished else "length"
-    text_ids = [one for one in ids if config.text_start <= one < config.text_end]
     if codes is None:
-        return ModelOutput(ids, text_ids, None, end)
+        return ModelOutput(ids, np.zeros((0, config.streams), np.int64), end)
     rows = codes.copy()
     if end != "length":
         end, rows = _ENDS[rows[-1, 1]], rows[:-1]
@@ -237,7 +231,7 @@ def read_output(
     rows[:, 0] -= config.codec_base
     # Codes beside the token are 1 + their place in their stream's ids; a pad stands in place 0.
     rows[:, 1:] -= 1
-    return ModelOutput(ids, text_ids, rows, end)
+    return ModelOutput(ids, rows, end)
 
 
 def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache
-from pipelines.request import Generation, Message, Mode, SynthesisRequest
-from pipelines.results import SpeechPipeline
+from pipelines.request import AudioChunk, Message, Mode, Speech, SynthesisRequest
+from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
 from pipelines.speechlm.lm import (
+    ModelOutput,
     Prompt,
     Script,
     StreamSampling,
     TextCoder,
     build_prompt,
     chosen_messages,
+    deinterleave,
     model_spec,
+    read_output,
 )
-from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmStreamer, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, refuse_pickle
-from pipelines.tokens import TokenRequest
+from pipelines.tokens import TokenRequest, Tokens
 from pipelines.validation import (
     bounded,
     bounded_top_k,
@@ -46,6 +55,12 @@ from pipelines.vllm_engine.library import load_vllm
 _CODEC_BATCH = 64
 #: Recordings whose features are kept.
 _RECORDINGS = 64
+#: Characters of the text that an error without audio quotes.
+_QUOTED = 2000
+#: Times that a pair is asked for again when it broke.
+_REDOS = 3
+#: No pair has the name of another one.
+_pairs = itertools.count()
 #: Steps of an answer, as the published clients ask for them.
 _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
 
@@ -91,6 +106,116 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class SpeechLmRequestInfo(RequestInfo[None]):
+    """What delivery must know of a request, and how it asks the engine for more."""
+
+    config: SpeechLmConfig
+    coder: TextCoder
+    script: Script
+
+
+class SpeechLmUtterance(Utterance[None]):
+    """Receives a request's text, and asks for the audio behind it."""
+
+    _info: SpeechLmRequestInfo  # pyright: ignore[reportIncompatibleVariableOverride]
+    #: Stream-0 ids before the audio, once it is asked for.
+    _before: Sequence[int] = ()
+    _redone = 0
+
+    def finished(self, tokens: Tokens) -> None:
+        try:
+            if self._before:
+                self._audio_finished(tokens)
+            else:
+                self._text_finished(tokens)
+        except NightjarError as error:
+            self.failed(error)
+
+    def _text_finished(self, tokens: Tokens) -> None:
+        special, script = self._info.config.specials, self._info.script
+        ids, ended = [special.text, *tokens.ids], tokens.finish == "stop"
+        if script.with_audio and ended and ids[-1] == special.eot:
+            ids += [special.assistant, special.audio]
+            if len(ids) < script.max_tokens:
+                self._before = ids
+                self._ask_for_audio()
+                return
+            ended = False
+        self._deliver(ids[: script.max_tokens], None, ended)
+
+    def _ask_for_audio(self) -> None:
+        info = self._info
+        self.go_on(info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}"))
+
+    def _audio_finished(self, tokens: Tokens) -> None:
+        ended = tokens.finish == "stop"
+        if ended and tokens.ids[-1] == self._info.config.specials.pad:
+            self._redone += 1
+            if self._redone > _REDOS:
+                message = f"The guidance pair broke {self._redone} times."
+                advice = "Open the model with more memory for its KV cache, or fewer slots."
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
+            self._ask_for_audio()
+            return
+        self._deliver([*self._before, *tokens.ids], tokens.codes, ended)
+
+    def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
+        """Text alone settles the future; audio goes to the codec first."""
+        info = self._info
+        answer = read_output(info.config, ids, codes, finished=finished)
+        text, frames = info.coder.decode(answer.ids), deinterleave(answer.rows)
+        info.meta["tokens"] = len(answer.ids)
+        finish = "length" if answer.end == "length" else "stop"
+        meta = {**info.meta, "finish": finish}
+        if not info.script.with_audio:
+            self.done(Speech(np.zeros(0, np.float32), info.sample_rate, info.text, text, meta))
+            return
+        if not len(frames):
+            message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
+            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, meta)
+        info.check_end(finish, len(frames))
+        self.decode(FinishedCodes(frames, finish, text_out=text))
+
+
+def _why(answer: ModelOutput) -> str:
+    if len(answer.rows):
+        return f"The model wrote {len(answer.rows)} rows of audio, too few for a frame."
+    if answer.end == "length":
+        return "The text did not end within max_tokens, and no audio followed it."
+    return "The model ended its answer after the text."
+
+
+class SpeechLmStreamer(SpeechLmUtterance):
+    """Streams the text of a request while it is written; the audio comes whole, behind it."""
+
+    streamed = True
+    _sent = ""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._decoder = DecodeStream(skip_special_tokens=True)
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        config, tokenizer = self._info.config, self._info.coder.tokenizer
+        for one in ids:
+            if config.text_start <= one < config.text_end and (piece := self._decoder.step(tokenizer, one)):
+                self._sent += piece
+                self._listener(self._chunk(piece))
+
+    def done(self, speech: Speech) -> None:
+        """The audio behind the text, and then the end."""
+        rest = (speech.text_out or "").removeprefix(self._sent)
+        if rest and speech.text_out == self._sent + rest:
+            self._listener(self._chunk(rest))
+        if len(speech.samples):
+            self._listener(AudioChunk(speech.samples, speech.sample_rate))
+        super().done(replace(speech, samples=np.zeros(0, np.float32)))
+
+    def _chunk(self, text: str) -> AudioChunk:
+        return AudioChunk(np.zeros(0, np.float32), self._info.sample_rate, text)
+
+
 class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
@@ -127,12 +252,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities)
         check_seed(request.seed)
-        if either(generation.repetition_penalty, 1.0) != 1.0:
-            raise InputError(
-                ErrorCode.INPUT_UNSUPPORTED,
-                "This model has no repetition penalty.",
-                "Remove `repetition_penalty`.",
-            )
+        if generation.repetition_penalty not in (None, 1.0):
+            message = "This model has no repetition penalty."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
         mode = generation.mode or CAPABILITIES.modes[0]
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
@@ -141,8 +263,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        parts = self.config, self.coder, script
-        info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, *parts)
+        keep = self._options.keep_unfinished
+        info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, keep, self.config, self.coder, script)
         return script.text_request(self.config), info
 
     def _script(
@@ -154,19 +276,21 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         salt: str | None,
         room: int,
     ) -> Script:
-        asked, config, top_p = request.generation, self.config, either(request.generation.top_p, 1.0)
-        text, audio = (
-            StreamSampling(
-                bounded(either(own, either(asked.temperature, default))), bounded_top_k(top_k), top_p
-            )
-            for own, default, top_k in (
-                (asked.text_temperature, config.text_temperature, either(asked.top_k, config.text_top_k)),
-                (
-                    asked.audio_temperature,
-                    config.audio_temperature,
-                    either(asked.audio_top_k, either(asked.top_k, config.audio_top_k)),
-                ),
-            )
+        asked, config, rows = request.generation, self.config, _STEPS["text_audio"]
+        if asked.max_seconds is not None:
+            # Audio comes to an end `delay` rows after its last frame began.
+            rows = frames_within(asked.max_seconds, self._frames_per_second, rows) + config.delay
+
+        def sampling(temperature: float, top_k: int) -> StreamSampling:
+            return StreamSampling(bounded(temperature), bounded_top_k(top_k), either(asked.top_p, 1.0))
+
+        text = sampling(
+            either(asked.text_temperature, asked.temperature, config.text_temperature),
+            either(asked.top_k, config.text_top_k),
+        )
+        audio = sampling(
+            either(asked.audio_temperature, asked.temperature, config.audio_temperature),
+            either(asked.audio_top_k, asked.top_k, config.audio_top_k),
         )
         return Script(
             request.request_id,
@@ -178,17 +302,10 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
             with_audio=mode == "text_audio",
             cfg=bounded(either(asked.cfg, 1.0)),
             min_rows=self._options.min_rows,
-            max_rows=self._most_rows(asked),
+            max_rows=rows,
             features=[(position, rows) for (position, _), rows in zip(prompt.features, features)],
             salt=salt,
         )
-
-    def _most_rows(self, generation: Generation) -> int:
-        """Rows of audio, which come to an end `delay` rows after its last frame began."""
-        most = _STEPS["text_audio"]
-        if generation.max_seconds is None:
-            return most
-        return frames_within(generation.max_seconds, self._frames_per_second, most) + self.config.delay
 
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:
         """Features of every recording, in order, and a name for their content. Raises `InputError` for
@@ -205,11 +322,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
                     text,
                     "Use mode text_audio to skip the assistant's messages.",
                 )
-            features.append(
-                self._heard.get(
-                    message.content, None, lambda recording=message.content: self._hear(recording)
-                )
-            )
+            features.append(self._heard.get(message.content, None, partial(self._hear, message.content)))
             digest.update(hashlib.sha256(message.content).digest())
         return features, digest.hexdigest() if features else None
 

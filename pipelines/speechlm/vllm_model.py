@@ -23,7 +23,7 @@ from kernels.registry import to_device
 from kernels.sampler import DrawFlags, frame_noise, sample
 from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT
+from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, StreamSampling
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
@@ -33,24 +33,22 @@ _NEVER = float("-inf")
 _CANDIDATES = 64
 
 
-#: (temperature, top_k, top_p) of a sampler that a request says nothing of, such as those with which vLLM
-#: warms its kernels up.
-_GREEDY = (0.0, 0, 1.0)
+#: Where a request says nothing of a sampler, such as those with which vLLM warms its kernels up.
+_GREEDY = StreamSampling(0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """How a running request is drawn: temperature, top_k, top_p."""
+    """How a running request is drawn."""
 
-    text: tuple[float, int, float] = _GREEDY
-    audio: tuple[float, int, float] = _GREEDY
+    text: StreamSampling = _GREEDY
+    audio: StreamSampling = _GREEDY
     half: Half | None = None
 
     @property
     def wide(self) -> bool:
         """Whether its text is drawn among more than the likeliest."""
-        temperature, top_k, _ = self.text
-        return temperature > 0 and not 0 < top_k <= _CANDIDATES
+        return self.text.temperature > 0 and not 0 < self.text.top_k <= _CANDIDATES
 
 
 class SpeechLmState(FrameState):
@@ -79,23 +77,19 @@ class SpeechLmState(FrameState):
 
     def admit(self, request: Admitted) -> None:
         slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
-        asked = _Asked(tuple(extra.get("text", _GREEDY)), tuple(extra.get("audio", _GREEDY)), half_of(extra))
+        text, audio = (StreamSampling(*extra.get(kind, _GREEDY)) for kind in ("text", "audio"))
+        asked = _Asked(text, audio, half_of(extra))
         sampling = SamplingParams(*asked.text, 1.0, *asked.audio, min_new_tokens=extra.get("min_rows", 0))
         seed, nothing = request.sampling.seed or 0, np.zeros(0, np.int64)
         self.drawing.place([Placement(slot, (), seed, sampling, nothing, self._unused, length)])
         self._asked[slot] = asked
-        self.origins[slot], self.max_rows[slot] = (
-            extra.get("noise_origin", length),
-            extra.get("max_rows", 1),
-        )
+        self.origins[slot] = extra.get("noise_origin", length)
+        self.max_rows[slot] = extra.get("max_rows", 1)
         self.speaks[slot], self.wide[slot] = "audio" in extra, asked.wide
-        self._features.pop(slot, None)
-        if "features" in extra:
-            self._features[slot] = [(position, self._rows_of(data)) for position, data in extra["features"]]
-
-    def _rows_of(self, data: bytes) -> Tensor:
-        rows = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        return rows.view(-1, self.inputs_embeds_size).to(self.device, self.dtype)
+        self._features[slot] = []
+        for position, data in extra.get("features", ()):
+            rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, self.inputs_embeds_size)
+            self._features[slot].append((position, rows.to(self.device, self.dtype)))
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self.model.embed_frames(ids, codes.long())
@@ -257,21 +251,15 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Takes the decoder's tensors; the tower's and the codec's are not vLLM's."""
         held: dict[str, Tensor] = {}
-        loaded = super().load_weights(self._decoder(weights, held))
-        self._copy_rows(held)
-        return loaded | {"frame_embedding", "frame_head", "frame_bias"}
 
-    def _decoder(
-        self, weights: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if name in (EMBEDDING, HEAD, STREAMS):
-                held[name] = tensor
-            if name == HEAD or name.startswith("model."):
-                yield name, tensor
+        def decoder() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in (EMBEDDING, HEAD, STREAMS):
+                    held[name] = tensor
+                if name == HEAD or name.startswith("model."):
+                    yield name, tensor
 
-    def _copy_rows(self, held: dict[str, Tensor]) -> None:
-        config = self.speechlm
+        loaded, config = super().load_weights(decoder()), self.speechlm
         head, layer = held[HEAD], config.layer_size
         self.frame_embedding.data[1:] = held[EMBEDDING][config.codec_base + layer : config.codec_end]
         self.frame_head.data[:-2] = head[config.codec_base : config.codec_end]
@@ -280,6 +268,7 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         for stream in range(1, config.streams):
             rows = slice(stream * layer, (stream + 1) * layer)
             self.frame_bias.data[rows] = self.frame_head[rows] @ shifts[stream]
+        return loaded | {"frame_embedding", "frame_head", "frame_bias"}
 
 
 def _held(values: Tensor) -> nn.Parameter:

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipelines import audio
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import Codec, load_codec
-from pipelines.qwen3_tts.config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder, log_mel
 from tests.conformance.listing import Case, listed
 from tests.support.golden_arrays import Array, largest_difference, read_arrays
@@ -81,9 +81,8 @@ class _Golden:
 
     def _speaker(self, checkpoint: str) -> SpeakerEncoder:
         folder = whole(self.folder / checkpoint)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["speaker_encoder_config"]
         with Checkpoint.open(folder) as source:
-            encoder = SpeakerEncoder(SpeakerEncoderConfig.read(config), source, self.device)
+            encoder = SpeakerEncoder(Qwen3TTSConfig.from_folder(folder).speaker_encoder, source, self.device)
             source.finish(PREFIX)
         return encoder
 
@@ -158,9 +157,9 @@ def _speaker(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
 
     def resample() -> None:
         samples, rate = audio.decode(
-            golden.recording(item).read_bytes(), golden.speaker(checkpoint).sample_rate
+            golden.recording(item).read_bytes(), golden.speaker(checkpoint).config.sample_rate
         )
-        assert rate == golden.speaker(checkpoint).sample_rate, f"rate {rate}"
+        assert rate == golden.speaker(checkpoint).config.sample_rate, f"rate {rate}"
         _near(torch.from_numpy(samples), golden.audio24k(item), AUDIO_LIMIT)
 
     def mel() -> None:

@@ -19,7 +19,7 @@ from pipelines.options import TokenModelOptions
 from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
-from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
+from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
@@ -159,9 +159,8 @@ class Heard(SpeechLmUtterance):
         return self._redone
 
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
-        config = self._request.config
+        config = self._info.config
         answer = read_output(config, ids, codes, finished=finished)
         bases = config.codec_base + config.layer_size * np.arange(config.streams)
-        rows = np.zeros((0, config.streams), np.int64) if answer.rows is None else answer.rows + bases
-        made: Any = (answer.ids, rows)
+        made: Any = (answer.ids, answer.rows + bases)
         self.future.set_result(made)

@@ -19,6 +19,8 @@ def fields_of(value: Any, *leaves: type) -> dict[str, Any]:
         names = value.__struct_fields__
     elif dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))
+    elif hasattr(value, "_fields"):
+        names = value._fields
     else:
         return {"": value}
     found: dict[str, Any] = {}

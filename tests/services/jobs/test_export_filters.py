@@ -181,7 +181,7 @@ def test_a_job_that_runs_is_exported_as_far_as_it_is_done_and_again_later(
     assert not [name for name in contents(folder) if name.startswith("_export")]
     assert run(started, "manifest", file, where).items == wanted
     # The finished one is not replaced by an export with another filter.
-    with pytest.raises(ConfigError, match="holds another export of this job"):
+    with pytest.raises(ConfigError, match="holds another export"):
         run(started, "webdataset", folder, "wer < 0.3", part_bytes=100_000)
 
 

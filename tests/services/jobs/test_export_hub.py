@@ -74,7 +74,7 @@ def test_a_job_that_went_on_is_exported_again_to_its_own_place(
     assert main(push) == 0, capfd.readouterr().err
     for filtered in (None, "seconds > 0"):
         assert job.to_datasets(where=filtered)["example_id"][:] == ["u0", "fails"]
-    with pytest.raises(ConfigError, match="it has been continued since"):
+    with pytest.raises(ConfigError, match="with other items or options"):
         job.to_datasets(tmp_path / "of a person")
     made.ledger.close()
 

@@ -25,7 +25,7 @@ from jobs.ledger.records import Artifact, Done, ItemState
 from jobs.provenance import provenance_key
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
-from tests.support.export_kit import Finished, finished_job, run_all
+from tests.support.export_kit import Finished, finished_job
 
 LINES: list[dict[str, Any]] = [
     {"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(20)
@@ -250,19 +250,6 @@ def test_a_job_that_went_on_is_another_export(finished: Finished) -> None:
     assert [row.state for row in finished.ledger.items(finished.job_id)].count(ItemState.DONE) == 21
     with pytest.raises(ConfigError, match="another export"):
         run(finished, "webdataset", to)
-
-
-def test_a_job_that_goes_on_during_an_export_is_not_half_in_it(finished: Finished) -> None:
-    """The list of a split is written after its audio: an item that is made in between would be in the one
-    and not in the other."""
-
-    def go_on(part: Part) -> None:
-        if part.split == "dev" and part.number == part.of - 1:
-            finished.ledger.retry(finished.job_id, None)
-            run_all(finished.ledger, finished.store, finished.job_id, mended=True)
-
-    with pytest.raises(ConfigError, match="The job changed while it was exported"):
-        run(finished, "ljspeech", finished.folder / "to", on_part=go_on)
 
 
 def test_two_at_once(finished: Finished) -> None:

@@ -176,7 +176,6 @@ def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None
     ("reading", "format", "words"),
     [
         (Reading(limit=1, sample=1), "csv", "both given"),
-        (Reading(limit=0), "csv", "limit is 0"),
         (Reading(columns={"words": "x"}), "csv", "no field 'words'"),
         (Reading(columns={"text": "x"}), "text", "not a table"),
         (Reading(voices={"anna": "sine"}), "dialogues", "no speakers"),

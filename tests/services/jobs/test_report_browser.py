@@ -168,7 +168,7 @@ def test_a_screen_reader_finds_names(browser: Browser, page: Path) -> None:
     assert any(
         name.startswith("Throughput") and "items a second" in name for kind, name in named if kind == "image"
     )
-    assert any(name.startswith("Waveform and spectrogram of item") for kind, name in named if kind == "image")
+    assert any(name.startswith("Waveform of item") for kind, name in named if kind == "image")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (360, False)])

@@ -322,11 +322,11 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("7", "GPU 7 does not exist; this host has 0 and 1."),
+        ("7", "GPU 7 does not exist; this host has 0, 1."),
         ("0,0", "--gpu names GPU 0 twice."),
         ("-1", "--gpu: '-1' is no GPU."),
         ("both", "--gpu: 'both' is no GPU."),
-        ("", "--gpu names no GPU."),
+        ("", "--gpu: '' is no GPU."),
     ],
 )
 def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:

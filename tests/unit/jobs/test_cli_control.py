@@ -168,16 +168,13 @@ def test_a_job_that_no_live_worker_takes_says_so(rig: Rig) -> None:
 def test_workers_that_were_killed_with_their_broker_are_dead_at_once(rig: Rig) -> None:
     job = rig.submit(["hello", "again"])
     rig.claim_next()
-    state = rig.settings.state_folder
 
     def seen() -> tuple[int, bool, str]:
         workers = json.loads(call(rig, "workers", "--json").stdout)["state"]
         count = json.loads(call(rig, "status", job.id, "--json").stdout)["workers"]
         return count, "o live worker takes this job" in call(rig, "status", job.id).output, workers
 
-    # A worker that a person started is none of the home's.
     assert seen() == (1, False, "up")
-    (state / "worker.json").write_text(json.dumps({"host": WORKER.host, "pids": [WORKER.pid]}))
     with listening_broker(rig.folder):
         assert seen() == (1, False, "up")
     # Its record is left, as after a kill.

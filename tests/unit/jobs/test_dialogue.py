@@ -131,29 +131,12 @@ BAD = [
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b'["user", "video", "x.mp4"]', "The line is a list, not an object."),
-        (b'"hello"', "The line is a text, not an object."),
-        (line("a", "hello"), "`messages` is a text, not a list."),
-        (
-            line("a", ["user", "video", "x.mp4"]),
-            "Message 0 is not a list of three texts, [role, modality, content].",
-        ),
-        (
-            line("a", [["user", "text", "hi"], ["user", "video"]]),
-            "Message 1 is not a list of three texts, [role, modality, content].",
-        ),
-        (
-            line("a", [["user", "text", 5]]),
-            "Message 0 is not a list of three texts, [role, modality, content].",
-        ),
-        (line("a", [["user", "film", "x"]]), "Message 0 has the unknown modality 'film'."),
-        (
-            line("a", [["user", "text", "hi"], ["robot", "text", "x"]]),
-            "Message 1 has the unknown role 'robot'.",
-        ),
+        (b'"hello"', "Expected `object`, got `str`."),
+        (line("a", "hello"), "Expected `array`, got `str` - at `$.messages`."),
+        (line("a", [["user", "film", "x"]]), "Invalid enum value 'film' - at `$.messages[0][1]`."),
     ],
 )
-def test_a_wrong_shape_is_one_sentence(raw: bytes, message: str) -> None:
+def test_a_wrong_shape_is_said_with_its_place(raw: bytes, message: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_line(raw)
     assert caught.value.message == message

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,47 +189,31 @@ def test_a_record_is_there_whole_while_it_is_written(state: Path) -> None:
     class Unwritable:
         """JSON has no word for it."""
 
-    _write_own(state / "worker.json", {"pids": [1]})
+    _write_own(state / "broker.json", {"pids": [1]})
     with pytest.raises(TypeError):
-        _write_own(state / "worker.json", {"pids": [2, Unwritable()]})
-    assert json.loads((state / "worker.json").read_text()) == {"pids": [1]}
-    _write_own(state / "worker.json", {"pids": [3]})
-    assert json.loads((state / "worker.json").read_text()) == {"pids": [3]}
+        _write_own(state / "broker.json", {"pids": [2, Unwritable()]})
+    assert json.loads((state / "broker.json").read_text()) == {"pids": [1]}
+    _write_own(state / "broker.json", {"pids": [3]})
+    assert json.loads((state / "broker.json").read_text()) == {"pids": [3]}
 
 
-def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: Path) -> None:
-    settings = Settings(home=state.parent)
-    ledger = Ledger.open(settings.ledger_url)
-    ledger.migrate()
-    dead, other = worker("dead", socket.gethostname()), worker("other", socket.gethostname())
-    for info, pid in ((dead, 41), (other, 42)):
-        ledger.register_worker(
-            type(info)(**{**{name: getattr(info, name) for name in info.__dataclass_fields__}, "pid": pid})
-        )
-    job = submit(ledger, (2, 2, 2))
-    for worker_id in ("dead", "dead", "other"):
-        lease_next(ledger, worker_id)
-    execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
-    (state / "worker.json").write_text(json.dumps({"host": socket.gethostname(), "pids": [41, 43]}))
-    with EmbeddedHome(settings) as home:
-        assert home.lost_workers == [(socket.gethostname(), 41), (socket.gethostname(), 43)]
-        assert [ledger.lose_worker(*lost) for lost in home.lost_workers] == [2, 0]
+def test_leases_of_workers_that_are_dead_end_at_once(state: Path) -> None:
+    with closing(ledger_of(state)) as ledger:
+        ledger.migrate()
+        for number, name in enumerate(("dead", "other", "gone")):
+            ledger.register_worker(replace(worker(name, "here"), pid=41 + number))
+        ledger.retire_worker("gone")
+        job = submit(ledger, (2, 2, 2))
+        for worker_id in ("dead", "dead", "other"):
+            lease_next(ledger, worker_id)
+        execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
+        assert (ledger.lose_workers("here", 41), ledger.lose_workers("here", 44)) == (2, 0)
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
-    assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
-    assert {row.id: row.state for row in ledger.worker_statuses(everyone=True)} == {
-        "dead": "lost",
-        "other": "up",
-    }
-    ledger.close()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x", "pids": 3}', '{"host": "x"']
-)
-def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None:
-    (state / "worker.json").write_text(text)
-    with EmbeddedHome(Settings(home=state.parent)) as home:
-        assert home.lost_workers == []
+        assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
+        states = lambda: {row.id: row.state for row in ledger.worker_statuses(everyone=True)}  # noqa: E731
+        assert states() == {"dead": "lost", "other": "up", "gone": "retired"}
+        assert ledger.lose_workers() == 1
+        assert states() == {"dead": "lost", "other": "lost", "gone": "retired"}
 
 
 def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
@@ -257,7 +241,7 @@ def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
         if left == "a mount point":
             home.mkdir()
         for write in (
-            lambda: _write_own(held.state / "worker.json", {}),
+            lambda: _write_own(held.state / "broker.json", {}),
             lambda: os.close(_open_log(held.worker_log)),
         ):
             with pytest.raises(FileNotFoundError):

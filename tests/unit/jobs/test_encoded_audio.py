@@ -56,20 +56,15 @@ def card_of(sample_rate: int) -> ModelCard:
 @pytest.mark.parametrize(
     ("audio_format", "asked", "model_rate", "words"),
     [
-        ("mp4", None, 24_000, "wav, flac, mp3, opus"),
         ("opus", None, 44_100, "8000, 12000, 16000, 24000 or 48000 Hz, or the format flac"),
         ("opus", 22_050, 24_000, "8000, 12000, 16000, 24000 or 48000 Hz, or the format flac"),
         ("mp3", 20_000, 24_000, "22050, 24000, 32000, 44100 or 48000 Hz, or the format flac"),
-        ("wav", 7_999, 24_000, "from 8000 to 48000"),
-        ("flac", 48_001, 24_000, "from 8000 to 48000"),
-        ("wav", "16000", 24_000, "from 8000 to 48000"),
-        ("wav", 16_000.5, 24_000, "from 8000 to 48000"),
     ],
 )
 def test_a_format_that_cannot_be_is_refused_with_what_to_use(
-    audio_format: str, asked: object, model_rate: int, words: str
+    audio_format: str, asked: int | None, model_rate: int, words: str
 ) -> None:
-    spec = JobSpec("fake", format=audio_format, sample_rate=msgspec.UNSET if asked is None else asked)  # pyright: ignore[reportArgumentType]
+    spec = JobSpec("fake", format=audio_format, sample_rate=msgspec.UNSET if asked is None else asked)
     with pytest.raises(ConfigError) as caught:
         frozen_spec(spec, card_of(model_rate))
     assert caught.value.code is ErrorCode.CONFIG_INVALID

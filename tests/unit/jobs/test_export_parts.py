@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.export import parse_splits
-from jobs.export.files import BucketDestination, SortedLines
+from jobs.export.files import Destination, SortedLines
 from jobs.export.folder_formats import kaldi_ids, tar_file
 from jobs.export.items import WHOLE, exported, make_plan
 from jobs.ledger.records import Artifact, ItemRow, ItemState
@@ -160,7 +160,7 @@ def test_tar_files_have_the_bytes_that_they_always_had() -> None:
 def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     store = FolderStore(tmp_path / "bucket")
-    destination = BucketDestination(store, tmp_path)
+    destination = Destination(store, store.url, tmp_path)
 
     def publish(content: bytes) -> None:
         path = tmp_path / "file"

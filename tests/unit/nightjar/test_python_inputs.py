@@ -163,13 +163,13 @@ def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, recor
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ({"text": "Good evening."}, "A dict is a mapping"),
+        ({"text": "Good evening."}, "A dict is not a list of records"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}),
-            "A DatasetDict is a mapping",
+            "A DatasetDict is not a list.*a split",
         ),
-        (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame gives its columns"),
-        (5, "A value of type int is not a list of records"),
+        (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame is not a list.*records"),
+        (5, "A int is not a list of records"),
     ],
 )
 def test_names_of_splits_and_columns_are_not_taken_for_texts(
@@ -192,7 +192,7 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(
             "The option qa_set is 'bounds.pause.high=2': Input should be a list",
         ),
         ({"voic": "heart"}, "Did you mean 'voice'"),
-        ({"generation": {"temprature": 1}}, "Did you mean 'temperature'"),
+        ({"generation": {"temprature": 1}}, "temprature"),
         ({"labels": "corpus"}, "The option labels is 'corpus'"),
         ({"columns": "sentence"}, "The option columns is 'sentence'"),
         ({"voice_of": "heart"}, "The option voice_of is 'heart'"),
@@ -206,6 +206,11 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(
         ({"voice_of": {"robot": "heart"}}, "'user' or 'assistant'"),
         ({"labels": {"corpus": 1}}, "labels.corpus is 1"),
         ({"seed": -1}, "seed is -1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"sample_rate": 7_999}, "sample_rate is 7999"),
+        ({"sample_rate": 48_001}, "sample_rate is 48001"),
+        ({"format": "mp4"}, "format is 'mp4'"),
+        ({"speak": "answer"}, "speak is 'answer'"),
         ({"limit": 2.5}, "limit is 2.5"),
         ({"priority": 101}, "priority is 101"),
         ({"weight": 0}, "weight is 0"),

@@ -53,7 +53,7 @@ def test_the_name_of_a_model_is_a_text() -> None:
         nightjar.open_model(5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["x.wav", "x.flac", "x.mp3", "x.opus", "x.ogg", "X.WAV"])
+@pytest.mark.parametrize("name", ["x.wav", "x.flac", "x.mp3", "x.opus", "X.WAV"])
 def test_a_sound_is_saved_in_the_format_of_its_path(tmp_path: Path, name: str) -> None:
     sound = nightjar.Sound(np.sin(np.arange(24_000, dtype=np.float32) / 20) / 2, 24_000)  # type: ignore[arg-type]
     path = sound.save(str(tmp_path / name))
@@ -63,8 +63,8 @@ def test_a_sound_is_saved_in_the_format_of_its_path(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("path", "rate", "kind", "words"),
     [
-        ("x.xyz", 24_000, ConfigError, "does not say an audio format"),
-        ("x", 24_000, ConfigError, "does not say an audio format"),
+        ("x.xyz", 24_000, ConfigError, "Unknown audio format"),
+        ("x", 24_000, ConfigError, "Unknown audio format"),
         (5, 24_000, ConfigError, "The argument `path` is 5"),
         ("x.opus", 44_100, ConfigError, "no sample rate of 44100 Hz"),
         ("none/x.wav", 24_000, StoreError, "cannot be written: No such file or directory"),

@@ -21,6 +21,7 @@ import pytest
 
 from pipelines.engine_process import client
 from pipelines.engine_process.client import ON_THE_WAY, EngineProcess
+from pipelines.engine_process.messages import Recording
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -127,7 +128,7 @@ def test_a_recording_travels_once_and_every_request_has_its_own(
         " ".join(digests[place] for place in places) for places in asked
     ]
     # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
-    assert sum(recording is not None for message in sent for _, recording in message.recordings) == 8
+    assert sum(isinstance(message, Recording) for message in sent) == 8
 
 
 def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process: Open) -> None:
@@ -163,8 +164,6 @@ def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
     assert bad.value.advice
     with pytest.raises(ConfigError, match="Unknown option 'wrong'"):
         open_process(str(CHECKPOINT), wrong=1)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        open_process(wrong=object())
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Folder:
 
     def __init__(self, folder: Path, maximum_bytes: int = 1 << 20, identity: str = "model") -> None:
         self.folder = folder
-        self.files = RecordingFiles(folder, maximum_bytes, lambda: identity)
+        self.files = RecordingFiles(folder, maximum_bytes, identity)
         self.made = 0
 
     def get(self, recording: bytes = b"recording", variant: str = "whole", size: int = 3) -> Arrays:

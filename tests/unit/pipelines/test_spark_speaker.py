@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipelines.nn.speaker import SeRes2Net
 from pipelines.spark_tts.bicodec import BiCodec, Tokenizer, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.reference import reference_clip
-from pipelines.spark_tts.speaker import Fsq, Perceiver, ecapa
+from pipelines.spark_tts.speaker import Fsq, Perceiver, Res2Net
 from tests.support.golden_arrays import Arrays, check_near, read_arrays
 from tests.support.vllm_kit import GOLDEN, checkpoint
 
@@ -90,14 +89,14 @@ def test_slices_of_channels_are_chained() -> None:
     """Desplanques et al. (2020), as the published code has it: each slice but the last is convolved on top
     of the one before."""
     torch.manual_seed(0)
-    block, x = SeRes2Net(ecapa(4).config, 32, 3, 2).eval(), torch.randn(2, 32, 50)
-    for group in block.groups:
-        nn.init.normal_(group.bn.running_mean)  # pyright: ignore[reportArgumentType]
+    block, x = Res2Net(32, 2).eval(), torch.randn(2, 32, 50)
+    for bn in block.bns:
+        nn.init.normal_(bn.running_mean)  # pyright: ignore[reportArgumentType]
     slices, made, before = x.split(4, dim=1), [], torch.zeros(2, 4, 50)
-    for index, group in enumerate(block.groups):
-        before = group.bn(torch.relu(group.conv(slices[index] + before)))
+    for index, (conv, bn) in enumerate(zip(block.convs, block.bns)):
+        before = bn(torch.relu(conv(slices[index] + before)))
         made.append(before)
-    torch.testing.assert_close(block.res2net(x), torch.cat([*made, slices[-1]], dim=1))
+    torch.testing.assert_close(block(x), torch.cat([*made, slices[-1]], dim=1))
 
 
 def test_latents_keep_what_they_were_behind_each_part() -> None:

@@ -33,7 +33,7 @@ from pipelines.speechlm.lm import (
     chosen_messages,
     read_output,
 )
-from pipelines.speechlm.results import SpeechLmRequestInfo, SpeechLmUtterance
+from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
@@ -136,11 +136,9 @@ def test_an_answer_says_what_ended_it(config: SpeechLmConfig) -> None:
     for mark, end, last in ((0, "eos", 2), (ENDED_BY_EOT, "eot", 3), (ENDED_BY_LIMIT, "length", 2)):
         codes[7, 1] = mark
         answer = read_output(config, ids, codes[5:], finished=True)
-        assert (answer.end, answer.ids[-1], answer.text_ids) == (end, last, [300])
-        assert answer.rows is not None
+        assert (answer.end, answer.ids[-1]) == (end, last)
         assert answer.rows.tolist() == [[0] * 8, [1] + [0] * 7]
     cut = read_output(config, ids[:-1], codes[5:-1], finished=False)
-    assert cut.rows is not None
     assert (cut.end, len(cut.rows)) == ("length", 2)
     assert read_output(config, [7, 300, 2], None, finished=True).end == "eos"
     assert read_output(config, [7, 300], None, finished=False).end == "length"

@@ -13,7 +13,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Done, Event, Failed, Speech
 from pipelines.results import SpeechPipeline
-from pipelines.speechlm.results import SpeechLmStreamer, SpeechLmUtterance
+from pipelines.speechlm.pipeline import SpeechLmStreamer, SpeechLmUtterance
 
 
 class _Engine:

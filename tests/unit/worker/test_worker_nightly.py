@@ -21,7 +21,7 @@ from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.night_kit import changed_schedule
 from worker import nightly
-from worker.nightly import NightEnd, input_of, last_night, run_nights
+from worker.nightly import NightEnd, input_of, run_nights
 
 
 @pytest.fixture
@@ -132,12 +132,11 @@ def test_inputs_name_their_night() -> None:
         input_of(Schedule(input="s3://b/{date}/in.jsonl"), date(2026, 1, 2)) == "s3://b/2026-01-02/in.jsonl"
     )
     assert input_of(Schedule(input="/in/%Y/%m/%d.jsonl"), date(2026, 1, 2)) == "/in/2026/01/02.jsonl"
-    assert last_night(datetime(2026, 1, 2, 1, 30)) == date(2026, 1, 2)
 
 
 @pytest.mark.parametrize(("zone", "night"), [("Pacific/Auckland", 21), ("UTC", 20), ("Pacific/Honolulu", 20)])
 def test_the_night_is_the_date_where_the_worker_runs(
-    zone: str, night: int, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, zone: str, night: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class At(datetime):
         @classmethod
@@ -148,7 +147,8 @@ def test_the_night_is_the_date_where_the_worker_runs(
     time.tzset()
     try:
         monkeypatch.setattr(nightly, "datetime", At)
-        assert last_night() == date(2026, 11, night)
+        (one,) = run_nights(settings, None, 0).nights
+        assert one.night == date(2026, 11, night)
     finally:
         monkeypatch.undo()
         time.tzset()
