@@ -47,7 +47,8 @@ from benchmarks.checkpoint import (
     qwen3_config,
     spark_config,
 )
-from benchmarks.common import ROOT, Bench, Row, parser
+from benchmarks.common import Bench, Row, parser
+from benchmarks.report import ROOT
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
 ROLE, TAIL = [151644, 77091, 198], [151645, 198, 151644, 77091, 198]

@@ -26,7 +26,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, Bench, Row, parser, words
+from benchmarks.common import Bench, Row, parser, words
+from benchmarks.report import ROOT
 from pipelines.errors import NightjarError
 from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig

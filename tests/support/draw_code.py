@@ -1,4 +1,4 @@
-"""The Triton draw compiled for sm_90 without a GPU: `python -m benchmarks.draw_code [--only NAME]`.
+"""The Triton draw compiled for sm_90 without a GPU: `python -m tests.support.draw_code [--only NAME]`.
 
 For each draw of the published sizes: warps, registers and spills of a thread, shared memory, and a digest
 of the PTX, which tells whether a change has changed the code of a draw.
@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.random_models.frames import FISH, SPARK, Maker, Shape
+from benchmarks.shapes import FISH, SPARK, Maker, Shape
 from kernels import lm_sampler
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY

@@ -1,7 +1,5 @@
-"""Clients of a streaming server that cost next to nothing: HTTP/1.1 and Cartesia's WebSocket on bare sockets.
-
-Only the standard library is imported, so that a process of clients starts in a tenth of a second.
-"""
+"""HTTP/1.1 and Cartesia's WebSocket on bare sockets, for clients that cost next to nothing: only the standard library is
+imported."""
 
 from __future__ import annotations
 
@@ -10,117 +8,91 @@ import base64
 import json
 import os
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-#: A piece of audio: the time it came (`time.monotonic`), and its bytes.
+#: A piece of an answer: the time it came, and its bytes.
 HeardBytes = Callable[[float, int], None]
-BYTES_PER_SAMPLE = 2
+SPEECH, CHAT = "/v1/audio/speech", "/v1/chat/completions"
 CARTESIA_VERSION = "2025-04-16"
-_HEAD_END = b"\r\n\r\n"
 _TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
 
 
 class AnswerParser:
-    """One HTTP/1.1 answer, fed in pieces of any size; its body may be chunked, counted, or end with the
-    connection."""
+    """One HTTP/1.1 answer, fed in pieces of any size; its body may be chunked, counted, or end with the connection."""
 
     def __init__(self) -> None:
-        self.status = 0
+        self.status, self.done, self.open_ended = 0, False, False
         self.headers: dict[str, str] = {}
-        self.done = False
-        self._data = bytearray()
-        #: What comes next: "head", "size", "chunk", "chunk end", "trailer", "counted" or "open".
-        self._state = "head"
-        self._left = 0
+        self._data, self._body = bytearray(), list[bytes]()
+        self._steps = self._read()
+        next(self._steps)
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes of the connection; the bytes of the body among them. Raises `ValueError` for what is
-        no answer."""
+        """Takes bytes of the connection; the bytes of the body among them. Raises `ValueError` for what is no
+        answer."""
         self._data += data
-        body: list[bytes] = []
-        while not self.done and self._step(body):
-            pass
-        return b"".join(body)
+        next(self._steps, None)
+        body, self._body = b"".join(self._body), []
+        return body
 
     def ended(self) -> bool:
         """The connection was closed; whether that was the end of the answer."""
-        self.done = self.done or self._state == "open"
+        self.done = self.done or self.open_ended
         return self.done
-
-    def _step(self, body: list[bytes]) -> bool:
-        """Reads the next part; whether there may be more."""
-        if self._state == "head":
-            return self._read_head()
-        if self._state in ("counted", "chunk", "open"):
-            return self._read_body(body)
-        end = self._data.find(b"\r\n")
-        if end < 0:
-            return False
-        line = bytes(self._data[:end])
-        del self._data[: end + 2]
-        if self._state == "size":
-            self._left = int(line.partition(b";")[0], 16)
-            self._state = "chunk" if self._left else "trailer"
-        elif self._state == "chunk end":
-            self._state = "size"
-        else:
-            self.done = not line
-        return True
-
-    def _read_head(self) -> bool:
-        end = self._data.find(_HEAD_END)
-        if end < 0:
-            return False
-        first, *lines = bytes(self._data[:end]).decode("latin-1").split("\r\n")
-        del self._data[: end + len(_HEAD_END)]
-        version, status = first.split(maxsplit=2)[:2]
-        if not version.startswith("HTTP/1."):
-            raise ValueError(f"no HTTP/1.1 answer: {first[:80]}")
-        self.status = int(status)
-        self.headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-        }
-        if "chunked" in self.headers.get("transfer-encoding", ""):
-            self._state = "size"
-        elif "content-length" in self.headers:
-            self._state, self._left = "counted", int(self.headers["content-length"])
-            self.done = self._left == 0
-        elif self.status == 101:
-            self.done = True
-        else:
-            self._state = "open"
-        return True
-
-    def _read_body(self, body: list[bytes]) -> bool:
-        count = len(self._data) if self._state == "open" else min(self._left, len(self._data))
-        if count:
-            body.append(bytes(self._data[:count]))
-            del self._data[:count]
-        self._left -= count
-        if self._state == "open" or self._left:
-            return False
-        if self._state == "counted":
-            self.done = True
-        else:
-            self._state = "chunk end"
-        return True
 
     @property
     def rest(self) -> bytes:
         """Bytes that follow the answer."""
         return bytes(self._data)
 
+    def _read(self) -> Iterator[None]:
+        head = yield from self._until(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        version, status = first.split(maxsplit=2)[:2]
+        if not version.startswith("HTTP/1."):
+            raise ValueError(f"no HTTP/1.1 answer: {first[:80]}")
+        self.status, pairs = int(status), (line.partition(":") for line in lines)
+        self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        if "chunked" in self.headers.get("transfer-encoding", ""):
+            while size := int((yield from self._until(b"\r\n")).partition(b";")[0], 16):
+                yield from self._take(size)
+                yield from self._until(b"\r\n")
+            while (yield from self._until(b"\r\n")):  # trailers
+                pass
+        elif "content-length" in self.headers:
+            yield from self._take(int(self.headers["content-length"]))
+        elif self.status != 101:
+            self.open_ended = True
+            yield from self._take(sys.maxsize)
+        self.done = True
+        yield
+
+    def _until(self, end: bytes) -> Iterator[None]:
+        while (at := self._data.find(end)) < 0:
+            yield
+        found = bytes(self._data[:at])
+        del self._data[: at + len(end)]
+        return found
+
+    def _take(self, left: int) -> Iterator[None]:
+        while left:
+            if not self._data:
+                yield
+            self._body.append(bytes(self._data[:left]))
+            left -= len(self._body[-1])
+            del self._data[: len(self._body[-1])]
+
 
 class FrameParser:
     """WebSocket messages of a server, fed in pieces of any size."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
-        self._parts: list[bytes] = []
+        self._data, self._parts = bytearray(), list[bytes]()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
         """Takes bytes of the connection; the whole messages among them as (opcode, payload)."""
@@ -138,30 +110,23 @@ class FrameParser:
         return found
 
     def _frame(self) -> tuple[bool, int, bytes] | None:
-        if len(self._data) < 2:
-            return None
-        length, start = self._data[1] & 127, 2
+        data = self._data
+        length, start = (data[1] & 127, 2) if len(data) > 1 else (0, 2)
         if length >= 126:
-            size = 2 if length == 126 else 8
-            start += size
-            if len(self._data) < start:
-                return None
-            length = int.from_bytes(self._data[2:start], "big")
-        if len(self._data) < start + length:
+            start = 4 if length == 126 else 10
+            length = int.from_bytes(data[2:start], "big")
+        if len(data) < start or len(data) < start + length:
             return None
-        first, payload = self._data[0], bytes(self._data[start : start + length])
-        del self._data[: start + length]
+        first, payload = data[0], bytes(data[start : start + length])
+        del data[: start + length]
         return bool(first & 128), first & 15, payload
 
 
 def masked_frame(payload: bytes, opcode: int = _TEXT) -> bytes:
     """A WebSocket message of a client: masked, as the protocol asks; a mask of zeros is one."""
     count = len(payload)
-    if count < 126:
-        size = bytes([128 | count])
-    elif count < 65536:
-        size = bytes([254]) + struct.pack(">H", count)
-    else:
+    size = bytes([128 | count]) if count < 126 else bytes([254]) + struct.pack(">H", count)
+    if count >= 65536:
         size = bytes([255]) + struct.pack(">Q", count)
     return bytes([128 | opcode]) + size + bytes(4) + payload
 
@@ -189,12 +154,27 @@ class Address:
         return "\r\n".join([*told, "", ""]).encode()
 
 
+async def fetch(address: Address, path: str) -> tuple[int, bytes]:
+    """A small page of a server: status and body. Raises `OSError` where nobody answers."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(address.head(f"GET {path} HTTP/1.1", "Connection: close"))
+        parser, body = AnswerParser(), b""
+        while not parser.done:
+            data = await reader.read(65536)
+            body += parser.feed(data)
+            if not data and not parser.ended():
+                raise ConnectionError(f"{address.url} broke off")
+        return parser.status, body
+    finally:
+        writer.close()
+
+
 class Connection(asyncio.Protocol):
-    """An open connection that asks for one speech at a time."""
+    """An open connection that asks for one answer at a time."""
 
     def __init__(self, address: Address) -> None:
-        self.address = address
-        self.closed = False
+        self.address, self.closed = address, False
         self._heard: HeardBytes = lambda _at, _count: None
         self._answer: asyncio.Future[str] | None = None
         self._transport: Any = None
@@ -214,12 +194,13 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
         self._end("cancelled")
 
-    def start(self, body: dict[str, Any], heard: HeardBytes) -> asyncio.Future[str]:
-        """Writes a request. The result is "" after a whole answer, else the code or the name of what went
-        wrong."""
+    cancel = hang_up
+
+    def start(self, body: dict[str, Any], heard: HeardBytes, route: str = SPEECH) -> asyncio.Future[str]:
+        """Writes a request. The result is "" after a whole answer, else the code or the name of what went wrong."""
         self._heard = heard
         self._answer = asyncio.get_running_loop().create_future()
-        self._send(body)
+        self._send(body, route)
         return self._answer
 
     def data_received(self, data: bytes) -> None:
@@ -235,7 +216,7 @@ class Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(failure)
 
-    def _send(self, body: dict[str, Any]) -> None:
+    def _send(self, body: dict[str, Any], route: str) -> None:
         raise NotImplementedError
 
     def _read(self, at: float, data: bytes) -> None:
@@ -247,73 +228,56 @@ class Connection(asyncio.Protocol):
 
 
 class HttpConnection(Connection):
-    """`POST /v1/audio/speech` on a connection that is kept."""
-
-    ROUTE = "/v1/audio/speech"
+    """Requests on a connection that is kept."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
-        self._parser = AnswerParser()
-        self._error = b""
+        self._parser, self._error = AnswerParser(), b""
 
-    def _send(self, body: dict[str, Any]) -> None:
+    def _send(self, body: dict[str, Any], route: str) -> None:
         content = json.dumps(body).encode()
         self._parser, self._error = AnswerParser(), b""
-        head = self.address.head(
-            f"POST {self.ROUTE} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(content)}"
-        )
-        self._transport.write(head + content)
+        lines = "Content-Type: application/json", f"Content-Length: {len(content)}"
+        self._transport.write(self.address.head(f"POST {route} HTTP/1.1", *lines) + content)
 
     def _read(self, at: float, data: bytes) -> None:
-        body = self._parser.feed(data)
-        if self._parser.status == 200:
-            if body:
-                self._heard(at, len(body))
-        else:
+        parser, body = self._parser, self._parser.feed(data)
+        if parser.status != 200:
             self._error += body
-        if self._parser.done:
-            if self._parser.headers.get("connection", "").lower() == "close":
-                self.closed = True
-            self._end("" if self._parser.status == 200 else _failure(self._parser.status, self._error))
+        elif body:
+            self._heard(at, len(body))
+        if parser.done:
+            self.closed |= parser.headers.get("connection", "").lower() == "close"
+            self._end("" if parser.status == 200 else self._failure())
+
+    def _failure(self) -> str:
+        """Such as `429 queue_full`."""
+        try:
+            code = json.loads(self._error)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            code = ""
+        return f"{self._parser.status} {code or ''}".strip()
 
     def _complete(self) -> bool:
         return self._parser.ended() and self._parser.status == 200
 
 
-def _failure(status: int, body: bytes) -> str:
-    """Such as `429 queue_full`."""
-    try:
-        error: Any = json.loads(body)["error"]
-        return f"{status} {error['code'] or ''}".strip()
-    except (ValueError, KeyError, TypeError):
-        return str(status)
-
-
 class CartesiaConnection(Connection):
-    """Cartesia's `/tts/websocket`: one context at a time. `body` is what the message says beside its
-    context."""
+    """Cartesia's `/tts/websocket`: one context at a time. `body` is what the message says beside its context."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self._upgrade: asyncio.Future[int] | None = None
-        self._head = AnswerParser()
-        self._frames = FrameParser()
-        self._contexts = 0
+        self._head, self._frames, self._contexts = AnswerParser(), FrameParser(), 0
 
     async def open(self) -> None:
         """Connects and shakes hands. Raises `OSError` where there is no such route."""
         await super().open()
         self._upgrade = asyncio.get_running_loop().create_future()
-        key = base64.b64encode(os.urandom(16)).decode()
-        query = f"cartesia_version={CARTESIA_VERSION}" + (
-            f"&api_key={self.address.key}" if self.address.key else ""
-        )
-        lines = (
-            "Upgrade: websocket",
-            "Connection: Upgrade",
-            f"Sec-WebSocket-Key: {key}",
-            "Sec-WebSocket-Version: 13",
-        )
+        key, secret = base64.b64encode(os.urandom(16)).decode(), self.address.key
+        query = f"cartesia_version={CARTESIA_VERSION}" + (f"&api_key={secret}" if secret else "")
+        upgrade = "Upgrade: websocket", "Connection: Upgrade"
+        lines = *upgrade, f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13"
         self._transport.write(self.address.head(f"GET /tts/websocket?{query} HTTP/1.1", *lines))
         status = await self._upgrade
         if status != 101:
@@ -323,15 +287,14 @@ class CartesiaConnection(Connection):
     def _context(self) -> str:
         return f"c{self._contexts}"
 
-    def _send(self, body: dict[str, Any]) -> None:
+    def _send(self, body: dict[str, Any], route: str) -> None:
         self._contexts += 1
         self._transport.write(masked_frame(json.dumps({**body, "context_id": self._context}).encode()))
 
     def cancel(self) -> None:
         """Ends the context and keeps the connection."""
-        self._transport.write(
-            masked_frame(json.dumps({"context_id": self._context, "cancel": True}).encode())
-        )
+        message = {"context_id": self._context, "cancel": True}
+        self._transport.write(masked_frame(json.dumps(message).encode()))
         self._end("cancelled")
 
     def _read(self, at: float, data: bytes) -> None:
@@ -352,10 +315,9 @@ class CartesiaConnection(Connection):
     def _message(self, at: float, message: dict[str, Any]) -> None:
         if message.get("context_id") != self._context:
             return
-        kind = message.get("type")
-        if kind == "chunk" and (data := message.get("data")):
+        if message.get("type") == "chunk" and (data := message.get("data")):
             self._heard(at, len(data) * 3 // 4 - data[-2:].count("="))
-        elif kind == "error":
+        elif message.get("type") == "error":
             self._end(f"error {message.get('error_code') or message.get('title') or ''}".strip())
         if message.get("done"):
             self._end("")
@@ -367,19 +329,3 @@ class CartesiaConnection(Connection):
 
 
 CONNECTIONS: dict[str, type[Connection]] = {"http": HttpConnection, "websocket": CartesiaConnection}
-
-
-async def fetch(address: Address, path: str) -> tuple[int, bytes]:
-    """A small page of a server: status and body. Raises `OSError` where nobody answers."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    try:
-        writer.write(address.head(f"GET {path} HTTP/1.1", "Connection: close"))
-        parser, body = AnswerParser(), b""
-        while not parser.done:
-            data = await reader.read(65536)
-            body += parser.feed(data)
-            if not data and not parser.ended():
-                raise ConnectionError(f"{address.url} broke off")
-        return parser.status, body
-    finally:
-        writer.close()
