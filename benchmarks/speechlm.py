@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import Bench, Row, parser, words
 from benchmarks.report import ROOT
@@ -33,8 +33,10 @@ from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
+
+if TYPE_CHECKING:
+    from pipelines.vllm_engine.host import VllmHost
 
 #: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should
 #: and must reach.
@@ -229,8 +231,11 @@ def main() -> int:
     made.add_argument("--tensor-parallel", type=int, default=1)
     made.add_argument("--memory-share", type=float, default=0.9)
     options = made.parse_args()
+    vllm = load_vllm().__version__
+    from pipelines.vllm_engine.host import VllmHost
+
     asked = {name: value for name, value in vars(options).items() if name != "json"}
-    bench = Bench("speechlm", options, vllm=load_vllm().__version__, stock=STOCK, aim=AIM, must=MUST)
+    bench = Bench("speechlm", options, vllm=vllm, stock=STOCK, aim=AIM, must=MUST)
     bench.keep(options=asked)
     tiny, chosen = options.tiny, loads(options)
     with tempfile.TemporaryDirectory() as name:

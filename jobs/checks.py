@@ -264,8 +264,6 @@ def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = 
 
 
 MAX_DRAWS = 20
-#: Parts of the longest key, as in `bounds.wer.high`.
-_KEY_PARTS = 3
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -323,28 +321,38 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
                 "Choose `--qa basic` or `--qa strict`.",
             )
         return None
-    tree = cast("dict[str, Any]", msgspec.to_builtins(base))
+    tree = msgspec.to_builtins(base)
     for change in [*([] if config is None else [_read(config)]), *map(_override, overrides)]:
-        _merge(tree, change)
-    _leave_out_bounds(tree, base)
-    return checked(tree)
-
-
-def checked(quality: Quality | dict[str, Any]) -> Quality:
-    """The checks; raises `ConfigError` for values that make no sense."""
+        tree = _merged(tree, change)
+    for name in ("bounds", "meters"):
+        if isinstance(tree[name], dict):
+            tree[name] = {key: value for key, value in tree[name].items() if value is not False}
     try:
         # The spec is kept as JSON, which has no infinity and no NaN.
-        text = json.dumps(msgspec.to_builtins(quality), allow_nan=False)
-        quality = msgspec.json.decode(text, type=Quality)
+        quality = msgspec.json.decode(json.dumps(tree, allow_nan=False), type=Quality)
     except msgspec.ValidationError as error:
         raise invalid(
             f"The quality checks cannot be used: {error}.", "See docs/quality.md for the keys."
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise invalid(
             "The quality checks hold a number that is infinite or none.",
             "Take a bound out with `false` in its place.",
         ) from None
+    measured = scores_with(quality.meters)
+    bounds = {
+        name: bound
+        for name, bound in quality.bounds.items()
+        if name in measured or bound != base.bounds.get(name)
+    }
+    quality = msgspec.structs.replace(quality, bounds=bounds)
+    _check(quality)
+    return quality
+
+
+def _check(quality: Quality) -> None:
+    """Refuses bounds and paces that nothing meets, and names that no score or meter has: they would check
+    nothing, and nobody would notice."""
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
             raise invalid(
@@ -358,12 +366,6 @@ def checked(quality: Quality | dict[str, Any]) -> Quality:
             raise invalid(
                 "A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md."
             )
-    _check_names(quality)
-    return quality
-
-
-def _check_names(quality: Quality) -> None:
-    """Refuses names that no score or meter has: they would check nothing, and nobody would notice."""
     own = quality.meters.keys() - METERS.keys()
     if unknown := sorted(own - added_meters() if own else ()):
         raise invalid(f"There is no meter {unknown[0][:80]!r}.", f"There are: {', '.join(known_meters())}.")
@@ -400,7 +402,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
-    if not equals or not all(names):
+    if not equals or not all(names) or len(names) > len(("bounds", "wer", "high")):
         raise invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
     try:
         leaf = json.loads(value)
@@ -411,28 +413,8 @@ def _override(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", leaf)
 
 
-def _leave_out_bounds(tree: dict[str, Any], base: Quality) -> None:
-    """Takes the preset's own bounds out of the tree where the changes took out their meter."""
-    meters, bounds = tree.get("meters"), tree.get("bounds")
-    if isinstance(meters, dict) and isinstance(bounds, dict):
-        for name in base.bounds.keys() - scores_with(meters):
-            if bounds.get(name) == msgspec.to_builtins(base.bounds[name]):
-                del bounds[name]
-
-
-def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:
-    if depth >= _KEY_PARTS:
-        raise invalid(
-            f"A key of the quality checks has more than {_KEY_PARTS} parts.",
-            "See docs/quality.md for the keys.",
-        )
-    for key, value in values.items():
-        old = into.get(key)
-        if isinstance(value, Mapping):
-            child: dict[str, Any] = cast("dict[str, Any]", old) if isinstance(old, dict) else {}
-            into[key] = child
-            _merge(child, cast("Mapping[str, Any]", value), depth + 1)
-        elif value is False and depth == 1:
-            into.pop(key, None)
-        else:
-            into[key] = value
+def _merged(old: Any, new: Any) -> Any:
+    """The new value, over the old one where both have keys."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}

@@ -42,14 +42,11 @@ _EXIT_BY_CODE = {
     ErrorCode.MODEL_UNREACHABLE: UNREACHABLE,
     ErrorCode.STORE_BAD_KEY: INVALID_INPUT,
 }
-_EXIT_BY_CLASS: tuple[tuple[type[NightjarError], int], ...] = (
-    (ConfigError, INVALID_INPUT),
-    (NotFoundError, NOT_FOUND),
-    (InputError, INVALID_INPUT),
-    (ModelError, INVALID_INPUT),
-    (ServiceError, UNREACHABLE),
-    (StoreError, UNREACHABLE),
-)
+_EXIT_BY_CLASS: dict[type[NightjarError] | tuple[type[NightjarError], ...], int] = {
+    NotFoundError: NOT_FOUND,
+    (ConfigError, InputError, ModelError): INVALID_INPUT,
+    (ServiceError, StoreError): UNREACHABLE,
+}
 
 
 class FiniteRange(click.FloatRange):
@@ -74,12 +71,13 @@ class NamedPath(click.Path):
         self._anywhere = anywhere
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and not value.strip():
+        text = str(value)
+        if not text.strip():
             self.fail("the path is empty", param, ctx)
-        if isinstance(value, str) and value.startswith("--"):
-            self.fail(f"{value!r} looks like an option; write ./{value} for a path of this name", param, ctx)
-        if isinstance(value, str) and is_address(value) and not self._anywhere:
-            self.fail(f"{value!r} is an address; name a path of this host", param, ctx)
+        if text.startswith("--"):
+            self.fail(f"{text!r} looks like an option; write ./{text} for a path of this name", param, ctx)
+        if is_address(text) and not self._anywhere:
+            self.fail(f"{text!r} is an address; name a path of this host", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -168,22 +166,20 @@ def exit_code(error: Exception) -> int:
         return _EXIT_BY_CODE[error.code]
     if error.code.value.startswith("input."):
         return INVALID_INPUT
-    return next((code for kind, code in _EXIT_BY_CLASS if isinstance(error, kind)), FAILED)
+    return next((code for kind, code in _EXIT_BY_CLASS.items() if isinstance(error, kind)), FAILED)
 
 
 def fail(error: BaseException, *, as_json: bool) -> None:
     """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`; never a
     password of a URL."""
     if isinstance(error, NightjarError):
-        code, message, advice = error.code.value, redact(error.message), redact(error.advice)
+        code, message, advice = error.code.value, error.message, error.advice
     elif isinstance(error, OSError):
         code, (message, advice) = "system", _refusal(error)
     else:
-        code, message = (
-            "internal",
-            redact(f"Something broke that should not: {type(error).__name__}: {error}."),
-        )
+        code, message = "internal", f"Something broke that should not: {type(error).__name__}: {error}."
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
+    message, advice = redact(message), redact(advice)
     if as_json:
         view = {"schema": "nightjar.error/1", "error": {"code": code, "message": message, "advice": advice}}
         click.echo(msgspec.json.encode(view), err=True)
@@ -191,11 +187,8 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     label = click.style("Error", fg="red", bold=True)
     # No command is running any more whose context could know of NO_COLOR.
     color = False if os.environ.get("NO_COLOR") else None
-    click.echo(
-        f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""),
-        err=True,
-        color=color,
-    )
+    text = f"{label} {code}: {printable(message)}\n{printable(advice)}".rstrip("\n")
+    click.echo(text, err=True, color=color)
 
 
 def _refusal(error: OSError) -> tuple[str, str]:
@@ -203,14 +196,9 @@ def _refusal(error: OSError) -> tuple[str, str]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return (
-            "The working directory no longer exists.",
-            "Change to a directory that exists and run the command again.",
-        )
+        return "The working directory no longer exists.", "Change to one that exists."
     where = "" if error.filename is None else f": {error.filename}"
-    return redact(
-        f"The system refused: {error.strerror or error}{where}."
-    ), "Correct that and run the command again."
+    return f"The system refused: {error.strerror or error}{where}.", "Correct that and try again."
 
 
 class Output:
@@ -275,16 +263,13 @@ def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
 
 
-def _leaves(view: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of what a record has; a part that has no parts of its own is one line."""
+def _leaves(view: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of what a record has."""
     for name, part in view.items():
-        if isinstance(part, list | tuple) and part and isinstance(part[0], dict):
-            part = {str(number): one for number, one in enumerate(part, 1)}
-        if isinstance(part, dict) and any(isinstance(inner, dict | list) for inner in part.values()):
-            yield from _leaves(part, f"{path}{name}.")
-            continue
+        many = isinstance(part, list | tuple)
+        if many and part and isinstance(part[0], dict):
+            part = dict(enumerate(part, 1))
         if isinstance(part, dict):
-            part = [f"{key}={value}" for key, value in part.items() if value not in (None, "", ())]
-        text = ", ".join(map(str, part)) if isinstance(part, list | tuple) else part
-        if text not in (None, ""):
-            yield f"{path}{name}", str(text)
+            yield from _leaves(part, f"{path}{name}.")
+        elif part not in (None, "", [], ()):
+            yield f"{path}{name}", ", ".join(map(str, part)) if many else str(part)

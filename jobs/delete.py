@@ -6,7 +6,7 @@ another job is touched. A deletion that was interrupted goes on when it is given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -50,9 +50,7 @@ def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
     )
 
 
-def delete_objects(
-    store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None
-) -> tuple[int, int]:
+def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
     """Deletes every object of a job; how many there were, and their bytes. Raises `StoreError`."""
     objects = size = 0
     for _ in range(MAX_PASSES):
@@ -60,7 +58,6 @@ def delete_objects(
         while page := list(islice(found, OBJECTS_AT_ONCE)):
             store.delete_many([info.key for info in page])
             objects, size = objects + len(page), size + sum(info.bytes for info in page)
-            progress(objects)
         if objects == before:
             break
     return objects, size
@@ -74,17 +71,12 @@ def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     return Deleted(job_id, ledger.job(job_id).total_items, objects, size)
 
 
-def delete_job(
-    ledger: Ledger, store: ObjectStore, job_id: str, progress: Callable[[int], None] = lambda objects: None
-) -> Deleted:
+def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     """Deletes a job that has ended. Raises `NotFoundError`, `StoreError`, and `ServiceError` with
-    `ledger.state` for one that has not.
-
-    `progress` gets the number of objects deleted by now.
-    """
+    `ledger.state` for one that has not."""
     ledger.begin_delete(job_id)
     items = ledger.job(job_id).total_items
-    objects, size = delete_objects(store, job_id, progress)
+    objects, size = delete_objects(store, job_id)
     ledger.delete_rows(job_id)
     forget(job_id)
     return Deleted(job_id, items, objects, size)

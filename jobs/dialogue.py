@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from jobs.formatting import printable
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ErrorCode, InputError, bad_line
 from pipelines.request import Generation, Message, Modality, Role
@@ -54,9 +55,16 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
     messages: tuple[tuple[Role, Modality, str], ...]
     generation: Generation | None = None
 
-    def typed_messages(self) -> tuple[Message, ...]:
-        """The messages in the words of a request; audio content is still the line's path."""
-        return tuple([Message(role, modality, content) for role, modality, content in self.messages])
+    def typed_messages(self, references: Mapping[int, str] | None = None) -> tuple[Message, ...]:
+        """The messages in the words of a request; audio content is the line's path, or, by its place, a key
+        of the store."""
+        keys = references or {}
+        return tuple(
+            [
+                Message(role, modality, keys.get(place, content))
+                for place, (role, modality, content) in enumerate(self.messages)
+            ]
+        )
 
 
 class _Line(msgspec.Struct, frozen=True, gc=False):
@@ -153,8 +161,7 @@ def speech_position(messages: Sequence[Sequence[str]]) -> int:
 
 def clean(text: str, limit: int = 500) -> str:
     """Text of an input made fit for a ledger and a terminal: control characters escaped, length bounded."""
-    short = text if len(text) <= limit else f"{text[:limit]}..."
-    return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
+    return printable(text if len(text) <= limit else f"{text[:limit]}...")
 
 
 def check_example_id(example_id: str, key: str) -> None:
@@ -172,10 +179,16 @@ def check_example_id(example_id: str, key: str) -> None:
 
 #: Of chat messages.
 _CHAT_SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
+_CHAT_FAULTS: Faults = (
+    (
+        re.compile(r".*content\[.*\.type`"),
+        ErrorCode.INPUT_BAD_MODALITY,
+        "Parts of chat messages are texts; write audio as a dialogue.",
+    ),
+)
 
 
-class _Part(msgspec.Struct, frozen=True):
-    type: str
+class _Part(msgspec.Struct, frozen=True, tag="text"):
     text: str = ""
 
 
@@ -211,26 +224,14 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     Source: https://platform.openai.com/docs/api-reference/chat/create (`messages`) and
     https://huggingface.co/docs/transformers/chat_templating.
     """
-    found = decode_line(_decode_chat, line, _CHAT_SHAPE)
+    found = decode_line(_decode_chat, line, _CHAT_SHAPE, _CHAT_FAULTS)
     named = chosen_id(found.example_id, found.id)
     messages = [
-        (message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)
+        (message.role, "text", said if isinstance(said, str) else "\n".join(part.text for part in said))
+        for message in found.messages
+        for said in (message.content,)
     ]
     return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
-
-
-def _text(content: str | list[_Part], place: int) -> str:
-    if isinstance(content, str):
-        return content
-    other = next((part.type for part in content if part.type != "text"), None)
-    if other is not None:
-        message = f"Message {place} has a part of type {clean(other, 40)!r}."
-        raise InputError(
-            ErrorCode.INPUT_BAD_MODALITY,
-            message,
-            "Parts of chat messages are texts; write audio as a dialogue.",
-        )
-    return "\n".join(part.text for part in content)
 
 
 #: What lines of an OpenAI batch call the id of an example, and the requests that they may hold.

@@ -66,33 +66,20 @@ def make_celery(settings: Settings) -> Celery:
         },
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        result_backend=None,
         task_ignore_result=True,
         task_acks_late=True,
-        task_acks_on_failure_or_timeout=True,
-        task_serializer="json",
-        result_serializer="json",
-        event_serializer="json",
         accept_content=["json"],
         task_default_queue=QUEUE,
         task_queues=[Queue(QUEUE)],
         task_create_missing_queues=False,
-        task_publish_retry=True,
         task_send_sent_event=True,
-        task_track_started=False,
         worker_send_task_events=True,
         # Whoever reaches the broker could else end workers.
         worker_enable_remote_control=False,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
-        # The pool has its own drain deadline; Celery's would wait its whole time even when all tasks ended
-        # (celery#9505).
-        worker_soft_shutdown_timeout=0,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
-        # Threads cannot be cancelled; the lease decides.
-        worker_cancel_long_running_tasks_on_connection_loss=False,
-        enable_utc=True,
     )
     return app
 
@@ -113,7 +100,19 @@ class Publisher:
             queue(producer.channel).declare()
             with producer.batch(max_size=BATCH_MESSAGES):
                 for ticket in tickets:
-                    self._send(producer, ticket)
+                    arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}
+                    message = self._app.amqp.as_task_v2(
+                        str(uuid.uuid4()), RUN_SHARD, kwargs=arguments, ignore_result=True
+                    )
+                    producer.publish(
+                        message.body,
+                        exchange="",
+                        routing_key=QUEUE,
+                        serializer="json",
+                        headers=message.headers,
+                        priority=message_priority(ticket.priority),
+                        **message.properties,
+                    )
 
     def queue_depth(self) -> int:
         """Messages that wait in the broker."""
@@ -129,20 +128,6 @@ class Publisher:
 
     def close(self) -> None:
         self._app.close()
-
-    def _send(self, producer: Any, ticket: Ticket) -> None:
-        task_id = str(uuid.uuid4())
-        arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}
-        message = self._app.amqp.as_task_v2(task_id, RUN_SHARD, kwargs=arguments, ignore_result=True)
-        producer.publish(
-            message.body,
-            exchange="",
-            routing_key=QUEUE,
-            serializer="json",
-            headers=message.headers,
-            priority=message_priority(ticket.priority),
-            **message.properties,
-        )
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:

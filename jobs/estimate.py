@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
@@ -91,14 +87,16 @@ def dry_run(
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
-    with open_source(source, settings.s3) as opened, _SeenIds() as seen:
+    # A database without a name is a temporary file: memory stays bounded for any number of lines.
+    with open_source(source, settings.s3) as opened, closing(sqlite3.connect("")) as seen:
+        seen.execute("CREATE TABLE seen (id TEXT PRIMARY KEY) WITHOUT ROWID")
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         reference_key = reader.keys(lambda audio: audio.sha256)
         resolved = resolved.of_input(opened)
         checker = resolved.checker
         records = resolved.records(opened)
         for _, good, bad in checker.checked(records, reference_key):
-            good, repeated = seen.add(good, checker.id_key)
+            good, repeated = _new_ids(seen, good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:
                 raise aborted_by(bad[0], "Nothing would be submitted")
@@ -113,39 +111,19 @@ def dry_run(
 
 
 def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
-    rate = card.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
+    rate = spec.sample_rate or card.sample_rate
     pcm = rate * _BYTES_PER_SAMPLE * (_FLAC_SHARE if spec.format == "flac" else 1.0)
     bytes_per_second = _BITS_PER_SECOND[spec.format][rate] / 8 if spec.format in LOSSY else pcm
     return round(seconds * bytes_per_second) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
 
 
-class _SeenIds:
-    """The example ids of an input as 64-bit hashes in a temporary file: memory stays bounded for any
-    number of lines."""
-
-    def __enter__(self) -> _SeenIds:
-        self._folder = tempfile.TemporaryDirectory(prefix="nightjar-dry-run-")
-        self._database = sqlite3.connect(Path(self._folder.name) / "ids.sqlite", isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE seen (hash INTEGER PRIMARY KEY)")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._database.close()
-        self._folder.cleanup()
-
-    def add(self, good: Sequence[GoodLine], key: str) -> tuple[list[GoodLine], list[RejectedLine]]:
-        """The lines with new ids, and the others as rejected lines; `key` is what lines call an id."""
-        new: list[GoodLine] = []
-        repeated: list[GoodLine] = []
-        self._database.execute("BEGIN")
-        insert = self._database.execute
-        for line in good:
-            hashed = int.from_bytes(
-                hashlib.blake2b(line.example_id.encode(), digest_size=8).digest(), "big", signed=True
-            )
-            is_new = insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount
-            (new if is_new else repeated).append(line)
-        self._database.execute("COMMIT")
-        return new, repeated_lines(repeated, key)
+def _new_ids(
+    seen: sqlite3.Connection, good: Sequence[GoodLine], key: str
+) -> tuple[list[GoodLine], list[RejectedLine]]:
+    """The lines with new ids, and the others as rejected lines; `key` is what lines call an id."""
+    new: list[GoodLine] = []
+    repeated: list[GoodLine] = []
+    for line in good:
+        added = seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", (line.example_id,)).rowcount
+        (new if added else repeated).append(line)
+    return new, repeated_lines(repeated, key)

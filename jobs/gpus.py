@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipelines.engine_choice import NO_GPU, VISIBLE
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, invalid
 
 log = logging.getLogger(__name__)
 
@@ -159,15 +159,14 @@ def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
 
 
 def _no_gpus(reason: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID,
+    return invalid(
         f"--gpu all: no GPU was found on this host ({reason}).",
         "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1.",
     )
 
 
 def _refused(message: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, _ADVICE)
+    return invalid(message, _ADVICE)
 
 
 def share_cores(
@@ -186,8 +185,7 @@ def share_cores(
     devices = system / "bus/pci/devices"
     near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
     groups = {local: [number for number in everyone if near[number] == local] for local in near}
-    apart = sum(map(len, groups)) == len(frozenset().union(*groups))
-    if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
+    if any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(everyone)}
 
     def first_thread(core: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,11 @@ import msgspec
 from jobs.input_records import Records
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
-from jobs.ledger import DuplicateExamples, Ledger
+from jobs.ledger import Ledger
+from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, repeated_lines
+from jobs.packs import ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
 from jobs.source import no_records, open_source
@@ -168,30 +170,17 @@ class _Ingest:
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
         ):
             write_all = writers.map if self.store.remote else map
-            staging: Future[None] | None = None
-            for last, good, rejected in self.checker.checked(self.records, self.reference_key, self.lines):
-                self._staged(staging)
-                staging = stager.submit(self._stage, write_all, good, rejected, last)
-            self._staged(staging)
+            lines = self.checker.checked(self.records, self.reference_key, self.lines)
+            for _ in ahead(stager, partial(self._stage, write_all), lines, 1):
+                if self.progress is not None:
+                    done, whole = self.records.source.bytes_read, self.records.source.bytes
+                    self.progress(IngestProgress(self.lines, self.items, self.rejected, done, whole))
         self.records.source.check_unchanged()
-
-    def _staged(self, staging: Future[None] | None) -> None:
-        """Waits for a batch; raises what kept it from being staged."""
-        source = self.records.source
-        if staging is None:
-            return
-        staging.result()
-        if self.progress is not None:
-            self.progress(
-                IngestProgress(self.lines, self.items, self.rejected, source.bytes_read, source.bytes)
-            )
 
     def _stage(
         self,
         write_all: Callable[..., Iterable[NewShard]],
-        good: list[GoodLine],
-        rejected: list[RejectedLine],
-        lines_read: int,
+        checked: tuple[int, list[GoodLine], list[RejectedLine]],
     ) -> None:
         """Writes and stages one batch; example ids that the job has already are found by the ledger and
         left out.
@@ -199,6 +188,7 @@ class _Ingest:
         Where another process ingests the same job, each batch is staged by one of them, and the other one
         goes on after it.
         """
+        lines_read, good, rejected = checked
         if lines_read <= self.lines:
             return
         while True:

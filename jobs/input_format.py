@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import csv
-from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
@@ -16,10 +14,8 @@ if TYPE_CHECKING:
     from jobs.source import Source
 
 InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
-#: What a person may ask for: `auto` is one of the others, as `recognized` finds it.
-AskedFormat = Literal[
-    "auto", "dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"
-]
+#: What a person may ask for: `auto` is one of the others, as `format_of` finds it.
+AskedFormat = Literal["auto", InputFormat]
 
 #: A format in the words of an error.
 WORDS: dict[InputFormat, str] = {
@@ -32,57 +28,42 @@ WORDS: dict[InputFormat, str] = {
     "kaldi": "Kaldi's `text`",
     "parquet": "Parquet",
 }
-_JSON: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch")
-_BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+#: What the first bytes of an input say for certain.
+_PLAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "parquet")
+_BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv"}
 _LINES_LOOKED_AT = 64
 #: What a person does with a file whose lines end with CR alone, as old programs of the Macintosh write them.
 CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
-class _Keys(msgspec.Struct, frozen=True):
-    """The keys by which kinds of JSON lines are told apart."""
+def format_of(source: Source, asked: AskedFormat) -> InputFormat:
+    """The format of an input: the one that was asked for; of `auto` by its first lines where they are JSON,
+    by its first bytes where it is Parquet, else by its name.
 
-    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode_keys = msgspec.json.Decoder(_Keys).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-def recognized(source: Source) -> InputFormat:
-    """The format of an input: by its first lines where they are JSON, by its first bytes where it is
-    Parquet, else by its name.
-
-    Raises `input.wrong_format`, which says what the input looks like, where none of these decides.
+    Raises `input.wrong_format`, which says what the input looks like, where none of these decides, and for
+    one that is plainly not what it was said to be.
     """
+    if asked in ("dialogues", "openai-batch"):
+        return asked
     head, uri = source.head(), source.uri
     looks = _looks_like(head)
-    if looks == "parquet":
-        return looks
-    _check_lines(uri, head)
-    if looks in _JSON:
-        return looks
-    if head.startswith(_UTF_16_AND_32):
-        raise wrong_format(
-            uri,
-            "is not UTF-8 but UTF-16 or UTF-32",
-            "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.",
-        )
+    if "parquet" not in (looks, asked):
+        _check_lines(uri, head)
+    if asked != "auto":
+        other = looks in _PLAIN and (asked not in _PLAIN or looks == "parquet")
+        if looks is not None and looks != asked and (other or asked == "parquet"):
+            message = f"is not {WORDS[asked]}; it looks like {WORDS[looks]}"
+            raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
+        return asked
     named = _BY_EXTENSION.get(_extension(uri))
-    if named == "parquet":
-        raise wrong_format(
-            uri,
-            "is no Parquet file",
-            "Give the file that its name promises, or name its format with --input-format.",
-        )
+    if looks in _PLAIN:
+        return looks
+    if head.startswith(_UTF_16_AND_32) or (named is None and b"\0" in head):
+        advice = "Give lines in UTF-8, as of `iconv -f UTF-16 -t UTF-8`, or another format of docs/submit.md."
+        raise wrong_format(uri, "is binary, or UTF-16 or UTF-32", advice)
     if named is not None:
         return named
-    if b"\0" in head:
-        raise wrong_format(
-            uri, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats."
-        )
     if looks is None:
         # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
         return "dialogues"
@@ -91,23 +72,6 @@ def recognized(source: Source) -> InputFormat:
     raise wrong_format(
         uri, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}."
     )
-
-
-def check_format(source: Source, format: InputFormat) -> None:
-    """Raises `input.wrong_format` for an input that is plainly not of the format it was said to be."""
-    head, uri = source.head(), source.uri
-    looks = _looks_like(head)
-    if "parquet" not in (looks, format):
-        _check_lines(uri, head)
-    wrong = looks is not None and looks != format and "parquet" in (looks, format)
-    if looks in _JSON and format not in _JSON:
-        wrong = True
-    if wrong and looks is not None:
-        raise wrong_format(
-            source.uri,
-            f"is not {WORDS[format]}; it looks like {WORDS[looks]}",
-            f"Use --input-format {looks}, or leave it out.",
-        )
 
 
 def _check_lines(uri: str, head: bytes) -> None:
@@ -143,36 +107,26 @@ def _looks_like(head: bytes) -> InputFormat | None:
             return kind
     if not lines or any(line.startswith((b"{", b"[")) for line in lines):
         return None
-    # The last one may be cut off.
-    whole = lines[:-1] or lines
-    marks: dict[str, InputFormat] = {"\t": "tsv", ",": "csv", ";": "csv"}
-    for mark, kind in marks.items():
-        counts = [_fields(line, mark) for line in whole]
-        if counts[0] > 1 and 2 * counts.count(counts[0]) > len(counts):
-            return kind
-    return "text"
-
-
-def _fields(line: bytes, mark: str) -> int:
-    """How many fields a line has; 0: it is no CSV, whose fields in quotes may hold the mark."""
-    if mark == "\t":
-        return line.count(b"\t") + 1
-    with suppress(csv.Error):
-        return len(next(csv.reader([line.decode(errors="replace")], delimiter=mark), []))
-    return 0
+    first = lines[0]
+    if b"\t" in first:
+        return "tsv"
+    return "csv" if b" " not in first and (b"," in first or b";" in first) else "text"
 
 
 def _json_kind(line: bytes) -> InputFormat | None:
     try:
-        keys = _decode_keys(line)
-        if keys.custom_id is not msgspec.UNSET:
-            return "openai-batch"
-        if keys.messages is msgspec.UNSET:
-            return None
-        first = next((bytes(message) for message in _decode_list(keys.messages)), b"[")
+        found = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return "messages" if first.startswith(b"{") else "dialogues"
+    match found:
+        case {"custom_id": _}:
+            return "openai-batch"
+        case {"messages": [{}, *_]}:
+            return "messages"
+        case {"messages": _}:
+            return "dialogues"
+        case _:
+            return None
 
 
 def _extension(uri: str) -> str:

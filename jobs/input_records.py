@@ -249,21 +249,12 @@ def _csv(records: Records) -> Iterator[Record]:
     these and no comma."""
     header = records.source.head().lstrip().partition(b"\n")[0]
     delimiter = ";" if b";" in header and b"," not in header else ","
-    return _table(_csv_rows(records.source.lines(), delimiter), records)
+    return _table(_csv_rows(records.source.lines(), delimiter=delimiter), records)
 
 
 def _tsv(records: Records) -> Iterator[Record]:
     """TSV with a header: fields are between tabs, and quotes are characters like others."""
-
-    def rows() -> Iterator[_Row]:
-        for number, line in enumerate(records.source.lines(), 1):
-            try:
-                text = one_line(line)
-                yield number, text.split("\t") if text.strip() else [], 0
-            except InputError as error:
-                yield number, error, 0
-
-    return _table(rows(), records)
+    return _table(_csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE), records)
 
 
 def _parquet(records: Records) -> Iterator[Record]:
@@ -309,7 +300,7 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
 }
 
 
-def _csv_rows(lines: Iterator[bytes | None], delimiter: str) -> Iterator[_Row]:
+def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
     """The rows of CSV; lines of a row that turns out to be none are read again."""
     #: To read before `lines`, the next one at the end.
     again: list[bytes | None] = []
@@ -317,7 +308,7 @@ def _csv_rows(lines: Iterator[bytes | None], delimiter: str) -> Iterator[_Row]:
     taken: list[bytes | None] = []
     while True:
         taken.clear()
-        reader = reader or csv.reader(_taken(again, lines, taken), delimiter=delimiter, strict=True)
+        reader = reader or csv.reader(_taken(again, lines, taken), strict=True, **dialect)
         try:
             found: list[str] | InputError = next(reader)
         except StopIteration:

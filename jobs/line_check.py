@@ -33,16 +33,6 @@ ReferenceKey = Callable[[str], str]
 _NO_REFERENCES: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
 _ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": ("assistant",)}
-_NOTHING: dict[Speak, tuple[str, str]] = {
-    "assistant": (
-        "no assistant text",
-        "Give the line an assistant text message, or speak the user's with --speak user.",
-    ),
-    "user": (
-        "no user text",
-        "Give the line a user text message, or speak the assistant's with --speak assistant.",
-    ),
-}
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):
@@ -171,12 +161,11 @@ class LineChecker:
         elif turns:
             characters = sum(self._characters(dialogue, generation, turn, len(turns) > 1) for turn in turns)
         else:
-            what, advice = _NOTHING.get(
-                self._speak, ("no text to speak", "Give the line a user or an assistant text message.")
-            )
             others = [message[1] for message in messages if message[1] not in ("text", "audio")]
             other = f", but a message of modality {others[0]!r}" if others else ""
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}{other}.", advice)
+            what = {"user": "user text", "assistant": "assistant text"}.get(self._speak, "text to speak")
+            advice = "Give the line such a text message, or speak others with --speak."
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
         return characters, {place: reference_key(messages[place][2]) for place in heard}, turns
 
     def _characters(self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool) -> int:

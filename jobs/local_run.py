@@ -22,7 +22,7 @@ from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, Sh
 from jobs.ledger.status import JobStatus
 from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
-from jobs.recent_jobs import out_words, remember
+from jobs.recent_jobs import remember
 from jobs.settings import Settings
 from jobs.spec import ResolvedSpec
 from jobs.store import open_store
@@ -31,7 +31,6 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
-    from pipelines.registry import ModelCard
 
 #: How often a run looks at its ledger and its processes.
 POLL_SECONDS = 0.5
@@ -39,8 +38,6 @@ POLL_SECONDS = 0.5
 STALL_SECONDS = 60.0
 #: After so long without an item that ended, a run makes sure that its ledger can still be written.
 WRITE_SECONDS = 10.0
-#: How often a run tries to report its end, and the pause in between.
-REPORT_TRIES, REPORT_PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,6 @@ class RunResult:
     status: JobStatus
     #: Of `audio`, `text`, `manifest` and `report`; None for what there is not.
     made: Mapping[str, str | None]
-    #: What advice about the job adds to its id.
-    where: str
 
 
 def run_locally(
@@ -78,12 +73,10 @@ def run_locally(
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
-    if spec.card.check_engine is not None:
-        spec.card.check_engine(engine)
     with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
         stop.kill = embedded.kill
         store = open_store(settings.effective_store_url, settings.s3)
-        _say_settings(run.chosen, spec.card, store, progress)
+        _say_settings(run.chosen, store, progress)
         if engine == "native":
             # Such a model takes longer to open than most inputs take to read.
             embedded.prepare(spec.spec.model)
@@ -97,19 +90,18 @@ def run_locally(
             result = submit(settings, ledger, store, run.source, spec, options=run.options, progress=reading)
             job = result.job
             remember(job.id, settings.home)
-            where = out_words(job.id, ledger.database.path)
             if job.state is JobState.FAILED:
                 _report_ends(ledger, settings, progress)
-            _explain(ledger, job, where, progress, created=result.created)
+            _explain(job, progress, created=result.created)
             submitted(job)
             try:
                 _restore(settings, ledger, store, job, run.source, progress)
                 begun = ledger.status(job.id).items.done > 0
-                status = _follow(ledger, job, where, embedded, progress, stop)
+                status = _follow(ledger, job, embedded, progress, stop)
                 if begun:
                     # A GPU has no room for the worker's model and another one.
                     embedded.stop(DRAIN_SECONDS)
-                    _mend(ledger, store, job.id, where, progress)
+                    _mend(ledger, store, job.id, progress)
                 made = _made(ledger, store, status, embedded, progress, stop)
                 # The store may be elsewhere, and a report makes its folder.
                 embedded.check_place()
@@ -129,10 +121,10 @@ def run_locally(
             finally:
                 stop.cleaning = True
                 embedded.stop(DRAIN_SECONDS)
-    return RunResult(status, made, where)
+    return RunResult(status, made)
 
 
-def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, progress: Progress) -> None:
+def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
     """Says which settings of an installation apply here, and which do not."""
     if settings.store_url is not None:
         progress.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
@@ -140,39 +132,28 @@ def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, progr
         progress.say(
             f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own."
         )
-    if unused := settings.unused(card):
-        progress.say(unused)
 
 
-def _explain(ledger: Ledger, job: Job, where: str, progress: Progress, *, created: bool) -> None:
-    """Says which job it is, and of a new one whether another of the same input and options, with another
-    store, has not ended: it may be what was to go on."""
+def _explain(job: Job, progress: Progress, *, created: bool) -> None:
+    """Says which job it is."""
     check_wanted(job)
     if job.state is JobState.PAUSED:
-        raise _paused(job, where)
+        raise _paused(job)
     before = "" if created else ", done before" if job.state.final else ", begun before"
     if INPUT_FORMAT in job.labels:
         progress.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     progress.say(
         f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}."
     )
-    for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha) if created else ():
-        if other.store_url != job.store_url and not other.state.final:
-            store = redact(other.store_url)
-            begun = f"Job {other.id} of the same input and options was begun in the store {store}."
-            progress.say(f"{begun} SPEECH_STORE_URL={store} continues it.")
 
 
-def _paused(job: Job, where: str) -> NightjarError:
-    """`where`: what advice about the job adds to its id, as below."""
+def _paused(job: Job) -> NightjarError:
     reason = f" ({job.state_reason})" if job.state_reason else ""
-    advice = f"See why with `nightjar errors {job.id}{where}`. Continue with `nightjar resume {job.id}{where}` and the same `nightjar run`."
+    advice = f"See why with `nightjar errors {job.id}`. Continue with `nightjar resume {job.id}` and the same `nightjar run`."
     return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
 
 
-def _follow(
-    ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, progress: Progress, stop: Stop
-) -> JobStatus:
+def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress, stop: Stop) -> JobStatus:
     """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is
     paused, and the error that a person has to mend, such as a full disk."""
     status = ledger.status(job.id)
@@ -195,10 +176,10 @@ def _follow(
         elif now - moved_at > STALL_SECONDS:
             moved_at = now
             progress.say(
-                f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}"
+                f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}."
             )
         if status.job.state is JobState.PAUSED and not status.shards.get(ShardState.LEASED):
-            raise _paused(status.job, where)
+            raise _paused(status.job)
         outage = status.outage
         if outage is not None and outage.code in LASTING_OUTAGES and outage.at >= started_at:
             raise StoreError(outage.code, outage.message, "")
@@ -255,7 +236,7 @@ def _restore(
         restore_inputs(settings, ledger, store, job, source, lost)
 
 
-def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, progress: Progress) -> None:
+def _mend(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
     """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing`
     for what cannot be."""
     from jobs.provenance import opened_again
@@ -272,9 +253,7 @@ def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, progress:
     progress.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
         message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be made again."
-        raise StoreError(
-            ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair{where}"
-        )
+        raise StoreError(ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair")
 
 
 def _report(
@@ -295,8 +274,9 @@ def _report(
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
     """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that
     fails holds up nothing."""
-    from jobs.notification import report_ends_with_retries
+    from jobs.notification import report_ends
 
-    for one in report_ends_with_retries(ledger, settings, REPORT_TRIES, REPORT_PAUSE_SECONDS):
-        again = "" if one.again_seconds is None else " The next run in this folder tries again."
-        progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")
+    for one in report_ends(ledger, settings, again_seconds=0.0):
+        if one.reason:
+            again = "" if one.again_seconds is None else " The next run in this folder tries again."
+            progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

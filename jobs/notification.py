@@ -11,8 +11,7 @@ import random
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,45 +53,17 @@ class Reported:
     again_seconds: float | None = None
 
 
-def planned_pause(attempt: int) -> float:
-    """Seconds to wait after a try that failed: they double, up to 300."""
-    return backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
-
-
-def report_ends(
-    ledger: Ledger, settings: Settings, pause: Callable[[int], float] = planned_pause
-) -> list[Reported]:
-    """Reports the ends that are due, if the settings name a hook. Raises `ServiceError` where the ledger
-    cannot be reached."""
+def report_ends(ledger: Ledger, settings: Settings, *, again_seconds: float | None = None) -> list[Reported]:
+    """Reports the ends that are due, if the settings name a hook. `again_seconds`: until the next try of
+    one that fails; None: growing pauses up to 300 s. Raises `ServiceError` where the ledger cannot be
+    reached."""
     if not settings.notify.command:
         return []
-    found = (_report(ledger, settings, end, pause) for end in ledger.unreported_ends())
+    found = (_report(ledger, settings, end, again_seconds) for end in ledger.unreported_ends())
     return [one for one in found if one is not None]
 
 
-def report_ends_with_retries(
-    ledger: Ledger, settings: Settings, tries: int, pause_seconds: float
-) -> list[Reported]:
-    """Reports the ends that are due, and tries those again that the hook did not take: the last try of
-    each that it never took."""
-    failed: dict[str, Reported] = {}
-    for number in range(tries):
-        if number:
-            time.sleep(pause_seconds)
-        # They stay due: by the ledger's clock the same pause could be a little longer, and a try would find
-        # nothing.
-        for one in report_ends(ledger, settings, lambda _: 0.0):
-            failed.pop(one.job_id, None)
-            if one.reason:
-                failed[one.job_id] = one
-        if not failed:
-            break
-    return list(failed.values())
-
-
-def _report(
-    ledger: Ledger, settings: Settings, end: JobEnd, pause: Callable[[int], float]
-) -> Reported | None:
+def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: float | None) -> Reported | None:
     notify = settings.notify
     attempt = ledger.claim_end(end, notify.timeout_seconds + _CLAIM_SLACK_SECONDS)
     if attempt is None:
@@ -112,7 +83,8 @@ def _report(
     except HookError as error:
         reason = str(error)
         if attempt < MAX_ATTEMPTS:
-            again_seconds = pause(attempt)
+            if again_seconds is None:
+                again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
             ledger.put_off(end, again_seconds)
             return Reported(end.job_id, attempt, reason, again_seconds)
     ledger.note_reported(end)

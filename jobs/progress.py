@@ -81,7 +81,8 @@ class Progress:
         self._next_line = 0.0
         self._rate = RecentRate()
         self._bar = None if quiet or not sys.stderr.isatty() else _bar()
-        self._task = self._bar.add_task("starting", total=None, facts="") if self._bar else None
+        if self._bar is not None:
+            self._bar.add_task("starting", total=None, facts="")
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -104,35 +105,25 @@ class Progress:
     def reading(self, ingest: IngestProgress) -> None:
         """How far into its input an ingest is; what is short says nothing on a stream that is no terminal."""
         percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(
-                self._task, description="reading", total=100, completed=percent, facts=f"{ingest.lines} lines"
-            )
-            return
         if self._next_line == 0.0:
             self._next_line = time.monotonic() + FIRST_LINE_SECONDS
-        if not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"reading: {ingest.lines} lines, {percent} % of the input", err=True)
+        facts = f"{ingest.lines} lines"
+        self._show("reading", percent, 100, facts, f"{facts}, {percent} % of the input")
 
     def update(self, status: JobStatus) -> None:
-        items = status.items
-        facts = self._rate.facts(status)
-        if self._bar is not None and self._task is not None:
-            ended = items.done + items.failed
+        items, facts = status.items, self._rate.facts(status)
+        ended = items.done + items.failed
+        line = f"{ended} of {items.total} items{facts}"
+        self._show(status.job.state.value, ended, items.total, facts.removeprefix(", "), line)
+
+    def _show(self, state: str, completed: int, total: int, facts: str, line: str) -> None:
+        if self._bar is not None:
             self._bar.update(
-                self._task,
-                description=status.job.state.value,
-                total=items.total,
-                completed=ended,
-                facts=facts.removeprefix(", "),
+                self._bar.task_ids[0], description=state, completed=completed, total=total, facts=facts
             )
         elif not self._quiet and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(
-                f"{status.job.state.value}: {items.done + items.failed} of {items.total} items{facts}",
-                err=True,
-            )
+            click.echo(f"{state}: {line}", err=True)
 
 
 def _bar():

@@ -236,16 +236,6 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def other_encoders(store: ObjectStore, job: Job) -> list[str]:
-    """Encoders that made audio of a job and are not the one here; only formats that are lossy have one.
-    Raises `StoreError`."""
-    here = _encoder(job.spec)
-    if here is msgspec.UNSET:
-        return []
-    recorded = {record.encoder for record in records(store, job) if record.recorded_by == "worker"}
-    return sorted(name for name in recorded if name is not msgspec.UNSET and name != here)
-
-
 def _encoder(spec: JobSpec) -> str | msgspec.UnsetType:
     if spec.format not in LOSSY:
         return msgspec.UNSET
@@ -272,20 +262,19 @@ def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> It
     sentence where it, or what encodes its audio, is another version by now, and where the records name more
     than one engine: none says which one made what."""
     card = describe(job.spec.model)
-    now = card.revision
-    if now != job.spec.model_revision:
-        say(
-            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
-        )
-    if others := other_encoders(store, job):
-        say(
-            f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {_encoder(job.spec)}, which may make other bytes."
-        )
-    engines = sorted({record.model.engine for record in records(store, job)} & set(card.engines))
+    made_by = [record for record in records(store, job) if record.recorded_by == "worker"]
+    encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
+    for what, then, here in (
+        ("revision of the model", {job.spec.model_revision}, card.revision),
+        ("encoder", encoders, _encoder(job.spec)),
+    ):
+        if then - {here}:
+            before = " and ".join(sorted(one or "unknown" for one in then))
+            say(f"The {what} was {before} and is {here or 'unknown'} here, which may make other bytes.")
+    engines = sorted({record.model.engine for record in made_by} & set(card.engines))
     if len(engines) > 1:
         say(
-            f"The job was made on the engines {' and '.join(engines)}, and no record says which made what. "
-            f"The engine here is {card.engine}, which makes other speech than the other one."
+            f"The job was made on the engines {' and '.join(engines)}, and no record says which made what; the one here is {card.engine}."
         )
     options = {"engine": engines[0]} if len(engines) == 1 else {}
     with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:

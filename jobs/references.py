@@ -94,14 +94,7 @@ class ReferenceReader:
             data = _read_object(self._store, address.removeprefix(inside), content)
         else:
             data = _read_file(address, content)
-        audio = encoded_audio(data, _named(content))
-        try:
-            if self._check is not None:
-                self._check(data)
-        except InputError as error:
-            message = f"The reference {clean(content, 200)!r} cannot be used: {error.message}"
-            raise InputError(error.code, message, error.advice) from error
-        return audio
+        return encoded_audio(data, _named(content), self._check)
 
     def keys(self, keep: Callable[[ReferenceAudio], str]) -> Callable[[str], str]:
         """What `keep` makes of the audio that a line names, which is read once for each address. That
@@ -110,15 +103,17 @@ class ReferenceReader:
         return lambda content: known(self.locate(content), content)
 
 
-def encoded_audio(data: bytes, name: str) -> ReferenceAudio:
-    """An audio file of a job, known to be one; `name` begins the sentence that says why it is none. Raises
-    `InputError`."""
+def encoded_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
+    """An audio file of a job, known to be one that passes the check; `name` begins the sentence that says
+    why it cannot be used. Raises `InputError`."""
     from pipelines.audio import read_header  # only where there is audio to read
 
     if len(data) > MAX_REFERENCE_BYTES:
         raise _unreadable(name, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
     try:
         found = read_header(data, MAX_AUDIO_SECONDS)
+        if check is not None:
+            check(data)
     except InputError as error:
         message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
         raise InputError(error.code, message, error.advice) from error

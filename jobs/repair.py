@@ -39,12 +39,11 @@ from jobs.store.base import ObjectStore
 from jobs.turns import spoken_and_heard
 from jobs.verify import Expected
 from jobs.voices import item_request
-from pipelines.audio import decode
+from pipelines.audio import decode, trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, Speech, submit
-from pipelines.vad import trim_silence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -347,16 +346,13 @@ def restore_inputs(
                 turns, heard = spoken_and_heard(dialogue.messages, job.spec.speak)
                 references = {place: key_of(dialogue.messages[place][2]) for place in heard}
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
-        unchanged = opened.sha256 == job.input_sha256
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])
         if hashlib.sha256(data).hexdigest() != sha256:
-            changed = (
-                "its reference audio or the programs that write it are others by now"
-                if unchanged
-                else "the file has changed"
+            message = (
+                f"The input {key} of job {job.id} is lost and does not come out as it was: the file, its "
+                "reference audio or the programs that write it are others by now."
             )
-            message = f"The input {key} of job {job.id} is lost and does not come out as it was: {changed}."
             advice = "Submit the file again under an --idempotency-key of its own."
             raise StoreError(ErrorCode.STORE_MISSING, message, advice)
         store.delete(key)

@@ -39,7 +39,7 @@ from jobs.formatting import is_address
 from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
 from pipelines.engine_choice import EngineKind
-from pipelines.errors import ConfigError, ErrorCode, nearest
+from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.registry import ModelCard, has_option
 
 PREFIX = "SPEECH_"
@@ -207,8 +207,6 @@ class ServeSettings(SettingsGroup):
     all voices of Qwen3-TTS, named ones on all routes. `false`: sentence by sentence."""
     voices_folder: Path | None = None
     """Folder of stored voices. Unset: `voices` in `home`."""
-    strict: bool = False
-    """Refuse requests for speech with a field that the server does not know."""
 
 
 def _job_options(value: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +353,7 @@ class Settings(SettingsGroup):
             message = (
                 f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only."
             )
-            raise _invalid(message, "Unset SPEECH_ENGINE__KIND, or set it to auto.")
+            raise invalid(message, "Unset SPEECH_ENGINE__KIND, or set it to auto.")
         return kind
 
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
@@ -374,16 +372,6 @@ class Settings(SettingsGroup):
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}
         return options | ({"engine": engine} if card.engines else {})
-
-    def unused(self, card: ModelCard) -> str | None:
-        """A sentence about settings of the engine vllm where a model runs on the engine native; None:
-        there are none.
-
-        Raises as `chosen_engine`.
-        """
-        if self.vllm == VllmSettings() or self.chosen_engine(card) != "native":
-            return None
-        return f"{PREFIX}VLLM__TENSOR_PARALLEL is not used: {card.name} runs on the engine native."
 
     def origin(self, key: str) -> str:
         """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""
@@ -452,10 +440,10 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         message = f"The configuration file {path} does not exist."
-        raise _invalid(message, "Correct SPEECH_CONFIG or unset it.") from None
+        raise invalid(message, "Correct SPEECH_CONFIG or unset it.") from None
     except (OSError, ValueError) as error:
         message = f"The configuration file {path} cannot be read: {error}."
-        raise _invalid(message, "Make it a readable TOML file.") from None
+        raise invalid(message, "Make it a readable TOML file.") from None
 
 
 def _dotenv() -> Mapping[str, str]:
@@ -467,7 +455,7 @@ def _dotenv() -> Mapping[str, str]:
     try:
         return {name: value for name, value in dotenv_values(path).items() if value is not None}
     except (OSError, ValueError) as error:
-        raise _invalid(f"The file .env cannot be read: {error}.", "Make it readable or remove it.") from None
+        raise invalid(f"The file .env cannot be read: {error}.", "Make it readable or remove it.") from None
 
 
 def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
@@ -485,7 +473,7 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
             node = node.setdefault(part, {})
             if not hasattr(node, "setdefault"):
                 message = f"{name} ({origin}) is set beside a value of the whole group."
-                raise _invalid(message, "Set one of the two.")
+                raise invalid(message, "Set one of the two.")
         node[leaf] = value
         if value.startswith("{"):
             with suppress(ValueError):
@@ -516,15 +504,16 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
         place[-1] = option
     key = ".".join(place)
     # A group that does not exist is named with the key that was given in it.
-    inside = next((name for name in origins if name == key or name.startswith(f"{key}.")), None)
-    given = inside or next((name for name in origins if key.startswith(f"{name}.")), "")
+    given = next(
+        (name for name in origins if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")), ""
+    )
     if first["type"] == "extra_forbidden":
         key, origin = given or key, origins.get(given, "")
         near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
-        return _invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
+        return invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
     where = _set_in(key, origins.get(given, ""))
     reason = first["msg"].removeprefix("Value error, ")
-    return _invalid(f"The setting {key}{where} cannot be used: {reason}.", f"Correct it; {_LISTED}")
+    return invalid(f"The setting {key}{where} cannot be used: {reason}.", f"Correct it; {_LISTED}")
 
 
 def _set_in(key: str, origin: str) -> str:
@@ -539,7 +528,7 @@ def _refuse_other_prefix(variable: str, origin: str) -> None:
     key = rest.lower().replace("__", ".")
     if PREFIX + rest in NOT_SETTINGS or key in setting_keys(key):
         message = f"There is no setting {variable} ({origin})."
-        raise _invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin so.")
+        raise invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin so.")
 
 
 def variable_of(key: str) -> str:
@@ -568,7 +557,3 @@ def setting_keys(like: str) -> set[str]:
     schedule = like.split(".")[1] if like.startswith("schedules.") else "NAME"
     keys = {key for key, _ in setting_fields(schedule=schedule)}
     return keys | {f"schedules.{schedule}.{option}" for option in hints()}
-
-
-def _invalid(message: str, advice: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -176,12 +176,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
         role: SpokenRole | None = None
         if turn is None:
             turn = speech_position(dialogue.messages)
-            messages = tuple(
-                [
-                    Message(whose, modality, references.get(place, text))
-                    for place, (whose, modality, text) in enumerate(dialogue.messages)
-                ]
-            )
+            messages = dialogue.typed_messages(references)
         else:
             role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
             messages = turn_messages(dialogue.messages, turn, references)
@@ -227,8 +222,7 @@ class ShardLines(Generic[Line]):
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
-        self._lost: set[int] = set()
-        #: Why numbers are not known, once some are not.
+        #: Why numbers are not known, once one is not.
         self.failure: StoreError | None = None
 
     def of(self, item: ItemRow) -> Line:
@@ -239,16 +233,10 @@ class ShardLines(Generic[Line]):
         return self._lines[item.index]
 
     def number_of(self, item: ItemRow) -> int | None:
-        """The number of the item's line; None where the store has lost it or cannot be reached."""
-        # A store that itself failed is not waited for again.
-        lost = self.failure is None or self.failure.code in (
-            ErrorCode.STORE_MISSING,
-            ErrorCode.STORE_CONFLICT,
-        )
-        if lost and item.shard_no not in self._lost:
+        """The number of the item's line; None once the store has lost one or cannot be reached."""
+        if self.failure is None:
             try:
                 return self.of(item).line
             except StoreError as error:
                 self.failure = error
-                self._lost.add(item.shard_no)
         return None

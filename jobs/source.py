@@ -209,7 +209,10 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
     with ExitStack() as opened:
         if is_remote(address) or address == "-":
             uri, folder = address, Path.cwd()
-            stream = sys.stdin.buffer if address == "-" else opened.enter_context(_s3_object(address, s3))
+            with reading(address):
+                stream = (
+                    sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
+                )
         else:
             with reading(address):
                 stream = opened.enter_context(path.open("rb"))
@@ -267,20 +270,15 @@ def no_records() -> InputError:
     )
 
 
-def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
-    try:
-        return open_s3_object(address, s3)
-    except StoreError as error:
-        if error.code is ErrorCode.STORE_UNREACHABLE:
-            raise
-        raise _unreadable(address, f"cannot be read: {error.message.rstrip('.')}", error.advice) from error
-
-
 @contextmanager
 def reading(uri: str) -> Generator[None, None, None]:
     """Turns what opening and reading an input can raise into `input.unreadable`."""
     try:
         yield
+    except StoreError as error:
+        if error.code is ErrorCode.STORE_UNREACHABLE:
+            raise
+        raise _unreadable(uri, f"cannot be read: {error.message.rstrip('.')}", error.advice) from error
     except EOFError as error:
         raise _unreadable(uri, "is a compressed file that is cut off", "Copy it again.") from error
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
 import msgspec
 
-from jobs.checks import Quality, checked
+from jobs.checks import Quality
 from jobs.dialogue import CUSTOM_ID, clean
-from jobs.input_format import AskedFormat, InputFormat, check_format, recognized
+from jobs.input_format import AskedFormat, InputFormat, format_of
 from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
@@ -52,19 +52,14 @@ class ResolvedSpec:
         Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that
         cannot be read.
         """
-        found = self.input_format
-        if found == "auto":
-            found = recognized(source)
-        elif found not in ("dialogues", "openai-batch"):
-            check_format(source, found)
-        seen = replace(self, input_format=found)
+        found = format_of(source, self.input_format)
         _check_format(found, self.spec)
-        chosen = self.spec.reading or ALL
+        spec, chosen = self.spec, self.spec.reading or ALL
         if found == "kaldi" and chosen.voices is not None:
             chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
-            seen = replace(seen, spec=msgspec.structs.replace(self.spec, reading=chosen))
-        voices = self.voices.with_lines(seen.records(source))
-        return replace(seen, spec=voices.in_spec(seen.spec), voices=voices)
+            spec = msgspec.structs.replace(spec, reading=chosen)
+        voices = self.voices.with_lines(Records(source, found, spec, self.card))
+        return ResolvedSpec(voices.in_spec(spec), found, voices)
 
     def records(self, source: Source) -> Records:
         """The records of an input of a format that was recognized."""
@@ -162,7 +157,6 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
     check_columns(chosen.columns or {})
     if quality is not None:
-        quality = checked(quality)
         if not quality.paces and card.pace is not None:
             # What was learned by now stays this job's measure.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))

@@ -24,17 +24,11 @@ _NO_KEYS: Mapping[int, str] = {}
 
 def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     """The places of the texts that are spoken, in order; a text without a visible character is none."""
-    user, assistant = _texts(messages, "user"), _texts(messages, "assistant")
+    user, assistant = _places(messages, "user"), _places(messages, "assistant")
     if speak == "auto":
         silent = [place for place in assistant if not _recordings(messages, place)]
         return tuple(silent or user)
-    chosen: dict[Speak, list[int]] = {
-        "user": user,
-        "assistant": assistant,
-        "all": sorted(user + assistant),
-        "answer": [],
-    }
-    return tuple(chosen[speak])
+    return tuple(sorted(([] if speak == "assistant" else user) + ([] if speak == "user" else assistant)))
 
 
 def spoken_and_heard(messages: Sequence[Triple], speak: Speak) -> tuple[tuple[int, ...] | None, list[int]]:
@@ -54,16 +48,10 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     that of the user's text before. The assistant's: the audio of the system messages.
     """
     if messages[turn][0] != "user":
-        return tuple(
-            [
-                place
-                for place, message in enumerate(messages)
-                if message[0] == "system" and message[1] == "audio"
-            ]
-        )
-    if not any(message[0] == "user" and message[1] == "audio" for message in messages):
+        return tuple(_places(messages, "system", "audio"))
+    if not _places(messages, "user", "audio"):
         return ()
-    for place in reversed(_texts(messages[: turn + 1], "user")):
+    for place in reversed(_places(messages[: turn + 1], "user")):
         first, end = _side_by_side(messages, place)
         if beside := [number for number in range(first, end) if messages[number][1] == "audio"]:
             return tuple(beside)
@@ -126,17 +114,18 @@ def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> 
     )
 
 
-def _texts(messages: Iterable[Triple], role: Role) -> list[int]:
+def _places(messages: Iterable[Triple], role: Role, kind: Modality = "text") -> list[int]:
+    """The places of a role's audio, or of its texts with a visible character."""
     return [
         place
         for place, (whose, modality, content) in enumerate(messages)
-        if whose == role and modality == "text" and is_visible(content)
+        if whose == role and modality == kind and (kind != "text" or is_visible(content))
     ]
 
 
 def _is_the_only_text(messages: Sequence[Triple], turn: int) -> bool:
     """Whether the text at a place is a user's, and neither the user nor the assistant has another."""
-    return _texts(messages, "user") == [turn] and not _texts(messages, "assistant")
+    return _places(messages, "user") == [turn] and not _places(messages, "assistant")
 
 
 def _side_by_side(messages: Sequence[Triple], place: int) -> tuple[int, int]:
@@ -153,12 +142,7 @@ def _side_by_side(messages: Sequence[Triple], place: int) -> tuple[int, int]:
 def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
     """The assistant's audio that says the text at a place."""
     if messages[turn][0] != "assistant":
-        alone = _is_the_only_text(messages, turn)
-        return [
-            place
-            for place, message in enumerate(messages)
-            if alone and message[0] == "assistant" and message[1] == "audio"
-        ]
+        return _places(messages, "assistant", "audio") if _is_the_only_text(messages, turn) else []
     first, end = _side_by_side(messages, turn)
     texts = [place for place in range(first, end) if messages[place][1] == "text"]
     # Audio follows its text; what stands before the first text is that text's.

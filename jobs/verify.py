@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from jobs.layout import (
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
+#: Objects come in the order of their folders, those of packs in several at a time.
+_FOLDERS = 16
 
 
 class Fault(StrEnum):
@@ -106,23 +107,21 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
 
     Raises `StoreError` when the store cannot be asked.
     """
-    # Few, and one shard's items are in several, so their sizes are kept.
-    packs: dict[str, dict[str, int]] = {}
-    for (folder, packed), inside in groupby(
-        objects, lambda expected: (expected.object_key.rpartition("/")[0], expected.pack is not None)
-    ):
-        sizes = packs.get(folder) or {info.key: info.bytes for info in store.list(f"{folder}/")}
-        if packed:
-            packs[folder] = sizes
-        for expected in inside:
-            size = sizes.get(expected.object_key)
-            if size is None:
-                yield expected, Fault.MISSING
-            elif packed:
-                if size < expected.end:
-                    yield expected, Fault.CHANGED
-            elif size != expected.bytes and (expected.bytes is not None or size == 0):
+
+    @lru_cache(_FOLDERS)
+    def sizes(folder: str) -> dict[str, int]:
+        return {info.key: info.bytes for info in store.list(folder)}
+
+    for expected in objects:
+        key = expected.object_key
+        size = sizes(f"{key.rpartition('/')[0]}/").get(key)
+        if size is None:
+            yield expected, Fault.MISSING
+        elif expected.pack is not None:
+            if size < expected.end:
                 yield expected, Fault.CHANGED
+        elif size != expected.bytes and (expected.bytes is not None or size == 0):
+            yield expected, Fault.CHANGED
 
 
 @dataclass

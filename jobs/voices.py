@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, encoded_audio, put_reference
 from jobs.store.base import ObjectStore
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, nearest
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from jobs.input_records import Records
     from jobs.settings import Settings
     from jobs.shard_file import ShardLine
-
-#: Stored voices that an error names.
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -108,19 +104,13 @@ class JobVoices:
             return InputError(
                 ErrorCode.INPUT_UNSUPPORTED, message, "Use a model that clones, or a voice of this one."
             )
-        advice: list[str] = []
-        if voices := self.card.capabilities.voices:
-            advice.append(f"It has: {', '.join(voices)}.")
-        if stored and self.can_clone:
-            near = stored if len(stored) <= _SHOWN else get_close_matches(name, stored, _SHOWN, 0.0)
-            more = len(stored) - len(near)
-            advice.append(f"Stored voices: {', '.join(near)}{f' and {more} more' if more else ''}.")
-        elif self.can_clone and self.folder is not None:
-            advice.append(f"No voice is stored in {self.folder.path}; `nightjar voices add` does it.")
-        elif not voices:
-            advice.append("It has no named voices: remove `voice`.")
+        voices = self.card.capabilities.voices
+        has = f"It has: {', '.join(voices)}. " if voices else ""
+        if self.can_clone and self.folder is not None:
+            has += f"{nearest(name, stored)}`nightjar voices list` shows the stored ones."
         message = f"The model {self.card.name} has no voice {clean(name, 80)!r}."
-        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, " ".join(advice))
+        advice = has or "It has no named voices: remove `voice`."
+        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
 
     def put(self, store: ObjectStore, job_id: str) -> None:
         """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since
@@ -193,11 +183,6 @@ def item_request(
     return SynthesisRequest(request_id, tuple(loaded), generation, seed)
 
 
-def stored_voices(spec: JobSpec) -> Mapping[str, FrozenVoice]:
-    """The stored voices of a job, by their names."""
-    return spec.stored_voices or {}
-
-
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
     """The name of the stored voice that speaks an item; None: it is in another voice."""
     if not spec.stored_voices or any(message.modality == "audio" for message in line.messages):
@@ -208,7 +193,7 @@ def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
 
 def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
     """Keys of the recordings of a job's stored voices."""
-    return {references_prefix(job_id) + voice.recording for voice in stored_voices(spec).values()}
+    return {references_prefix(job_id) + voice.recording for voice in (spec.stored_voices or {}).values()}
 
 
 def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:
@@ -216,14 +201,7 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
     that cannot be used."""
     if (voice := folder.get(name)) is None:
         return None
-    audio = encoded_audio(voice.recording, f"The stored voice {name!r}")
-    if card.check_reference is not None:
-        try:
-            card.check_reference(voice.recording)
-        except InputError as error:
-            raise InputError(
-                error.code, f"The stored voice {name!r} cannot be used: {error.message}", error.advice
-            ) from error
+    audio = encoded_audio(voice.recording, f"The stored voice {name!r}", card.check_reference)
     return FrozenVoice(f"{audio.sha256}.{audio.ext}", voice.text), audio
 
 

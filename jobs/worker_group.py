@@ -26,7 +26,7 @@ from jobs.gpus import VISIBLE, Device, share_cores
 from jobs.settings import Settings
 from pipelines.child_process import Child, has_parent, how_it_ended, parent_channel, signal_group
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
+from pipelines.errors import ConfigError, ModelError, NightjarError
 from pipelines.ipc import Channel, ErrorRecord
 
 FIRST_PAUSE_SECONDS = 0.5
@@ -39,7 +39,6 @@ CRASHES = 20
 CRASHES_BESIDE_OTHERS = 5
 #: A worker that lived so long starts its count again.
 HEALTHY_SECONDS = 3600.0
-LAST_PORT = 65535
 #: Between two signs of life; a report without one for a minute counts as lost.
 REPORT_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
@@ -125,7 +124,7 @@ class WorkerPlan:
     @property
     def details(self) -> dict[str, object]:
         """GPU, cores and port for the log: those that are set."""
-        cores = None if self.cores is None else core_text(self.cores)
+        cores = None if self.cores is None else sorted(self.cores)
         values = {"gpu": self.gpu, "cores": cores, "metrics_port": self.metrics_port}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -142,16 +141,11 @@ class WorkerPlan:
 
 
 def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[WorkerPlan]:
-    """One worker for each device, or one as it is. Raises `config.invalid` where the ports of metrics end."""
+    """One worker for each device, or one as it is."""
     if devices is None:
         return [WorkerPlan()]
     shares = share_cores([device.bus_id for device in devices])
     first = settings.worker.metrics_port
-    if first is not None and first + len(devices) - 1 > LAST_PORT:
-        message = f"{len(devices)} workers need the ports of metrics {first} to {first + len(devices) - 1}, and {LAST_PORT} is the last one."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, "Set SPEECH_WORKER__METRICS_PORT to a smaller port."
-        )
     ports = [None if first is None else first + number for number in range(len(devices))]
     return [WorkerPlan(device, cores, port) for device, cores, port in zip(devices, shares, ports)]
 
@@ -385,17 +379,6 @@ class WorkerGroup:
 def _let_go(child: Child[WorkerReport]) -> None:
     with suppress(OSError):
         child.channel.send(True)
-
-
-def core_text(cores: frozenset[int]) -> str:
-    """`0-3,8`."""
-    ranges: list[list[int]] = []
-    for core in sorted(cores):
-        if ranges and ranges[-1][1] == core - 1:
-            ranges[-1][1] = core
-        else:
-            ranges.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 class QuarantineReports:

@@ -328,7 +328,8 @@ class Job:
         """Its samples, and their rate in Hz. Raises `StoreError`."""
         import soundfile
 
-        return soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
+        found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
+        return cast("tuple[NDArray[np.float32], int]", found)
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:

@@ -1,5 +1,5 @@
-"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, and loudness
-after ITU-R BS.1770-4."""
+"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, loudness after ITU-R
+BS.1770-4, and where a recording holds speech."""
 
 from __future__ import annotations
 
@@ -75,13 +75,22 @@ def decode(
     numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
+    blocks: list[NDArray[np.float32]] = []
     with _opened(data, max_seconds) as file:
-        rate = int(file.samplerate)
-        mono = _mono(file, min(int(max_seconds * rate), MAX_SAMPLES // file.channels), channel)
-    if mono is None:
-        raise _too_long(max_seconds)
-    if len(mono) == 0:
+        rate = file.samplerate
+        left = min(int(max_seconds * rate), MAX_SAMPLES // file.channels)
+        # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
+        # standard error.
+        size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
+        while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
+            left -= len(block)
+            if left < 0:
+                raise _too_long(max_seconds)
+            averaged = channel is None and file.channels > 1
+            blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
+    if not blocks:
         raise _unreadable("The audio is empty.")
+    mono = np.concatenate(blocks)
     # A sum tells it in a tenth of the time of a look at each sample.
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
@@ -110,22 +119,6 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
             yield file
     except (soundfile.SoundFileError, ValueError, TypeError) as error:
         raise _unreadable("The audio cannot be read.") from error
-
-
-def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray[np.float32] | None:
-    """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
-    blocks: list[NDArray[np.float32]] = []
-    frames = 0
-    # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
-    # standard error.
-    size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
-    while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
-        frames += len(block)
-        if frames > limit:
-            return None
-        averaged = channel is None and block.shape[1] > 1
-        blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
-    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
@@ -186,7 +179,7 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
     if not len(made):
         return made
-    limit, after = max(_peak(samples), PEAK_LIMIT), _peak(made)
+    limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
 
@@ -215,10 +208,8 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
     return _OFFSET_LUFS + 10 * math.log10(blocks.mean())
 
 
-def normalize_loudness(
-    samples: NDArray[np.float32], sample_rate: int, target_lufs: float = TARGET_LUFS, peak: float = PEAK_LIMIT
-) -> tuple[NDArray[np.float32], float]:
-    """Samples [samples] scaled to `target_lufs`, or to `peak` where the target would exceed it, and their
+def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[NDArray[np.float32], float]:
+    """Samples [samples] scaled to `TARGET_LUFS`, or to `PEAK_LIMIT` where the target would exceed it, and their
     loudness in LUFS.
 
     Scaling is all it does: the waveform keeps its shape. Silence comes back as it is, with a loudness of
@@ -227,7 +218,7 @@ def normalize_loudness(
     before = loudness(samples, sample_rate)
     if before == -math.inf:
         return samples, before
-    gain = min(10 ** ((target_lufs - before) / 20), peak / _peak(samples))
+    gain = min(10 ** ((TARGET_LUFS - before) / 20), PEAK_LIMIT / peak(samples))
     return samples * np.float32(gain), before + 20 * math.log10(gain)
 
 
@@ -283,19 +274,6 @@ def _filtered(
     return found
 
 
-def ogg_pages(data: bytes) -> list[tuple[int, int]]:
-    """Where the pages of an Ogg file begin and end, as their headers say: the last one of a file that was
-    cut ends behind it."""
-    pages: list[tuple[int, int]] = []
-    end = 0
-    while end < len(data):
-        begin, table = end, end + _OGG_SEGMENTS + 1
-        segments = data[table - 1] if table <= len(data) else 0
-        end = table + segments + sum(data[table : table + segments])
-        pages.append((begin, end))
-    return pages
-
-
 def _with_steady_serial(data: bytes) -> bytes:
     """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two
     files would be equal.
@@ -303,27 +281,30 @@ def _with_steady_serial(data: bytes) -> bytes:
     The number has to differ between files, because files that are joined into one keep theirs (RFC 3533,
     section 4).
     """
-    file = bytearray(data)
-    pages = ogg_pages(data)
-    for begin, _ in pages:
-        for field in (_OGG_SERIAL, _OGG_CHECKSUM):
-            file[begin + field.start : begin + field.stop] = bytes(4)
-    serial = struct.pack("<I", zlib.crc32(file))
-    for begin, end in pages:
-        file[begin + _OGG_SERIAL.start : begin + _OGG_SERIAL.stop] = serial
-        checksum = struct.pack("<I", _ogg_checksum(bytes(file[begin:end])))
-        file[begin + _OGG_CHECKSUM.start : begin + _OGG_CHECKSUM.stop] = checksum
-    return bytes(file)
+    pages: list[bytearray] = []
+    end = 0
+    while end < len(data):
+        begin, table = end, end + _OGG_SEGMENTS + 1
+        sizes = data[table : table + data[table - 1]]
+        end = table + len(sizes) + sum(sizes)
+        pages.append(bytearray(data[begin:end]))
+        pages[-1][_OGG_SERIAL] = pages[-1][_OGG_CHECKSUM] = bytes(4)
+    serial = struct.pack("<I", zlib.crc32(b"".join(pages)))
+    for page in pages:
+        page[_OGG_SERIAL] = serial
+        page[_OGG_CHECKSUM] = struct.pack("<I", _ogg_checksum(page))
+    return b"".join(pages)
 
 
-def _ogg_checksum(page: bytes) -> int:
+def _ogg_checksum(page: bytearray) -> int:
     """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from
     0 and without inversion."""
     register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2)
 
 
-def _peak(samples: NDArray[np.float32]) -> float:
+def peak(samples: NDArray[np.float32]) -> float:
+    """The largest amplitude of samples [samples]."""
     return max(float(samples.max()), -float(samples.min()))
 
 
@@ -336,3 +317,50 @@ def _too_long(max_seconds: float) -> InputError:
     return InputError(
         ErrorCode.INPUT_TOO_LONG, message, "Cut it, or give it with one channel and a lower rate."
     )
+
+
+#: Frames in which an energy detector, which costs microseconds, looks for speech.
+FRAME_SECONDS = 0.02
+#: A frame is silent that is 40 dB below the loudest one, or below -60 dBFS.
+_RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
+
+
+def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
+    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] where there is not even
+    one."""
+    length = max(1, int(FRAME_SECONDS * sample_rate))
+    count = len(samples) // length
+    framed = samples[: count * length].reshape(count, length) if count else samples.reshape(1, -1)
+    return np.vecdot(framed, framed) / np.float32(framed.shape[1])
+
+
+def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
+    """(frames with sound, most frames in a row without between two with, mean power of those with) of
+    `frame_powers`: [frames].
+
+    A loop over the few frames of an utterance is quicker than the calls of numpy.
+    """
+    levels: list[float] = powers.tolist()
+    floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
+    sounding, longest, total, last = 0, 0, 0.0, -1
+    for place, level in enumerate(levels):
+        if level > floor:
+            if sounding and place - last > longest:
+                longest = place - last
+            last = place
+            sounding += 1
+            total += level
+    return sounding, max(0, longest - 1), total / sounding if sounding else 0.0
+
+
+def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -> NDArray[np.float32]:
+    """The samples [samples] without silence at both ends beyond `keep_ms`; as they are where there is
+    nothing but silence."""
+    if len(samples) == 0:
+        return samples
+    powers = frame_powers(samples, sample_rate)
+    active = np.flatnonzero(powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER))
+    if len(active) == 0:
+        return samples
+    length, keep = max(1, int(FRAME_SECONDS * sample_rate)), keep_ms * sample_rate // 1000
+    return samples[max(0, int(active[0]) * length - keep) : (int(active[-1]) + 1) * length + keep]

@@ -35,7 +35,7 @@ ORPHANED = 3
 #: The child's variables: the process id of its parent, and whether the kernel kills it with that.
 _PARENT_PID, _BOUND = "NIGHTJAR_PARENT_PID", "NIGHTJAR_BOUND"
 _PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl = ctypes.CDLL(None).prctl
 
 
 class Child(Generic[T]):
@@ -177,15 +177,14 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 def die_with_parent() -> None:
     """Has the kernel kill this process when the thread that started it ends."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @contextmanager
 def _on_cores(cores: frozenset[int] | None) -> Generator[None]:
     """What this thread starts inside keeps to these cores. It runs on others too if the kernel refuses,
     for example where a container lost some meanwhile."""
-    if cores is None or not hasattr(os, "sched_setaffinity"):
+    if cores is None:
         yield
         return
     before = os.sched_getaffinity(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipelines.request import Pipeline
@@ -42,3 +42,14 @@ class EngineMetrics(Collector):
             ("kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0)),
         ):
             yield GaugeMetricFamily(f"speech_engine_{name}", text, float(value))
+        # They start again from 0 with a new engine, which Prometheus knows to handle.
+        for name, text, value in (
+            ("requests", "Requests that ended in the engine.", sum(one.requests_done for one in stats)),
+            ("frames", "Frames or tokens that the engine made.", sum(one.frames for one in stats)),
+            (
+                "audio_seconds",
+                "Seconds of speech that the engine made.",
+                sum(one.audio_seconds for one in stats),
+            ),
+        ):
+            yield CounterMetricFamily(f"speech_engine_{name}", text, value)

@@ -125,16 +125,13 @@ class NightjarError(Exception):
     (`advice`)."""
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
-        super().__init__(message)
+        super().__init__(code, message, advice)
         self.code = code
         self.message = message
         self.advice = advice
 
     def __str__(self) -> str:
         return f"{self.message} {self.advice}".rstrip()
-
-    def __reduce__(self) -> tuple[type[NightjarError], tuple[ErrorCode, str, str]]:
-        return type(self), (self.code, self.message, self.advice)
 
 
 class InputError(NightjarError):
@@ -159,9 +156,8 @@ class NoAudioError(SynthesisError):
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
-
-    def __reduce__(self) -> tuple[type[NightjarError], tuple[object, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self), (self.message, self.advice, self.text_out, self.meta)
+        # What it is made of again behind a copy or a pipe between processes.
+        self.args = (message, advice, text_out, self.meta)
 
 
 class EngineCrashError(NightjarError):

@@ -253,7 +253,7 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
     descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
     try:
         with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
+            file.write(np.frombuffer(data, np.uint8).data)
     except BaseException:
         os.close(descriptor)
         raise

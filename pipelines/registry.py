@@ -4,10 +4,10 @@ is opened."""
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
@@ -54,18 +54,19 @@ class ModelCard:
     #: before the model looks at it.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
-    #: What a run on this machine asks of an engine before it starts: cheap, and raises `ConfigError` where
-    #: the engine cannot run the model here; None: nothing is known before it is opened.
-    check_engine: Callable[[str], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an
-    object with both."""
+    """A model that was found. A built-in package and an entry point of the group `nightjar.pipelines` offer
+    `describe` and `load`."""
 
+    #: What its card is named.
+    name: str
     describe: Callable[[], ModelCard]
     load: Callable[..., Pipeline]
+    #: What prepares its requests outside of the process that it is opened in.
+    frontend: Callable[[], Frontend | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,12 @@ class Family:
     #: prepared for), `text_first`, `voice_cache`.
     options: frozenset[str] = frozenset()
 
-    def call(self, module: str, function: str, folder: Path, **options: Any) -> Any:
-        """Calls a function of one of its modules. Raises `ModelError` (`model.missing_extra`) where a
-        library is not installed."""
+    def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a function of a module: of one in its package, if the name begins with a point. Raises
+        `ModelError` (`model.missing_extra`) where a library is not installed."""
         try:
-            found = importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{module}")
-            return getattr(found, function)(folder, **options)
+            found = importlib.import_module(module, self.package or f"pipelines.{self.name}")
+            return getattr(found, function)(*arguments, **options)
         except ModuleNotFoundError as error:
             if (error.name or "").startswith(("pipelines", "kernels")):
                 raise
@@ -197,18 +198,14 @@ def has_option(card: ModelCard, option: str) -> bool:
     return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
-def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:
+def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], object]:
     """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that
     removes it.
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
     """
-    _registered[name] = Provider(lambda: replace(card, name=name), factory)
-
-    def forget() -> None:
-        _registered.pop(name, None)
-
-    return forget
+    _registered[name] = Provider(name, lambda: card, factory)
+    return lambda: _registered.pop(name, None)
 
 
 def is_registered(model: str) -> bool:
@@ -222,12 +219,8 @@ def describe(model: str) -> ModelCard:
     For a published checkpoint it fetches the config files, unless the hub's cache has them. Raises
     `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
     """
-    provider = _provider(model)
-    if provider is not None:
-        return replace(provider.describe(), name=model)
-    family, folder, commit = _locate(model, _DESCRIPTION_FILES)
-    card = family.call("config", "describe", folder)
-    return replace(card, name=model, revision=commit) if commit else replace(card, name=str(folder))
+    provider = _found(model, _DESCRIPTION_FILES)
+    return replace(provider.describe(), name=provider.name)
 
 
 def open_pipeline(model: str, **options: Any) -> Pipeline:
@@ -237,11 +230,7 @@ def open_pipeline(model: str, **options: Any) -> Pipeline:
     them. Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or
     `model.unreachable`.
     """
-    provider = _provider(model)
-    if provider is not None:
-        return provider.load(**options)
-    family, folder, _ = _locate(model, _WEIGHT_FILES)
-    return family.call("pipeline", "open_pipeline", folder, **options)
+    return _found(model, _WEIGHT_FILES).load(**options)
 
 
 def open_frontend(model: str) -> Frontend | None:
@@ -250,10 +239,7 @@ def open_frontend(model: str) -> Frontend | None:
 
     Raises as `open_pipeline`.
     """
-    if _provider(model) is not None:
-        return None
-    family, folder, _ = _locate(model, _WEIGHT_FILES)
-    return family.call("prompt", "open_frontend", folder) if family.frontend else None
+    return _found(model, _WEIGHT_FILES).frontend()
 
 
 def model_names() -> list[str]:
@@ -288,62 +274,60 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
     raise bad_checkpoint(message, f"Supported are: {known}.")
 
 
-def _provider(name: str) -> Provider | None:
-    if (registered := _registered.get(name)) is not None:
+def _found(model: str, hub_files: Sequence[str]) -> Provider:
+    """The provider of a registry name or a checkpoint folder; of a published checkpoint, with these files."""
+    if (registered := _registered.get(model)) is not None:
         return registered
-    if (package := BUILT_IN.get(name)) is not None:
+    if (package := BUILT_IN.get(model)) is not None:
 
         def load(**options: Any) -> Pipeline:
             return importlib.import_module(f"{package}.pipeline").load(**options)
 
-        return Provider(importlib.import_module(package).describe, load)
-    if name in PUBLISHED:
-        return None
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return Provider(model, importlib.import_module(package).describe, load)
+    if model in PUBLISHED:
+        family, published = PUBLISHED[model]
+        folder = _download(family, published.hub_id, hub_files)
+        return _of_folder(model, family, folder, revision=folder.name)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=model):
         try:
             found = entry.load()
-            return Provider(found.describe, found.load)
+            return Provider(model, found.describe, found.load)
         except (ImportError, AttributeError) as error:
             raise ModelError(
                 ErrorCode.MODEL_MISSING_EXTRA,
-                f"The pipeline {name!r} is registered as {entry.value!r}, which does not load: {error}.",
+                f"The pipeline {model!r} is registered as {entry.value!r}, which does not load: {error}.",
                 "Install what it needs, or uninstall the package that registers it.",
             ) from error
-    return None
+    folder = _folder(model)
+    return _of_folder(str(folder), recognise(folder, FAMILIES), folder)
+
+
+def _of_folder(name: str, family: Family, folder: Path, **known: Any) -> Provider:
+    """The provider of a checkpoint folder; `known`: what goes before its own card."""
+    return Provider(
+        name,
+        lambda: replace(family.call(".config", "describe", folder), **known),
+        partial(family.call, ".pipeline", "open_pipeline", folder),
+        lambda: family.call(".prompt", "open_frontend", folder) if family.frontend else None,
+    )
 
 
 def _folder(model: str) -> Path:
     """The checkpoint folder that `model` names; raises `model.unknown` for anything else."""
-    looks_like_path = os.sep in model or model in (".", "..") or model.startswith("~")
     with suppress(OSError, ValueError, RuntimeError):
         if (folder := Path(model).expanduser().resolve()).is_dir():
             return folder
-    if looks_like_path:
-        raise ModelError(
-            ErrorCode.MODEL_UNKNOWN,
-            f"{_short(model)} is not a folder that can be read.",
-            "Give the folder that holds the checkpoint's config.json.",
-        )
     names = model_names()
-    hint = nearest(model, names).rstrip() or "Give a checkpoint folder or one of: " + ", ".join(names) + "."
-    raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)
+    given = f"Give the folder that holds a checkpoint's config.json, or one of: {', '.join(names)}."
+    message = f"There is no model and no readable folder {_short(model)}."
+    raise ModelError(ErrorCode.MODEL_UNKNOWN, message, nearest(model, names).rstrip() or given)
 
 
-def _locate(model: str, hub_files: Sequence[str]) -> tuple[Family, Path, str]:
-    """The family and folder of a published name or a path; the commit for a published name, else empty."""
-    if model in PUBLISHED:
-        family, published = PUBLISHED[model]
-        folder = _download(published.hub_id, hub_files)
-        return family, folder, folder.name
-    folder = _folder(model)
-    return recognise(folder, FAMILIES), folder, ""
-
-
-def _download(hub_id: str, patterns: Sequence[str]) -> Path:
+def _download(family: Family, hub_id: str, patterns: Sequence[str]) -> Path:
     """The hub's snapshot folder with the files of these patterns; its name is the commit."""
-    hub: Any = importlib.import_module("huggingface_hub")
     try:
-        return Path(hub.snapshot_download(hub_id, allow_patterns=list(patterns)))
+        found = family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(patterns))
+        return Path(found)
     except OSError as error:
         raise ModelError(
             ErrorCode.MODEL_UNREACHABLE,

@@ -337,20 +337,14 @@ def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk
 def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
     """Raises `InputError` (`input.unsupported`) for a stream, or a text in pieces, that the model cannot
     do."""
-    if stream and not pipeline.capabilities.streaming:
-        raise InputError(
-            ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} cannot stream.", "Ask for whole speech."
-        )
-    if (
-        isinstance(request, SynthesisRequest)
-        and request.text_open
-        and not (stream and pipeline.capabilities.text_in)
-    ):
-        raise InputError(
-            ErrorCode.INPUT_UNSUPPORTED,
-            f"The model {pipeline.name} takes no text in pieces.",
-            "Give it whole sentences.",
-        )
+    able, text_open = pipeline.capabilities, isinstance(request, SynthesisRequest) and request.text_open
+    if stream and not able.streaming:
+        lacks, advice = "cannot stream", "Ask for whole speech."
+    elif text_open and not (stream and able.text_in):
+        lacks, advice = "takes no text in pieces", "Give it whole sentences."
+    else:
+        return
+    raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} {lacks}.", advice)
 
 
 class Listener:

@@ -170,7 +170,8 @@ class Streamer(Receiver[S]):
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
-        self._decoding = 0
+        #: Chunks that are being decoded, and the engine's end.
+        self._expected = 1
         self._end: Done | Failed | None = None
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
@@ -196,19 +197,21 @@ class Streamer(Receiver[S]):
         try:
             whole = self._info.read(*made)
         except SynthesisError as error:
-            self._close(Failed(error))
-            return
-        if self._buffer:
-            self._decode_buffered(len(self._buffer))
-        if self.looks_ahead:
-            self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
-        self._close(Done(self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None))))
+            self._end = Failed(error)
+        else:
+            if self._buffer:
+                self._decode_buffered(len(self._buffer))
+            if self.looks_ahead:
+                self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
+            speech = self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None))
+            self._end = Done(speech)
+        self._passed()
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
         """Has the next frames [frames, codebooks] decoded as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
-            self._decoding += 1
+            self._expected += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
     def over(self) -> None:
@@ -230,21 +233,15 @@ class Streamer(Receiver[S]):
             self.failed(outcome)
         elif len(outcome):
             self._listener(AudioChunk(outcome, self._info.sample_rate))
-        with self._lock:
-            self._decoding -= 1
-        self._tell_end()
+        self._passed()
 
-    def _close(self, end: Done | Failed) -> None:
+    def _passed(self) -> None:
+        """Ends the request once the engine and all decoding have passed; a listener hears no second end."""
         with self._lock:
-            self._end = end
-        self._tell_end()
-
-    def _tell_end(self) -> None:
-        """Ends the request once all its audio is decoded; a listener hears no second end."""
-        with self._lock:
-            end = None if self._decoding else self._end
-        if end is not None:
-            self._listener(end)
+            self._expected -= 1
+            ended = not self._expected
+        if ended and self._end is not None:
+            self._listener(self._end)
 
 
 R = TypeVar("R")

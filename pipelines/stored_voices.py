@@ -173,7 +173,7 @@ def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise InputError(
             ErrorCode.INPUT_BAD_GENERATION,
-            "The name of a voice has 1 to 64 small letters, digits, `-` and `_`, and begins with a letter or a digit.",
+            "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit.",
             "Choose another name.",
         )
     if name in RESERVED:

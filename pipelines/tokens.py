@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import Drawing
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
-from pipelines.validation import bounded, bounded_top_k, check_seed, either
+from pipelines.validation import MAX_TOP_K, bounded, either
 
 Finish = Literal["stop", "length"]
 #: The highest temperature that vLLM takes.
@@ -73,38 +73,10 @@ class Tokens:
     codes: NDArray[np.int64] | None = None
 
 
-class TokenReceiver(Protocol):
-    """Who waits for one sequence. Called on the engine's own thread, so it must be quick."""
-
-    #: Whether `tokens` is wanted while the sequence grows.
-    streamed: bool
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
-        ...
-
-    def finished(self, tokens: Tokens) -> None:
-        """The whole sequence."""
-        ...
-
-    def failed(self, error: NightjarError) -> None: ...
-
-
-class TokenHost(SpeechEngine[TokenRequest], Protocol):
-    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by
-    this contract."""
-
-    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
-        """Queues a sequence; blocks while the waiting room is full, but never on the engine's own thread.
-
-        Raises `SynthesisError`: `synth.aborted` once the engine is closed.
-        """
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Positions of a sequence: prompt and new tokens."""
-        ...
+#: An engine of token sequences: a request in, a `Receiver` told. Families take either engine by this
+#: contract. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
+#: `SynthesisError` (`synth.aborted`) once the engine is closed.
+TokenHost = SpeechEngine[TokenRequest]
 
 
 def token_sampling(
@@ -112,10 +84,8 @@ def token_sampling(
 ) -> TokenSampling:
     """How a request is drawn: its own settings over the model's; at most `max_tokens` tokens.
 
-    Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM
-    would refuse.
+    Raises `InputError` (`input.bad_generation`) for a temperature that vLLM would refuse.
     """
-    check_seed(seed)
     temperature = either(generation.temperature, defaults.temperature)
     if temperature > MAX_TEMPERATURE:
         message = f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}."
@@ -123,7 +93,7 @@ def token_sampling(
     return TokenSampling(
         max_tokens=max_tokens,
         temperature=bounded(temperature),
-        top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
+        top_k=min(either(generation.top_k, defaults.top_k), MAX_TOP_K),
         top_p=either(generation.top_p, defaults.top_p),
         repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
         seed=seed,

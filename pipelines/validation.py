@@ -50,7 +50,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 #: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of
 #: the batch.
 _MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
-_MAX_TOP_K = 2**31 - 1
+#: A larger top_k is taken for this one.
+MAX_TOP_K = 2**31 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
 #: Settings, the ability that they need, what a model without it is said to lack, and what others do.
@@ -110,9 +111,9 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
 
 def speech_task(
-    messages: Sequence[Message], generation: Generation, capabilities: Capabilities
+    messages: Sequence[Message], generation: Generation, capabilities: Capabilities, seed: int = 0
 ) -> SpeechTask:
-    """The task of one dialogue for a model with these capabilities.
+    """The task of one dialogue for a model with these capabilities; `seed`: that of a request.
 
     The text of the one user turn is spoken; user audio in that turn is the voice to clone, or the voices;
     system text is the instruction where the model takes one, unless `generation.instruct` says otherwise;
@@ -122,7 +123,7 @@ def speech_task(
     Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing asked for
     is dropped in silence, apart from system text for a model that takes no instructions.
     """
-    check_generation(generation)
+    check_generation(generation, seed)
     text, audio, system = _said(messages, capabilities)
     if capabilities.multi_turn:
         audio = []
@@ -148,24 +149,20 @@ def speech_task(
     )
 
 
-def check_generation(generation: Generation) -> None:
-    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range: `_RANGES`."""
-    for name in _RANGES:
-        if (value := getattr(generation, name)) is not None:
-            _check_range(name, value)
+def check_generation(generation: Generation, seed: int = 0) -> None:
+    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range, `_RANGES`, or the
+    seed of a request."""
+    for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
+        least, most, allowed = _RANGES[name]
+        if value is not None and not least <= value <= most:
+            message = f"`{name}` is {value!r}; it must be {allowed}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
 
 def check_seed(seed: int) -> None:
     """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed <
     2**63."""
-    _check_range("seed", seed)
-
-
-def _check_range(name: str, value: float) -> None:
-    least, most, allowed = _RANGES[name]
-    if not least <= value <= most:
-        message = f"`{name}` is {value!r}; it must be {allowed}."
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
+    check_generation(Generation(), seed)
 
 
 def no_character() -> InputError:
@@ -196,11 +193,6 @@ def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
 def bounded(setting: float) -> float:
     """A temperature, penalty or scale as an engine takes it: 0, or 1e-4 to 1e4, whatever a request says."""
     return setting and min(max(setting, _MIN_SETTING), _MAX_SETTING)
-
-
-def bounded_top_k(top_k: int) -> int:
-    """A top_k as an engine takes it: at most 2**31 - 1."""
-    return min(top_k, _MAX_TOP_K)
 
 
 def either(*settings: T | None) -> T:
@@ -318,17 +310,19 @@ def _voice(asked: str, able: Capabilities) -> str | None:
         return voice
     if not voices and not able.multi_turn and asked in OPENAI_VOICES:
         return None
-    none = "This model has no named voices: remove `voice`."
-    advice = f"Choose one of: {', '.join(voices)}." if voices else none
-    raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)
+    raise _unknown(ErrorCode.INPUT_UNKNOWN_VOICE, "voice", asked, voices)
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
     if (language := language_of(asked, languages)) is not None:
         return language
-    none = "This model does not let one choose: remove `language`."
-    advice = f"Choose one of: {', '.join(languages)}." if languages else none
-    raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)
+    raise _unknown(ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", asked, languages)
+
+
+def _unknown(code: ErrorCode, kind: str, asked: str, known: tuple[str, ...]) -> InputError:
+    none = f"This model has none to choose from: remove `{kind}`."
+    advice = f"Choose one of: {', '.join(known)}." if known else none
+    return InputError(code, f"Unknown {kind} {asked[:80]!r}.", advice)
 
 
 def _unsupported(what: str, advice: str) -> InputError:

@@ -25,7 +25,7 @@ MAX_UNCLAIMED = 4
 RESERVE_SECONDS = 2.0
 RESERVE_ITEMS = 1024
 #: Maximum items that wait for meters or for their store before more shards are taken.
-MAX_WRITING_ITEMS = 2048
+MAX_WRITING_ITEMS = 1024
 #: Between two measurements of that speed; a slower one counts gradually.
 MEASURE_SECONDS = 0.5
 _DECAY = 0.8

@@ -30,7 +30,7 @@ from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.settings import Settings
 from jobs.worker_group import say_last_words
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import NightjarError, invalid
 from pipelines.interpreter import collect_seldom
 from worker.admission import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
@@ -86,8 +86,7 @@ def run_flower(settings: Settings) -> None:
         user.strip() and password.strip()
         for user, _, password in (one.partition(":") for one in auth.split(","))
     ):
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
+        raise invalid(
             "Flower does not start without a user and a password.",
             "Set SPEECH_FLOWER__BASIC_AUTH to user:password, neither of them empty or with a comma.",
         )

@@ -97,8 +97,8 @@ class Maintenance:
     metrics: Metrics
     clock: Clock
     publisher: Publisher
-    #: Is told of jobs that the reconciler ended, and of those that have no manifest yet.
-    on_job_ended: Callable[[str], None] = lambda _: None
+    #: Writes those of jobs that ended, and of those that have none yet.
+    manifests: Manifests
     #: How many shards the worker can use.
     demand: Demand = field(default_factory=Demand)
     #: Reports ends to the operator's hook, in a thread of its own.
@@ -191,7 +191,12 @@ class Maintenance:
             for name, count in report.counts.items():
                 self.metrics.reconciled.labels(what=name).inc(count)
         for job_id in {*report.ended_jobs, *report.without_manifest}:
-            self.on_job_ended(job_id)
+            self.end_job(job_id)
+
+    def end_job(self, job_id: str) -> None:
+        """Writes the manifest and reports the end of a job, if it has ended."""
+        self.manifests.put_if_over(job_id)
+        self.reports.nudge()
 
 
 def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:

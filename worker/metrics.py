@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from jobs.ledger.records import Failed, Outcome
 from pipelines.engine_metrics import EngineMetrics
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import NightjarError, invalid
 from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
 
@@ -92,8 +92,7 @@ class Metrics:
         try:
             server, thread = start_http_server(port, addr=address, registry=self.registry)
         except OSError as error:
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID,
+            raise invalid(
                 f"Metrics cannot be served on port {port}: {error.strerror}.",
                 "Set SPEECH_WORKER__METRICS_PORT to a free port.",
             ) from error

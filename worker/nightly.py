@@ -22,7 +22,7 @@ from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.recent_jobs import remember_if_embedded
 from jobs.store import is_remote
-from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError, invalid
 
 if TYPE_CHECKING:
     from jobs.export.items import Splits
@@ -171,7 +171,7 @@ class Night:
         """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last
         failed or were cancelled."""
         first = self._key(1)
-        ends = [(key.removeprefix(first), job) for key, job in self.ledger.jobs_of_keys(first)]
+        ends = [(job.idempotency_key.removeprefix(first), job) for job in self.ledger.jobs_of_keys(first)]
         return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
 
     def conclude(self) -> bool:
@@ -325,16 +325,14 @@ def run_nights(
     try:
         last = date.fromisoformat(night) if night else (now or datetime.now().astimezone()).date()
     except ValueError:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD."
-        ) from None
+        raise invalid(f"{night!r} is not a date.", "Write it as YYYY-MM-DD.") from None
     if unknown := set(names) - settings.schedules.keys():
         advice = f"Schedules are: {', '.join(sorted(settings.schedules)) or 'none'}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {min(unknown)!r}.", advice)
+        raise invalid(f"There is no schedule {min(unknown)!r}.", advice)
     if not settings.schedules:
         # A command of cron in another folder would do nothing every night.
         advice = "Write `[schedules.NAME]` into nightjar.toml here, or name its file with SPEECH_CONFIG."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "No schedule is set.", advice)
+        raise invalid("No schedule is set.", advice)
     check_exports(settings, names or settings.schedules)
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
@@ -385,12 +383,10 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
         from jobs.export import find_format
 
         extension = ".jsonl" if find_format(format).one_file(schedule.splits) else ""
-    if (to := schedule.export_to) is not None:
-        end = extension if _OPEN_END.search(to) else ""
-        return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
-    return str(
-        settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}"
-    )
+    datasets = f"{settings.home.absolute()}/datasets".replace("%", "%%")
+    to = schedule.export_to or f"{datasets}/{slug(name)}/{{date}}/{{format}}"
+    place = night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d"))
+    return place + (extension if _OPEN_END.search(to) else "")
 
 
 def _splits(format: str, schedule: Schedule) -> Splits | None:
@@ -416,7 +412,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
                 if wanted != REPORT:
                     find_format(wanted).check(place, store_url, spec, _splits(wanted, schedule))
                 elif is_remote(place):
-                    raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
+                    raise invalid("A report is one local file.", "")
             except ConfigError as error:
                 reason = f"The schedule {name!r} cannot export {wanted[:40]}: {error.message}"
                 advice = f"{error.advice} Leave it out, or change `export_to` or the store."

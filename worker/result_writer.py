@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
-import numpy as np
 
 from jobs.checks import Quality
 from jobs.dialogue import spoken_text
@@ -20,16 +19,17 @@ from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Sco
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
+from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
-from pipelines.vad import trim_silence
-from worker.leases import GoneReason, HeldLease
-from worker.pack_writer import PackWriter
-from worker.quality.meters import Utterance
-from worker.quality.pool import Measured, MeterPool, MeterTask
+from worker.quality.meters import Readings, Utterance
+from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
+
+if TYPE_CHECKING:
+    from worker.shard_run import ShardRun
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
 #: 50 threads.
@@ -68,25 +68,6 @@ class ItemDraw:
 Answer = Outcome | History | BaseException
 
 
-@dataclass(frozen=True, slots=True)
-class ShardOutput:
-    """Where the results of a leased shard go."""
-
-    held: HeldLease
-    store: ObjectStore
-    #: What stores the artifacts, in a job with packs; None: each is an object of its own.
-    packs: PackWriter | None
-    #: Takes what became of a draw, from any thread.
-    answer: Callable[[ItemDraw, Answer], None]
-    #: Whether the work on the shard has ended.
-    over: Callable[[], bool] = lambda: False
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody wants outcomes any more."""
-        return self.held.gone not in (None, GoneReason.DRAINED) or self.over()
-
-
 class ResultWriter:
     """A few threads that check and store what engines made. They wait for a store that is away while the
     item's lease lives."""
@@ -103,9 +84,8 @@ class ResultWriter:
 
     @property
     def full(self) -> bool:
-        """Whether so many results wait that the engine should get no more requests. Draws that wait for
-        meters do not count."""
-        return self._threads.waiting >= MAX_BACKLOG
+        """Whether so many results wait that the engine should get no more requests."""
+        return self._threads.waiting >= MAX_BACKLOG or self._meters.full
 
     def run(self, work: Callable[[], None]) -> None:
         """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
@@ -118,12 +98,12 @@ class ResultWriter:
 
     def work(
         self,
-        shard: ShardOutput,
+        shard: ShardRun,
         draw: ItemDraw,
         made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Measured]] | None = None,
+        measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
     ) -> None:
-        """Checks and stores what the engine made; `shard.answer` gets what becomes of it.
+        """Checks and stores what the engine made; `shard.settle` gets what becomes of it.
 
         `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
         more, and any other error. `measured`: what meters say of a draw that had these scores before.
@@ -133,16 +113,16 @@ class ResultWriter:
         except Exception as error:  # noqa: BLE001 - the shard's to judge
             answer = error
         if isinstance(answer, Future):
-            answer.add_done_callback(lambda stored: shard.answer(draw, stored.exception() or stored.result()))
+            answer.add_done_callback(lambda stored: shard.settle(draw, stored.exception() or stored.result()))
         elif answer is not None:
-            shard.answer(draw, answer)
+            shard.settle(draw, answer)
 
     def _outcome(
         self,
-        shard: ShardOutput,
+        shard: ShardRun,
         draw: ItemDraw,
         made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Measured]] | None,
+        measured: tuple[Mapping[str, Score], Future[Readings]] | None,
     ) -> Outcome | History | Future[Done] | None:
         """The one path from what the engine made to an item's outcome; None while meters measure it.
 
@@ -167,8 +147,8 @@ class ResultWriter:
                 check_speech(made)
             return _stored(shard, draw, Done(index, (), draw.engine_ms), made, seed, draw.number)
         elif measured is not None:
-            before, (samples, readings) = measured[0], measured[1].result()
-            checked = judged(draw.number, seed, replace(made, samples=samples), quality, readings, before)
+            before, readings = measured[0], measured[1].result()
+            checked = judged(draw.number, seed, made, quality, readings, before)
         else:
             checked = self._checked(shard, draw, made, quality)
             if checked is None:
@@ -190,9 +170,7 @@ class ResultWriter:
             outcome = Failed(index, code, heard + best.message, draws, (), after.engine_ms)
         return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
-    def _checked(
-        self, shard: ShardOutput, draw: ItemDraw, made: Speech, quality: Quality
-    ) -> CheckedDraw | None:
+    def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
         """The draw with the checks that need no model; None: meters measure it, and `work` goes on with
         what they say."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
@@ -216,16 +194,14 @@ class ResultWriter:
         # The item itself: a request's id is another one in each attempt and draw.
         task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
         measuring, scores = self._meters.submit(task), checked.record.scores
-        # Meanwhile only the pool keeps the samples.
-        hollow = replace(speech, samples=np.empty(0, np.float32))
         measuring.add_done_callback(
-            lambda done: self.run(partial(self.work, shard, draw, hollow, (scores, done)))
+            lambda done: self.run(partial(self.work, shard, draw, speech, (scores, done)))
         )
         return None
 
 
 def _stored(
-    shard: ShardOutput,
+    shard: ShardRun,
     draw: ItemDraw,
     outcome: Done | Failed,
     speech: Speech | None,

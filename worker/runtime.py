@@ -32,7 +32,6 @@ from pipelines.errors import (
     NotFoundError,
     ServiceError,
 )
-from pipelines.registry import describe
 from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
@@ -120,7 +119,6 @@ class Runtime:
         #: Why this worker ended by itself.
         self.failure: NightjarError | None = None
         self._up = False
-        self._said_unused = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
@@ -157,7 +155,7 @@ class Runtime:
             self.metrics,
             self._clock,
             Publisher(settings),
-            self._end_job,
+            self.manifests,
             self.demand,
             self._report_ends,
         )
@@ -212,7 +210,7 @@ class Runtime:
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED
         self.maintenance.dispatches.nudge()
-        self._end_job(ticket.job_id)
+        self.maintenance.end_job(ticket.job_id)
         return Handling.RAN
 
     def drain(self) -> None:
@@ -257,10 +255,6 @@ class Runtime:
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
         log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
-        # The first model that does not take some settings names them.
-        if not self._said_unused and (unused := self.settings.unused(describe(model))) is not None:
-            self._said_unused = True
-            log.warning(unused)
         return pipeline
 
     def _ends_worker(self, error: NightjarError) -> bool:
@@ -345,10 +339,6 @@ class Runtime:
         if self.options.model is not None:
             with self.pipelines.use(self.options.model):
                 log.info("model ready", model=self.options.model)
-
-    def _end_job(self, job_id: str) -> None:
-        self.manifests.put_if_over(job_id)
-        self.maintenance.reports.nudge()
 
     def _report_ends(self) -> None:
         # `nightjar run` reports its jobs itself, when their manifest and report are written.

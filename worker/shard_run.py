@@ -33,14 +33,14 @@ from jobs.worker_group import WorkerReport, say
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from worker.admission import MAX_WRITING_ITEMS, Demand, ItemCounts
+from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
-from worker.result_writer import Answer, ItemDraw, ResultWriter, ShardOutput
+from worker.result_writer import Answer, ItemDraw, ResultWriter
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-POLL_SECONDS = 0.5
-ROOM_POLL_SECONDS = 0.02
+POLL_SECONDS, ROOM_POLL_SECONDS = 0.5, 0.02
 #: How long a shard that stops early waits for speech that is made and not written yet.
 WRITING_SECONDS = 5.0
 #: Errors that say nothing about the item: they end the work on its shard.
@@ -128,14 +127,15 @@ class ShardRun:
 
     def __init__(self, runner: ShardRunner, held: HeldLease) -> None:
         self._runner = runner
-        self._held = held
+        self.held = held
         self._lease = held.lease
         self._job = held.lease.job
         self._clock = runner.clock
         self._times = runner.settings.times
         #: Set where it is begun.
-        self._store: ObjectStore
-        self._output: ShardOutput
+        self.store: ObjectStore
+        #: What stores the artifacts, in a job with packs; None: each is an object of its own.
+        self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
         self._changed = threading.Condition()
@@ -176,14 +176,11 @@ class ShardRun:
         """How far it is; before the pipeline is open all its items are open."""
         if self._pipeline is None:
             return ItemCounts(len(self._lease.open_items), 0, 0)
-        return ItemCounts(
-            len(self._in_engine) + (0 if self._stopped else len(self._waiting)),
-            self._answered,
-            len(self._writing),
-        )
+        waiting = 0 if self._stopped else len(self._waiting)
+        return ItemCounts(len(self._in_engine) + waiting, self._answered, len(self._writing))
 
     def _work(self) -> None:
-        lease, retrying = self._lease, self._held.retrying
+        lease, retrying = self._lease, self.held.retrying
         store = self._runner.store_for(self._job.store_url)
         self._runner.writer.serve(store, self._job.spec.format)
         retrying(lambda: store.confirm(self._job.store_identity))
@@ -195,7 +192,7 @@ class ShardRun:
             )
         retry_later = False
         if todo:
-            with self._runner.pipelines.use(self._job.spec.model, self._held.check) as pipeline:
+            with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
                 if (book := self._runner.provenance) is not None:
                     retrying(lambda: book.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
@@ -207,19 +204,16 @@ class ShardRun:
         Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are
         committed.
         """
-        if self._is_paused():
-            # While the model was opened.
+        if self._is_paused():  # while the model was opened
             raise LeaseGoneError(GoneReason.PAUSED)
         drawn_before: Mapping[int, int] = {}
         if self._job.spec.quality is not None:
             # `nightjar retry` continues with the next draws; those of a lost worker are made again.
             places = self._job.id, todo[0].index, todo[-1].index
-            drawn_before = self._held.retrying(lambda: self._runner.ledger.drawn_before(*places))
+            drawn_before = self.held.retrying(lambda: self._runner.ledger.drawn_before(*places))
         self.begin(store, pipeline, todo, drawn_before)
-        in_context = contextvars.copy_context().run
-        threading.Thread(
-            target=in_context, args=(self.feed_all,), name=f"feeder-{self._lease.shard_no}", daemon=True
-        ).start()
+        in_context, name = contextvars.copy_context().run, f"feeder-{self._lease.shard_no}"
+        threading.Thread(target=in_context, args=(self.feed_all,), name=name, daemon=True).start()
         try:
             return self._collect(pipeline)
         finally:
@@ -242,25 +236,21 @@ class ShardRun:
             first = drawn_before.get(line.index, 0)
             self._waiting.append(ItemDraw(line, first, first + more))
         self._unsettled = {line.index for line in lines}
-        self._store, self._builder = store, RequestBuilder(self._held, store, self._runner.references)
-        packs = None
+        self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         if self._job.spec.pack is True:
             run = self._runner.writer.run
-            packs = PackWriter(self._held, store, self._times, self._clock, run, self._only_waits_for)
-        self._output = ShardOutput(
-            self._held, store, packs, self.settle, lambda: self._closed or self._error is not None
-        )
+            self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._only_waits_for)
         self._pipeline = pipeline
 
     @property
     def _stopped(self) -> bool:
         """Whether nothing more is fed."""
-        return self._halted or self._winding_down or self._error is not None or self._held.gone is not None
+        return self._halted or self._winding_down or self._error is not None or self.held.gone is not None
 
     def feed_all(self) -> None:
         """The feeding thread: each draw, while it is the shard's turn and there is room behind the engine."""
         order, writer, quality = self._runner.order, self._runner.writer, self._job.spec.quality
-        rank = order.place(self._job.priority, remote=self._store.remote)
+        rank = order.place(self._job.priority, remote=self.store.remote)
         try:
             while True:
                 if not self._waiting:
@@ -272,7 +262,7 @@ class ShardRun:
                         self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
                 if not self._waiting or not order.take(rank, lambda: self._stopped):
                     return
-                while (writer.full or len(self._writing) >= MAX_WRITING_ITEMS) and not self._stopped:
+                while writer.full and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
@@ -330,7 +320,7 @@ class ShardRun:
         redrawn = self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWN
         if isinstance(made, Speech) or redrawn:
             writer = self._runner.writer
-            writer.run(partial(writer.work, self._output, draw, made))
+            writer.run(partial(writer.work, self, draw, made))
         else:
             self.settle(draw, made)
 
@@ -358,9 +348,8 @@ class ShardRun:
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
-        if (packs := self._output.packs) is not None:
-            # It may be the one that a pack has waited for.
-            packs.flush_due()
+        # It may be the one that a pack has waited for.
+        self._flush_packs()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
         """The outcome of an item by an error that is its own; None where it gets none here.
@@ -375,9 +364,8 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            error = SynthesisError(
-                ErrorCode.SYNTH_ENGINE, f"The speech could not be made or stored: {error!r}"
-            )
+            message = f"The speech could not be made or stored: {error!r}"
+            error = SynthesisError(ErrorCode.SYNTH_ENGINE, message)
         elif isinstance(error, ModelError) or error.code in _OF_THE_SHARD:
             self._end_work(error)
             return None
@@ -386,23 +374,26 @@ class ShardRun:
 
     def _end_work(self, error: BaseException) -> None:
         """Ends the work on the whole shard with an error that is not an item's own."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._error = self._error or error
+        self._wake()
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     @property
-    def _begun(self) -> bool:
-        """Whether items are on their way: about to be fed, in the engine, or being written."""
-        return bool(self._feeding or self._in_engine or self._writing)
+    def abandoned(self) -> bool:
+        """Whether nobody wants outcomes any more."""
+        ended = self._closed or self._error is not None
+        return ended or self.held.gone not in (None, GoneReason.DRAINED)
 
     @property
     def _over(self) -> bool:
-        """Whether every item has its outcome; when it winds down, every item that was begun."""
-        return not (self._begun if self._winding_down else self._unsettled)
+        """Whether every item has its outcome; when it winds down, every item that was begun: that is about
+        to be fed, in the engine, or being written."""
+        if self._winding_down:
+            return not (self._feeding or self._in_engine or self._writing)
+        return not self._unsettled
 
     @property
     def finished(self) -> bool:
@@ -421,8 +412,8 @@ class ShardRun:
             return not coming and len(self._writing) <= stored
 
     def _flush_packs(self) -> None:
-        if self._output.packs is not None:
-            self._output.packs.flush_due()
+        if self.packs is not None:
+            self.packs.flush_due()
 
     def _collect(self, pipeline: Pipeline) -> bool:
         """Commits outcomes until the shard is finished. Returns whether some items are left for another
@@ -431,7 +422,7 @@ class ShardRun:
         committed: list[Outcome] = []
         due_at = look_at = self._clock.monotonic() + times.commit_seconds
         while not self.finished:
-            self._held.check()
+            self.held.check()
             if self._clock.monotonic() >= look_at:
                 look_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused():
@@ -463,24 +454,18 @@ class ShardRun:
 
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
         """Outcomes when a commit is worth it: there are enough, the shard is finished, or it is `due_at`.
-
         Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a
         full store.
         """
         maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
-            return (
-                len(self._outcomes) >= maximum
-                or self._over
-                or self._error is not None
-                or self._held.gone is not None
-            )
+            enough = len(self._outcomes) >= maximum or self._over
+            return enough or self._error is not None or self.held.gone is not None
 
         with self._changed:
-            worth_it = self._changed.wait_for(
-                is_worth_it, min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
-            )
+            seconds = min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
+            worth_it = self._changed.wait_for(is_worth_it, seconds)
             if self._error is not None:
                 raise self._error
             if not worth_it and self._clock.monotonic() < due_at:
@@ -490,7 +475,6 @@ class ShardRun:
 
     def expire(self) -> bool:
         """Fails items that were in the engine for too long (`synth.timeout`) and cancels their requests.
-
         Returns whether the engine is stuck: it has not even accepted the next request for so long.
         """
         seconds = self._runner.settings.worker.item_timeout_seconds
@@ -501,25 +485,19 @@ class ShardRun:
                 self._leave(draw)
                 self._writing.add(draw.line.index)
             stuck = self._feeding in late
+        message = f"The item took more than {seconds:g} s in the engine."
         for draw in late:
-            self.settle(
-                draw,
-                SynthesisError(
-                    ErrorCode.SYNTH_TIMEOUT, f"The item took more than {seconds:g} s in the engine."
-                ),
-            )
+            self.settle(draw, SynthesisError(ErrorCode.SYNTH_TIMEOUT, message))
         _cancel(late)
         return stuck
 
     def wind_down(self) -> None:
         """Feeds no more. Items that were not begun and draws that would follow stay without an outcome."""
-        with self._changed:
-            self._winding_down = True
-            self._changed.notify_all()
+        self._winding_down = True
+        self._wake()
 
     def _close(self) -> None:
         """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
-
         Waits a while for what is being written, and commits it. A failure costs time only: the items run
         again, and adopt their objects.
         """
@@ -532,12 +510,12 @@ class ShardRun:
         _cancel(ended)
         self._flush_packs()
         with self._changed:
-            seconds = WRITING_SECONDS if self._held.gone in (None, GoneReason.DRAINED) else 0.0
+            seconds = WRITING_SECONDS if self.held.gone in (None, GoneReason.DRAINED) else 0.0
             self._changed.wait_for(lambda: not self._writing, seconds)
             left, self._outcomes = self._outcomes, []
             self._unsettled.clear()
             self._closed = True
-        if not left or self._held.gone not in (None, GoneReason.DRAINED):
+        if not left or self.held.gone not in (None, GoneReason.DRAINED):
             return
         try:
             self._commit(left)
@@ -547,23 +525,23 @@ class ShardRun:
     def _is_paused(self) -> bool:
         """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a
         heartbeat."""
-        state = self._held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
+        state = self.held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
             self._lose()
         return state is JobState.PAUSED
 
     def _lose(self) -> None:
         """The ledger does not know this lease any more."""
-        self._held.give_up(GoneReason.LOST)
+        self.held.give_up(GoneReason.LOST)
         raise LeaseGoneError(GoneReason.LOST)
 
     def _commit(self, batch: list[Outcome]) -> None:
         """Commits outcomes, fenced by the epoch. Those that could not be committed are put back."""
-        runner, retrying = self._runner, self._held.retrying
+        runner, retrying = self._runner, self.held.retrying
         try:
             with runner.metrics.commit_seconds.time():
                 # Objects of done items must survive a power cut.
-                retrying(self._store.sync)
+                retrying(self.store.sync)
                 if retrying(lambda: runner.ledger.commit(self._lease.ticket, batch)).lost:
                     self._lose()
         except (LeaseGoneError, NightjarError):
@@ -581,8 +559,8 @@ class ShardRun:
             made = ledger.shard_audio(self._job.id, lease.shard_no)
             return put_shard_manifest(store, self._job, lease.shard_no, made, lines)
 
-        manifest = (None, None) if retry_later else self._held.retrying(put_manifest)
-        if not self._held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
+        manifest = (None, None) if retry_later else self.held.retrying(put_manifest)
+        if not self.held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
             self._lose()
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
@@ -590,27 +568,20 @@ class ShardRun:
             self._runner.metrics.lease_lost.inc()
             log.warning("lease gone", reason=reason.value)
             return ShardEnd.LOST
+        why = "drain" if reason is GoneReason.DRAINED else "pause"
         try:
-            self._runner.ledger.release(
-                self._lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause"
-            )
+            self._runner.ledger.release(self._lease.ticket, why)
         except NightjarError as error:
             log.warning("lease not released; it will expire", error=str(error))
         return ShardEnd.RELEASED
 
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
-        ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self._held.retrying
+        ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self.held.retrying
+        mine = code not in WORKER_FAULTS or self._runner.alone
         try:
-            if (
-                code in WORKER_FAULTS
-                and not self._runner.alone
-                and retrying(lambda: ledger.refuse(ticket, code, message))
-            ):
-                log.error(
-                    "this worker cannot run the job; its shard is left to another one",
-                    code=code.value,
-                    error=message,
-                )
+            if not mine and retrying(lambda: ledger.refuse(ticket, code, message)):
+                what = "this worker cannot run the job; its shard is left to another one"
+                log.error(what, code=code.value, error=message)
                 return ShardEnd.REFUSED
             log.error("shard failed", code=code.value, error=message)
             retrying(lambda: ledger.fail_shard(ticket, code, message))

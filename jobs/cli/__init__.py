@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import io
@@ -23,7 +22,7 @@ from pipelines.errors import NightjarError
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
         "run": ("run", "Synthesize a file on this machine; needs no other service."),
-        "submit": ("submit", "Submit a file as a job for running workers."),
+        "submit": ("run", "Submit a file as a job for running workers."),
         "dev": ("run", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
         "nightly": ("serve", "Submit the scheduled jobs of the night and write their exports."),
     },
@@ -32,7 +31,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "watch": ("status", "Show a job's progress until it ends."),
         "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
         "list": ("status", "List jobs, newest first."),
-        "show": ("show", "Show what a job is made with, and the command that makes it again."),
+        "show": ("status", "Show what a job is made with, and the command that makes it again."),
         "items": ("items", "List a job's items and their audio files."),
         "errors": ("items", "List a job's refused lines and failed items."),
         "retry": ("control", "Run a job's failed items again."),
@@ -69,9 +68,6 @@ COMMANDS = {name: where for group in GROUPS.values() for name, where in group.it
 class LazyGroup(click.Group):
     """A group that knows its commands' names and help, and imports one only to run it."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -85,24 +81,15 @@ class LazyGroup(click.Group):
             # click would end with 1, which here means that items failed.
             raise ReaderLeft from error
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            if not close:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from None
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, group in GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, text) for name, (_, text) in group.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name=DISTRIBUTION, message="%(version)s", help="Print the version and exit.")
 def cli() -> None:
     """Turn files of dialogues into speech datasets.

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import get_completion_class
-from pydantic import BaseModel, SecretStr
 
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
-from jobs.formatting import MASK, field_docs, printable, redact
+from jobs.formatting import field_docs, printable, redact
 from jobs.job_options import hints
 from jobs.settings import load_settings, setting_fields, variable_of
 
@@ -87,7 +86,10 @@ def show(home: str | None, output: Output) -> None:
       nightjar config show --json
     """
     settings = load_settings(home=home)
-    rows = [(key, shown(value), settings.origin(key)) for key, value in leaves(settings)]
+    rows = [
+        (key, redact(value) if isinstance(value, str) else value, settings.origin(key))
+        for key, value in leaves(settings.model_dump(mode="json"))
+    ]
     effective = (
         ("ledger", redact(settings.ledger_url)),
         ("broker", redact(settings.effective_broker_url)),
@@ -97,39 +99,31 @@ def show(home: str | None, output: Output) -> None:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
         output.data({"schema": "nightjar.config/1", "settings": values, "effective": dict(effective)})
         return
-    output.table(
-        ("SETTING", "VALUE", "ORIGIN"),
-        [(key, "" if value is None else value, origin) for key, value, origin in rows],
-    )
+    output.table(("SETTING", "VALUE", "ORIGIN"), rows)
     output.line()
     output.table(("IN EFFECT", "ADDRESS"), effective)
 
 
 @config.command("list")
-@click.option("--markdown", is_flag=True, help="Print the rows of docs/configuration.md.")
 @output_options
-def list_settings(markdown: bool, output: Output) -> None:
+def list_settings(output: Output) -> None:
     """List every setting with its variable, default and meaning. Works with an invalid configuration too.
 
     \b
     Examples:
       nightjar config list
     """
-    if markdown:
-        for row in markdown_rows():
-            output.line(row)
-        return
     names = ("variable", "default", "description")
     views = (({"schema": "nightjar.setting/1", **dict(zip(names, row))}, row) for row in described())
     output.records(("VARIABLE", "DEFAULT", "MEANING"), views)
 
 
-def leaves(group: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting, nested ones too; the options of a schedule are keys of it."""
-    for name, value in group.items() if isinstance(group, Mapping) else group:
-        if isinstance(value, BaseModel) or (isinstance(value, Mapping) and value):
+    for name, value in group.items():
+        if isinstance(value, dict) and value:
             yield from leaves(
-                cast("Mapping[str, Any]", value), prefix if name == "options" else f"{prefix}{name}."
+                cast("dict[str, Any]", value), prefix if name == "options" else f"{prefix}{name}."
             )
         elif name != "options":
             yield f"{prefix}{name}", value
@@ -146,26 +140,6 @@ def described() -> Iterator[tuple[str, str, str]]:
         field = group.model_fields[name]
         default = "" if field.default in (None, ()) else str(field.default)
         yield variable_of(key), "required" if field.is_required() else default, field_docs(group)[name]
-
-
-def markdown_rows() -> list[str]:
-    """The rows of the table in docs/configuration.md."""
-    return [
-        f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |"
-        for variable, default, text in described()
-    ]
-
-
-def shown(value: Any) -> Any:
-    """A setting as it may be seen: no secret, no password of a URL."""
-    if isinstance(value, SecretStr):
-        secret = value.get_secret_value()
-        return redact(secret) if "://" in secret else MASK
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, tuple):
-        return [str(part) for part in value]
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
 _COLORS = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}

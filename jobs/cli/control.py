@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.status import JobStatus
 
-#: Deleted objects between two notes.
-_NOTE_OBJECTS = 100_000
-
 
 @click.command()
 @code_option("Only items with this error code.")
@@ -68,7 +65,7 @@ def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar pause JOB
     """
     ledger.pause(job.id)
-    _say_state(output, ledger.job(job.id))
+    _say_state(output, ledger, job)
 
 
 @click.command()
@@ -81,12 +78,15 @@ def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar resume JOB
     """
     ledger.resume(job.id)
-    _say_state(output, ledger.job(job.id))
+    _say_state(output, ledger, job)
 
 
-def _say_state(output: Output, job: Job) -> None:
-    view = {"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value}
-    output.say(view, f"{job.id} is {job.state.value}.")
+def _say_state(output: Output, ledger: Ledger, job: Job) -> Job:
+    """Says what the job is by now, and gives it."""
+    now = ledger.job(job.id)
+    view = {"schema": "nightjar.job_state/1", "job": now.id, "state": now.state.value}
+    output.say(view, f"{now.id} is {now.state.value}.")
+    return now
 
 
 @click.command()
@@ -101,8 +101,7 @@ def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None
     ledger.cancel(job.id)
     if ledger.job(job.id).state is JobState.CANCELLING:
         ledger.reconcile()
-    ended = ledger.job(job.id)
-    _say_state(output, ended)
+    ended = _say_state(output, ledger, job)
     if ended.state.final:
         _put_manifest(settings, ledger, ended, output)
         _report_end(settings, ledger, output)
@@ -182,11 +181,7 @@ def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run
             output.note("Nothing was deleted.")
             return FAILED
 
-    def note(objects: int) -> None:
-        if objects % _NOTE_OBJECTS == 0:
-            output.note(f"Deleted {objects} objects.")
-
-    gone = measure_job(ledger, store, job.id) if dry_run else delete_job(ledger, store, job.id, note)
+    gone = (measure_job if dry_run else delete_job)(ledger, store, job.id)
     view = {"schema": "nightjar.delete/1", "job": job.id, "deleted": not dry_run}
     objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
     output.say(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from jobs.cli.options import Option, Parsed, export_formats, of_job, price_option, where_option
+from jobs.cli.options import LateHelp, of_job, parsed_by, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
@@ -38,9 +38,8 @@ def _formats() -> str:
     default="espnet",
     show_default=True,
     metavar="FORMAT",
-    cls=Option,
+    cls=LateHelp,
     about=_formats,
-    shell_complete=export_formats,
 )
 @click.option(
     "--to",
@@ -53,7 +52,7 @@ def _formats() -> str:
 @click.option(
     "--split",
     "splits",
-    type=Parsed("jobs.export", "parse_splits"),
+    callback=parsed_by("jobs.export", "parse_splits"),
     metavar="SHARES",
     help="Splits and their shares, for example train=0.98,dev=0.01,test=0.01. An example is assigned by the hash of its id.",
 )
@@ -113,11 +112,12 @@ def export(
     from jobs.export import hub
     from jobs.store import store_of
 
+    filtered = None if where is None else str(where)
     # The data goes to stdout, so what is said about it may not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
         if to == "-":
-            to = str(settings.export_folder(job.id, format_, None if where is None else str(where)))
+            to = str(settings.export_folder(job.id, format_, filtered))
             options["replaces"] = [job.id]
         hub.check_push(format_, to, push)
     if part_mb is not None:
@@ -140,7 +140,6 @@ def export(
     if output.as_json:
         view = {"schema": "nightjar.export/1", "job": job.id, "format": report.format, "to": report.to}
         view |= {**pushed, "items": report.items, "left_out": report.left_out}
-        filtered = None if where is None else str(where)
         output.data({**view, "where": filtered, **msgspec.to_builtins(reasons)})
         return
     place = "" if to == "-" else f" to {report.to}"

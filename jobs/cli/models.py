@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from jobs.cli import options
-from jobs.cli.options import common_options, json_option, stored_voices
+from jobs.cli.options import common_options, json_option
 from jobs.console import NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.settings import load_settings
@@ -129,11 +129,9 @@ def model_view(card: ModelCard) -> dict[str, Any]:
 def _abilities(card: ModelCard) -> list[str]:
     can = card.capabilities
     names = ("cloning", "instruct", "streaming", "guidance", "multi_turn", "text_out", "audio_in")
+    abilities = [name for name in names if getattr(can, name)]
     choices = (("voice", can.voices), ("language", can.languages))
-    return [
-        *(name for name in names if getattr(can, name)),
-        *(counted(len(found), noun) for noun, found in choices if found),
-    ]
+    return abilities + [counted(len(found), noun) for noun, found in choices if found]
 
 
 @click.group()
@@ -207,7 +205,7 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
 
 
 @voices.command()
-@click.argument("name", shell_complete=stored_voices)
+@click.argument("name")
 @common_options
 def delete(name: str, home: str | None, output: Output) -> None:
     """Delete the stored voice NAME. Jobs that were submitted keep its recording.

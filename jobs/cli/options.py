@@ -18,32 +18,28 @@ from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
-from jobs.settings import Settings, load_settings
+from jobs.settings import Settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
     from jobs.job_options import Flag
-    from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-#: Heading of the options of no job.
-MESSAGES = "Messages"
+#: Heading in the help of a command with the options of a job, of options that are none of these.
+_HEADINGS = {"home": "Input and output", "gpus": "Job", "assignments": "Job", "dry_run": "Job"}
 
 
-class Option(click.Option):
-    """An option that knows under which heading it stands; `about` gives its help where somebody asks."""
+class LateHelp(click.Option):
+    """An option whose help is made when somebody asks for it."""
 
-    def __init__(
-        self, *args: Any, heading: str = MESSAGES, about: Callable[[], str] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, *args: Any, about: Callable[[], str], **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.heading, self.about = heading, about
+        self.about = about
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        if self.about is not None:
-            self.help = self.about()
+        self.help = self.about()
         return super().get_help_record(ctx)
 
 
@@ -51,30 +47,25 @@ class JobCommand(click.Command):
     """A command with the options of a job: its help shows them under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.job_options import GROUPS, KEYS, settable
+        from jobs.job_options import GROUPS, KEYS, MESSAGES, flags, settable
 
+        headings = {name: flag.heading for name, flag in flags().items()} | _HEADINGS
         records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
         records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
-                records[getattr(parameter, "heading", MESSAGES)].append(record)
+            if (record := parameter.get_help_record(ctx)) is not None:
+                records[headings.get(parameter.name or "", MESSAGES)].append(record)
         for heading, options in records.items():
             with formatter.section(heading):
                 formatter.write_dl(options)
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, cls=Option, help="Print JSON, one object per line."
-)
-quiet_option = click.option(
-    "-q", "--quiet", is_flag=True, cls=Option, help="Print no progress and no notes to stderr."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
 home_option = click.option(
     *("--out", "--home", "home"),
     metavar="DIR",
     type=NamedPath(anywhere=True),
-    cls=Option,
-    heading="Input and output",
     help="Folder of the job's ledger and audio. [default: out]",
 )
 price_option = click.option(
@@ -85,22 +76,14 @@ price_option = click.option(
 )
 
 
-class Parsed(click.ParamType):
-    """A text that a function reads, which is imported then."""
-
-    name = "text"
-
-    def __init__(self, module: str, function: str) -> None:
-        self._place = (module, function)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        module, function = self._place
-        return getattr(import_module(module), function)(value) if isinstance(value, str) else value
+def parsed_by(module: str, function: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Has the text of an option read by a function, whose module is imported then."""
+    return lambda ctx, param, text: None if text is None else getattr(import_module(module), function)(text)
 
 
 where_option = click.option(
     "--where",
-    type=Parsed("jobs.where", "parse_where"),
+    callback=parsed_by("jobs.where", "parse_where"),
     metavar="EXPRESSION",
     help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
@@ -150,7 +133,7 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 def job_options(function: F) -> F:
     """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
     `SubmitOptions` as `options`."""
-    from jobs.job_options import JOB, flags, job_of, user_name
+    from jobs.job_options import flags, job_of, user_name
 
     @wraps(function)
     def call(*args: Any, assignments: Sequence[str], **given: Any) -> Any:
@@ -165,10 +148,8 @@ def job_options(function: F) -> F:
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
         *(_option(name, flag) for name, flag in flags().items()),
-        click.option(
-            "--set", "assignments", multiple=True, metavar="KEY=VALUE", cls=Option, heading=JOB, help=set_help
-        ),
-        click.option("--dry-run", is_flag=True, cls=Option, heading=JOB, help=dry_help),
+        click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=set_help),
+        click.option("--dry-run", is_flag=True, help=dry_help),
     ]
     for add in reversed(added):
         call = add(call)
@@ -183,15 +164,14 @@ def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
     return click.option(
         flag.flag,
         name,
-        cls=Option,
-        heading=flag.heading,
+        cls=LateHelp,
         about=lambda: help_of(name),
         metavar=flag.metavar,
         is_flag=flag.kind is bool,
         default=None,
         multiple=get_origin(flag.kind) in (Mapping, Sequence),
         type=click.Choice(get_args(flag.kind)) if get_origin(flag.kind) is Literal else kind,
-        shell_complete={"model": models, "voice": voices}.get(name),
+        shell_complete=models if name == "model" else None,
     )
 
 
@@ -232,70 +212,23 @@ def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     return _beginning(incomplete, model_names()) or files(ctx, param, incomplete)
 
 
-def voices(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The voices of the model that is named before, and the stored ones if it can clone."""
-    from pipelines.registry import PUBLISHED, describe
-
-    model = str(ctx.params.get("model") or "hibari")
-    with suppress(NightjarError):
-        can = (PUBLISHED[model][1].card if model in PUBLISHED else describe(model)).capabilities
-        return _beginning(incomplete, [*can.voices, *(_stored(ctx) if can.cloning else ())])
-    return []
-
-
-def stored_voices(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of the stored voices."""
-    with suppress(NightjarError):
-        return _beginning(incomplete, _stored(ctx))
-    return []
-
-
-def export_formats(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of the formats of `nightjar export`."""
-    from jobs.export.formats import format_names
-
-    return _beginning(incomplete, format_names())
-
-
-def _stored(ctx: click.Context) -> list[str]:
-    from jobs.voices import voice_folder
-
-    return voice_folder(load_settings(home=ctx.params.get("home"))).names()
-
-
 def _beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-class JobId(click.ParamType):
-    """A job's id or a prefix that no other job has."""
-
-    name = "job"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value).strip()
-        if not text:
-            self.fail("the job id is empty", param, ctx)
-        return text
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
-        found: list[Job] = []
-        with suppress(NightjarError):
-            for settings in places_of("", ctx.params.get("home")):
-                with suppress(NightjarError):
-                    found += read_ledger(settings, lambda reader: newest_jobs(reader, 200))
-        jobs = {
-            job.id: f"{job.state.value} {printable(job.name)}"
-            for job in found
-            if job.id.startswith(incomplete)
-        }
-        return [CompletionItem(job_id, help=text) for job_id, text in jobs.items()]
+def _newest(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
+    found: dict[str, str] = {}
+    with suppress(NightjarError):
+        for settings in places_of("", ctx.params.get("home")):
+            with suppress(NightjarError):
+                for job in read_ledger(settings, lambda reader: newest_jobs(reader, 200)):
+                    found[job.id] = f"{job.state.value} {printable(job.name)}"
+    return [CompletionItem(job, help=text) for job, text in found.items() if job.startswith(incomplete)]
 
 
-job_argument = click.argument("job", type=JobId(), metavar="JOB")
+#: A job's id, or a prefix that no other job has.
+job_argument = click.argument("job", metavar="JOB", shell_complete=_newest)
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ import click
 
 from jobs.cli.options import common_options, json_option, models, read_ledger
 from jobs.console import PROGRAM, Output
-from jobs.formatting import printable, seconds_text
+from jobs.formatting import seconds_text
 from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings, load_settings
@@ -30,7 +29,20 @@ if TYPE_CHECKING:
 
 #: Characters of a job's id in the table of workers.
 _ID_CHARACTERS = 10
-_HEADER = ("HOST", "PID", "GPU", "MODEL", "STATE", "SINCE", "HEARTBEAT", "SHARD", "ITEMS", "RTFX", "VERSION")
+_HEADER = (
+    "HOST",
+    "PID",
+    "GPU",
+    "MODEL",
+    "STATE",
+    "SINCE",
+    "HEARTBEAT",
+    "SHARD",
+    "ITEMS",
+    "RTFX",
+    "VERSION",
+    "REASON",
+)
 
 
 @click.command()
@@ -102,8 +114,6 @@ def serve(
     output = Output(as_json=as_json, quiet=quiet)
     output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
     sys.stdout.flush()
-    if unused := settings.unused(card):
-        output.note(unused)
     output.note(
         f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
     )
@@ -218,14 +228,8 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
         return
     nothing = "No workers. Start one with `nightjar worker`."
     output.records(_HEADER, ((worker_view(worker), _row(worker)) for worker in found), nothing)
-    if output.as_json or not found:
-        return
-    for worker in found:
-        if worker.state_reason:
-            where = f"{worker.host} {f'GPU {worker.gpu} ' if worker.gpu else ''}"
-            output.line(f"{where}{worker.state}: {printable(worker.state_reason)}")
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in found).items())
-    output.note(f"{counts}. Items and RTFX: last {RECENT_SECONDS / 60:.0f} minutes.")
+    if found and not output.as_json:
+        output.note(f"ITEMS and RTFX: last {RECENT_SECONDS / 60:.0f} minutes.")
 
 
 def _row(worker: WorkerStatus) -> Sequence[object]:
@@ -237,5 +241,5 @@ def _row(worker: WorkerStatus) -> Sequence[object]:
     return (
         *(worker.host, worker.pid, worker.gpu, worker.model or "any", worker.state, utc(worker.started_at)),
         *(f"{seconds_text(worker.silent_seconds)} ago", doing, f"{recent.items_done}{failed}"),
-        *("" if recent.rtfx is None else f"{recent.rtfx:.1f}", worker.version),
+        *("" if recent.rtfx is None else f"{recent.rtfx:.1f}", worker.version, worker.state_reason),
     )

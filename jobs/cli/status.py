@@ -1,23 +1,27 @@
-"""`nightjar status`, `list`, `wait` and `watch`: how far jobs are, now or to their end."""
+"""`nightjar status`, `list`, `wait`, `watch` and `show`: how far jobs are, now or to their end, and what they
+are made with."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from jobs.cli.options import common_options, job_argument, of_job, pairs, price_option, read_ledger
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
+from jobs.formatting import printable
 from jobs.ledger.records import Job, JobState
-from jobs.ledger.status import JobStatus, newest_statuses, status_and_errors
+from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path
-from jobs.status import NO_WORKER, labels_text, lacks_workers, status_lines, status_view, utc
+from jobs.status import NO_WORKER, job_view, labels_text, lacks_workers, status_lines, status_view, utc
 from pipelines.errors import NightjarError, NotFoundError
 
 if TYPE_CHECKING:
@@ -45,8 +49,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     if output.as_json:
         output.data(status_view(state, price, errors))
         return
-    for line in status_lines(state, price, no_worker(settings), bold):
-        output.line(line)
+    say_status(output, state, price, no_worker(settings))
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
     if errors:
@@ -55,9 +58,10 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         )
 
 
-def bold(text: str) -> str:
-    """The text as it stands out on a terminal."""
-    return click.style(text, bold=True)
+def say_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
+    """A job's status for a person; `waits`: what is said where no worker lives."""
+    for line in status_lines(status, price, waits, lambda text: click.style(text, bold=True)):
+        output.line(line)
 
 
 def no_worker(settings: Settings) -> str:
@@ -108,7 +112,9 @@ def list(  # noqa: A001 - the name of the command
     found: dict[str, tuple[JobStatus, Settings]] = {}
     for settings in places:
         try:
-            of_place = read_ledger(settings, lambda reader: newest_statuses(reader, limit, in_states, wanted))
+            of_place = read_ledger(
+                settings, lambda reader: statuses_of(reader, newest_jobs(reader, limit, in_states, wanted))
+            )
         except NotFoundError as error:
             output.note(f"No jobs: {error}")
             return
@@ -224,6 +230,48 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     with Progress(quiet=output.quiet or output.as_json) as progress:
         status = until_end(read, progress, settings)
     if not output.as_json:
-        for line in status_lines(status, settings.price_per_gpu_hour, bold=bold):
-            output.line(line)
+        say_status(output, status, settings.price_per_gpu_hour)
     return exit_code_of(status.job.state)
+
+
+@click.command()
+@job_argument
+@common_options
+def show(job: str, home: str | None, output: Output) -> None:
+    """Show what JOB is made with: its frozen spec, its input, its store, the versions that made it, and
+    the command that makes it again.
+
+    \b
+    Examples:
+      nightjar show JOB
+      nightjar show JOB --json
+    """
+    from jobs.job_command import engines_of, job_command, unsaid
+    from jobs.provenance import records
+    from jobs.store import store_of
+
+    settings = settings_for_job(job, home)
+    found = read_ledger(settings, lambda reader: find_job(reader, job))
+    keep_remembered(found.id, settings)
+    try:
+        made_with = records(store_of(found, settings.s3), found)
+    except NightjarError as error:
+        output.note(f"What made the job cannot be read: {printable(str(error))}")
+        made_with = None
+    home = str(settings.home.absolute()) if settings.database_url is None else None
+    engines = engines_of(found, made_with or ())
+    command, notes = job_command(found, home, engines), unsaid(found, home, engines)
+    view = msgspec.to_builtins(job_view(found, made_with, command, notes))
+    if output.as_json:
+        output.data(view)
+        return
+    told = {*view, "input_uri", "input_sha256", "seeds"}
+    made_by = [
+        {name: part for name, part in record.items() if name not in told}
+        for record in view["made_with"] or ()
+    ]
+    shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
+    output.record(shown)
+    for note in notes:
+        output.note(note)
+    output.note("While this job exists the command finds it. Add --idempotency-key KEY to make another one.")

@@ -166,7 +166,7 @@ class PartFiles:
     the export. `OSError` becomes `store.full` or `config.invalid`.
     """
 
-    def __init__(self, destination: Destination, names: AudioNames | None = None) -> None:
+    def __init__(self, destination: Destination, names: AudioNames) -> None:
         self.destination = destination
         self._names = names
         #: Name -> where it is until then; all of them, and those that are open.
@@ -187,11 +187,11 @@ class PartFiles:
 
     def audio_name(self, file: str, where: str) -> str:
         """What the file with the name `file` calls the audio at `where`."""
-        return where if self._names is None else self._names.of(file, where)
+        return self._names.of(file, where)
 
     def sibling_name(self, name: str) -> str:
         """What another file in the same folder of the dataset calls the file or folder `name`."""
-        relative = self._names is not None and self._names.base is not None
+        relative = self._names.base is not None
         return name.rpartition("/")[2] if relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:

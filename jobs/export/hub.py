@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jobs.export.files import invalid
 from pipelines.errors import ConfigError, ErrorCode, ServiceError
 
 _LOG_IN = "Set HF_TOKEN, or log in with: hf auth login."
@@ -20,14 +21,10 @@ def check_push(format: str, to: str, repository: str) -> None:
     """Raises what keeps an export from being pushed, before it is written: the errors of `push`."""
     if format != "parquet" or "://" in to:
         message = "Only an export in the format parquet to a local folder can be pushed to the hub."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            message,
-            "Add --format parquet, and name a local folder with --to, or none.",
-        )
+        raise invalid(message, "Add --format parquet, and name a local folder with --to, or none.")
     hub = _libraries()[1]
     if hub.get_token() is None:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "There is no token of the Hugging Face hub.", _LOG_IN)
+        raise invalid("There is no token of the Hugging Face hub.", _LOG_IN)
     with _errors(repository):
         hub.utils.validate_repo_id(repository)
         hub.HfApi().whoami()
@@ -47,11 +44,7 @@ def push(folder: Path, repository: str, *, private: bool | None = None) -> str:
     for path in sorted(folder.glob("data/*.parquet")):
         files.setdefault(path.name.split("-")[0], []).append(str(path))
     if not files:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "The export has no items that could be pushed.",
-            "See why with: nightjar items JOB.",
-        )
+        raise invalid("The export has no items that could be pushed.", "See why with: nightjar items JOB.")
     with _errors(repository):
         # Streamed: the library would write all audio into its cache first.
         splits = datasets.load_dataset("parquet", data_files=files, streaming=True)
@@ -86,14 +79,14 @@ def _errors(repository: str) -> Generator[None, None, None]:
         yield
     except HFValidationError as error:
         message = f"The hub takes no dataset with the name {repository[:100]!r}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Name it as ORGANIZATION/NAME.") from error
+        raise invalid(message, "Name it as ORGANIZATION/NAME.") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status >= 500 or status == 429:
             raise _unreachable(f"The Hugging Face hub answers with status {status}.") from error
         message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
         advice = f"Use a token that may write there. {_LOG_IN}"
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice) from error
+        raise invalid(message, advice) from error
     except OfflineModeIsEnabled as error:
         raise _unreachable("The Hugging Face hub is switched off by HF_HUB_OFFLINE.") from error
     except (http_error, ConnectionError) as error:

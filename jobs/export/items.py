@@ -22,7 +22,6 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
-from jobs.voices import stored_voices
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError
 from pipelines.request import Generation, SpokenRole
@@ -109,17 +108,23 @@ class ItemMetadata(msgspec.Struct, frozen=True):
 def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     """The metadata of an item, from its line and the job's defaults."""
     dialogue, index = _decode(item.dialogue), item.message_index
-    generation = _generation_of(job, dialogue, index)
+    own, defaults = dialogue.generation or Generation(), job.spec.generation
     role: SpokenRole = "assistant"
+    recordings: Sequence[int] | None = None
     if index is None:
-        text, recordings = spoken_text(dialogue.typed_messages()), None
+        text = spoken_text(dialogue.typed_messages())
     else:
         role = cast("SpokenRole", dialogue.messages[index][0])
-        text, recordings = dialogue.messages[index][2].strip(), reference_places(dialogue.messages, index)
-    speaker = _speaker(job, item.references, generation.voice, recordings)
-    return ItemMetadata(
-        text, role, index, speaker, generation.voice, generation.language, generation.instruct
-    )
+        text = dialogue.messages[index][2].strip()
+        recordings = reference_places(dialogue.messages, index)
+        own, defaults = own.of(role), defaults.of(role)
+    generation = own.over(defaults)
+    voice = generation.voice
+    if recordings and own.voice is None and voice in (job.spec.stored_voices or {}):
+        # The line's recording went before the job's stored voice.
+        voice = None
+    speaker = _speaker(job, item.references, voice, recordings)
+    return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
 
 
 #: How an item was made and what was measured of it. A job without checks has no `draw`, `scores` and
@@ -170,25 +175,6 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
     if quality.meters.keys() - METERS.keys():
         names |= {name for row in ledger.draws(job.id) if row.draw.kept for name in row.draw.scores}
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
-
-
-def _generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
-    """The settings that the line and the job give to the spoken message at `index`, or to the answer to
-    the whole dialogue."""
-    defaults, own = job.spec.generation, dialogue.generation or Generation()
-    if index is None:
-        return own.over(defaults)
-    role = cast("SpokenRole", dialogue.messages[index][0])
-    of_role = own.of(role)
-    generation = of_role.over(defaults.of(role))
-    if (
-        of_role.voice is None
-        and generation.voice in stored_voices(job.spec)
-        and reference_places(dialogue.messages, index)
-    ):
-        # The line's recording went before the job's stored voice.
-        return msgspec.structs.replace(generation, voice=None)
-    return generation
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:

@@ -6,21 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jobs.ledger.ingest import DuplicateExamples
     from jobs.ledger.ledger import Ledger
 
-__all__ = ["DuplicateExamples", "Ledger"]
+__all__ = ["Ledger"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports SQLAlchemy only for those who use the ledger itself: `nightjar status` reads its records
     without."""
-    if name == "Ledger":
-        from jobs.ledger.ledger import Ledger
+    if name != "Ledger":
+        raise AttributeError(name)
+    from jobs.ledger.ledger import Ledger
 
-        return Ledger
-    if name == "DuplicateExamples":
-        from jobs.ledger.ingest import DuplicateExamples
-
-        return DuplicateExamples
-    raise AttributeError(name)
+    return Ledger

@@ -27,12 +27,13 @@ from jobs.ledger.records import (
     FINAL,
     OPEN_SHARDS,
     RETRYABLE_JOBS,
+    WORKING,
     AttemptOutcome,
     ItemState,
     JobState,
     ShardState,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, metadata
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, ROWS_OF_JOBS
 from jobs.ledger.transaction import Row, Transaction, words
 from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
@@ -44,18 +45,16 @@ SHARDS_AT_ONCE = 500
 def pause(sql: Transaction, job_id: str) -> None:
     """Stops claims at once; workers give back what of their leases is not in the engine. Raises
     `ServiceError` with `ledger.state`."""
-    job = lock_known_job(sql, job_id)
+    job = lock_known_job(sql, job_id, "paused", *DISPATCHED, JobState.PAUSED)
     if job.state != JobState.PAUSED:
-        _require(job, "paused", *DISPATCHED)
         pause_job(sql, job_id, "paused by a person")
 
 
 def resume(sql: Transaction, job_id: str) -> None:
     """Continues a paused job; its error budget starts anew. Raises `ServiceError` with `ledger.state`."""
-    job = lock_known_job(sql, job_id)
+    job = lock_known_job(sql, job_id, "resumed", *DISPATCHED, JobState.PAUSED)
     if job.state in DISPATCHED:
         return
-    _require(job, "resumed", JobState.PAUSED)
     done, failed = ended_items(sql, job_id)
     update_job(
         sql,
@@ -69,9 +68,8 @@ def resume(sql: Transaction, job_id: str) -> None:
 
 def begin_cancel(sql: Transaction, job_id: str) -> None:
     """From here on no claim, heartbeat or commit of the job is accepted; `cancel_some` ends its items."""
-    job = lock_known_job(sql, job_id)
-    if job.state not in (JobState.CANCELLING, JobState.CANCELLED):
-        _require(job, "cancelled", JobState.INGESTING, *DISPATCHED, JobState.PAUSED)
+    over = (JobState.CANCELLING, JobState.CANCELLED)
+    if lock_known_job(sql, job_id, "cancelled", JobState.INGESTING, *WORKING, *over).state not in over:
         update_job(sql, job_id, "state = 'cancelling', state_reason = 'cancelled by a person'")
 
 
@@ -114,8 +112,7 @@ def retry_some(
 
     Returns (items opened, the last shard looked at, or None after the last).
     """
-    job = lock_known_job(sql, job_id)
-    _require(job, "retried", *RETRYABLE_JOBS)
+    job = lock_known_job(sql, job_id, "retried", *RETRYABLE_JOBS)
     statement = f"""
     SELECT * FROM shards WHERE job_id = :job AND no > :after AND n_failed > 0
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
@@ -175,13 +172,6 @@ def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
     """Sets the priority of a job; higher runs first."""
     lock_known_job(sql, job_id)
     update_job(sql, job_id, "priority = :priority", priority=priority)
-
-
-def _require(job: Row, verb: str, *states: JobState) -> None:
-    if job.state not in states:
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE, f"Job {job.id} is {job.state}, so it cannot be {verb}.", ""
-        )
 
 
 def schedule_ran(sql: Transaction, name: str, night: str) -> bool:
@@ -266,8 +256,6 @@ BEING_DELETED = "being deleted"
 #: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but
 #: those of its rows.
 ROWS_AT_ONCE = 10_000
-#: Columns by whose ranges the rows of a job go.
-_RANGES = ("idx", "shard_no", "line", "no")
 
 
 class DeletedJob(NamedTuple):
@@ -277,15 +265,6 @@ class DeletedJob(NamedTuple):
     store_url: str
     store_identity: str | None
     deleted_at: float
-
-
-def tables_of_jobs() -> list[str]:
-    """Every table with rows of jobs, but the jobs' own; those that refer to others first."""
-    return [
-        table.name
-        for table in reversed(metadata.sorted_tables)
-        if {"job_no", "job_id"} & set(table.columns.keys())
-    ]
 
 
 def check_deletable(job_id: str, state: JobState) -> None:
@@ -346,7 +325,6 @@ def forget_deleted(sql: Transaction, job_id: str) -> None:
 def _range_of(table: str) -> tuple[str, str]:
     """The column by whose ranges the rows of a job go, and the condition of its rows. Its number is looked
     up in the same statement: SQLite gives the number of a row that is gone to a new job."""
-    columns = metadata.tables[table].primary_key.columns.keys()
-    of_job = f"job_no = {NUMBER}" if "job_no" in columns else "job_id = :job"
-    fenced = "EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
-    return next(name for name in _RANGES if name in columns), f"{of_job} AND {fenced}"
+    column = ROWS_OF_JOBS[table]
+    of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
+    return column, f"{of_job} AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"

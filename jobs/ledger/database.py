@@ -20,8 +20,8 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 import migrations
-from jobs.ledger import schema
 from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.schema import statements
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
@@ -96,15 +96,10 @@ class Database:
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
                     return work(self._transaction(connection), *args, **kwargs)
-            except LostRaceError as error:
-                if attempt == TRANSACTION_TRIES:
-                    raise ServiceError(
-                        ErrorCode.LEDGER_UNREACHABLE,
-                        f"The ledger {self.display_url} is too busy.",
-                        "Try again in a moment.",
-                    ) from error
+            except LostRaceError:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
-        raise AssertionError("unreachable")
+        message = f"The ledger {self.display_url} is too busy."
+        raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
@@ -335,13 +330,11 @@ def check(database: Database) -> None:
     current = database.read(_revision)
     if current is None:
         raise database.wrong_schema(f"The ledger {database.name} has no tables yet.")
-    if current != SCHEMA_REVISION:
-        raise (
-            _too_new(database, current)
-            if current > SCHEMA_REVISION
-            else database.wrong_schema(
-                f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
-            )
+    if current > SCHEMA_REVISION:
+        raise _too_new(database, current)
+    if current < SCHEMA_REVISION:
+        raise database.wrong_schema(
+            f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
         )
 
 
@@ -396,7 +389,8 @@ def _upgrade(sql: Transaction) -> None:
     config.attributes["connection"] = sql.connection
     current = _revision(sql)
     if current is None:
-        schema.metadata.create_all(sql.connection)
+        for statement in statements(sql.engine):
+            sql.change(statement)
         command.stamp(config, SCHEMA_REVISION)
     elif current != SCHEMA_REVISION:
         command.upgrade(config, SCHEMA_REVISION)
@@ -407,5 +401,4 @@ def _config() -> Config:
 
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
-    config.attributes["metadata"] = schema.metadata
     return config

@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import msgspec
 from sqlalchemy.exc import IntegrityError
@@ -24,14 +23,12 @@ from jobs.ledger.records import (
     no_such_job,
 )
 from jobs.ledger.status import job_of, read_job
-from jobs.ledger.transaction import Row, Transaction
+from jobs.ledger.transaction import Transaction, columns_of
 from jobs.own_files import recorded
-from pipelines.errors import ErrorCode, InputError, ServiceError
+from pipelines.errors import ErrorCode, InputError
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _UNIQUE_VIOLATION = "23505"
-#: Ids in one IN list.
-_CHUNK = 5000
 #: Shard -> index -> example id, as JSON. Half the time of a row at a time, and other threads run meanwhile:
 #: Python's driver of SQLite lets go of its lock once a statement, not once a row.
 _ADD_ITEMS = """
@@ -58,17 +55,11 @@ class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
             "Give every line an example_id of its own.",
         )
 
-    def __reduce__(self) -> tuple[type[DuplicateExamples], tuple[tuple[str, ...]]]:  # type: ignore[override]
-        return DuplicateExamples, (self.example_ids,)
-
 
 def begin_job(sql: Transaction, new: NewJob) -> Job:
     """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
-    columns = {name: getattr(new, name) for name in new.__dataclass_fields__}
-    texts = {name: clean(value) for name, value in columns.items() if isinstance(value, str)}
     row = {
-        **columns,
-        **texts,
+        **columns_of(new),
         "id": new_job_id(),
         "state": JobState.INGESTING.value,
         "spec": msgspec.json.encode(new.spec).decode(),
@@ -94,7 +85,7 @@ def stage(
     first `KEPT_REJECTED_LINES` of the job are kept: a small archive can hold a billion. A caller that lost
     the connection may stage the same batch again.
     """
-    job = _lock_ingesting(sql, job_id)
+    job = lock_known_job(sql, job_id, "added to", JobState.INGESTING)
     if job.lines_read >= lines_read:
         return False
     if any("\x00" in example_id for shard in shards for _, example_id in shard.items):
@@ -119,7 +110,7 @@ def stage(
     ]
     sql.insert("shards", rows)
     kept = rejected[: max(0, KEPT_REJECTED_LINES - job.rejected_lines)]
-    sql.insert("rejected_lines", [{"job_id": job_id, **_cleaned(line)} for line in kept])
+    sql.insert("rejected_lines", [{"job_id": job_id, **columns_of(line)} for line in kept])
     update_job(
         sql,
         job_id,
@@ -159,19 +150,13 @@ def _copy_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> No
         raise
 
 
-def _cleaned(line: RejectedLine) -> dict[str, object]:
-    values = asdict(line)
-    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
-
-
 def duplicates(sql: Transaction, job_id: str, shards: Sequence[NewShard]) -> list[str]:
     """The example ids of `shards` that occur twice or are in the job already, in the order of the input."""
     # The items of a dialogue share its id: its first one stands for it.
     ids = [example_id for shard in shards for index, example_id in shard.items if index not in shard.turns]
     found = {example_id for example_id, count in Counter(ids).items() if count > 1}
     statement = f"SELECT example_id FROM items WHERE job_no = {NUMBER} AND example_id IN (:ids)"
-    for start in range(0, len(ids), _CHUNK):
-        found.update(sql.column(statement, job=job_id, ids=ids[start : start + _CHUNK]))
+    found.update(sql.column(statement, job=job_id, ids=ids))
     return list(dict.fromkeys(example_id for example_id in ids if example_id in found))
 
 
@@ -187,7 +172,7 @@ def seal_job(sql: Transaction, job_id: str) -> Job:
 
 def abandon_job(sql: Transaction, job_id: str) -> None:
     """Removes every row of a job that is still ingesting."""
-    job = _lock_ingesting(sql, job_id)
+    job = lock_known_job(sql, job_id, "abandoned", JobState.INGESTING)
     sql.change("DELETE FROM items WHERE job_no = :job_no", job_no=job.no)
     for table in ("rejected_lines", "shards"):
         sql.change(f"DELETE FROM {table} WHERE job_id = :job", job=job_id)
@@ -207,14 +192,3 @@ def staged_shards(sql: Transaction, job_id: str) -> tuple[int, int, int]:
     if row is None:
         raise no_such_job(job_id)
     return row[0], row[1], row[2]
-
-
-def _lock_ingesting(sql: Transaction, job_id: str) -> Row:
-    job = lock_known_job(sql, job_id)
-    if job.state != JobState.INGESTING:
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"Job {job_id} is {job.state}, so nothing can be added to it.",
-            "Submit a new job.",
-        )
-    return job

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import control, ingest, leases, lifecycle, outcomes, queries, workers
+from jobs.ledger import control, ingest, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger.database import Database, LedgerLimits, check, upgrade
@@ -23,6 +23,7 @@ from jobs.ledger.records import (
     RejectedLine,
     Ticket,
 )
+from jobs.ledger.schema import ROWS_OF_JOBS
 from jobs.ledger.status import JobStatus
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import recorded
@@ -182,7 +183,7 @@ class Ledger:
 
         Pauses the job, in a second transaction, where its error budget is spent by them.
         """
-        result = self.database.write(outcomes.commit, ticket, ended)
+        result = self.database.write(leases.commit, ticket, ended)
         if result.failed:
             self.database.write(lifecycle.judge_budget, ticket.job_id)
         return result
@@ -246,7 +247,7 @@ class Ledger:
     def delete_rows(self, job_id: str) -> None:
         """Removes every row of a job whose deletion began, its own one last; one transaction for some
         rows."""
-        for table in control.tables_of_jobs():
+        for table in ROWS_OF_JOBS:
             last = self.database.read(control.last_of, table, job_id)
             for first in range(0, last + 1, control.ROWS_AT_ONCE):
                 self.database.write(control.delete_range, table, job_id, first)
@@ -257,7 +258,6 @@ class Ledger:
     job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
-    jobs_of_input = _reads(queries.jobs_of_input)
     find_job = _reads(job_status.find_job)
     jobs = _reads(job_status.newest_jobs)
     error_counts = _reads(job_status.error_counts)
@@ -290,8 +290,8 @@ class Ledger:
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
     filtered_out = _reads(queries.filtered_out)
-    replace_artifact = _writes(outcomes.replace_artifact)
-    set_shard_manifest = _writes(outcomes.set_shard_manifest)
+    replace_artifact = _writes(leases.replace_artifact)
+    set_shard_manifest = _writes(leases.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
     delete_orphan = _writes(reconciler.delete_orphan)
 
@@ -309,12 +309,12 @@ class Ledger:
         """Items with an index above `after`, in index order. `dialogues`: with those that match `where`
         the others of their dialogues.
 
-        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the
-        job has.
+        Raises `ConfigError` with `config.invalid` for a filter that compares a score which the job's checks
+        do not measure.
         """
         job = self.job(job_id)
         if where is not None:
-            self.database.read(queries.check_names, job, where)
+            queries.check_names(job, where)
         return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
 
     def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:

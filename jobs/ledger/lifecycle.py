@@ -14,6 +14,7 @@ from jobs.ledger.records import (
     WORKING,
     AttemptOutcome,
     ItemState,
+    JobState,
     ShardState,
     Ticket,
     Verdict,
@@ -27,7 +28,7 @@ from jobs.ledger.records import (
 from jobs.ledger.schema import ITEM_STATE_NUMBERS
 from jobs.ledger.status import no_such_job
 from jobs.ledger.transaction import Row, Transaction, words
-from pipelines.errors import ErrorCode
+from pipelines.errors import ErrorCode, ServiceError
 
 #: The number of a job, as a part of a statement.
 NUMBER = "(SELECT no FROM jobs WHERE id = :job)"
@@ -45,12 +46,16 @@ def lock_job(sql: Transaction, job_id: str) -> Row | None:
     return sql.row("SELECT * FROM jobs WHERE id = :job FOR UPDATE", job=job_id)
 
 
-def lock_known_job(sql: Transaction, job_id: str) -> Row:
-    """As `lock_job`. Raises `NotFoundError`."""
-    row = lock_job(sql, job_id)
-    if row is None:
+def lock_known_job(sql: Transaction, job_id: str, verb: str = "", *states: JobState) -> Row:
+    """As `lock_job`. Raises `NotFoundError`, and `ServiceError` with `ledger.state` for a job that is in none
+    of the states in which that can be done to it, where some are given."""
+    job = lock_job(sql, job_id)
+    if job is None:
         raise no_such_job(job_id)
-    return row
+    if states and job.state not in states:
+        message = f"Job {job.id} is {job.state}, so it cannot be {verb}."
+        raise ServiceError(ErrorCode.LEDGER_STATE, message, "")
+    return job
 
 
 def lock_shard(sql: Transaction, job_id: str, shard_no: int) -> Row | None:
@@ -131,10 +136,12 @@ def end_attempt(
     """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is
     found."""
     # No lease ends before its last heartbeat.
-    expired = max(shard.lease_until, shard.heartbeat_at) if outcome is AttemptOutcome.EXPIRED else None
     statement = """
-    UPDATE attempts SET ended_at = COALESCE(CAST(:expired AS DOUBLE PRECISION), <now>), outcome = :outcome,
-        n_ok = :ok, n_failed = :failed, error_code = :code, error_message = :message
+    UPDATE attempts SET outcome = :outcome, error_code = :code, error_message = :message, (ended_at, n_ok, n_failed) = (
+        SELECT CASE WHEN :expired = 0 THEN <now> WHEN heartbeat_at > lease_until THEN heartbeat_at ELSE lease_until END,
+            n_done - claimed_done, CASE WHEN shards.n_failed > claimed_failed THEN shards.n_failed - claimed_failed ELSE 0 END
+        FROM shards WHERE job_id = :job AND no = :shard
+    )
     WHERE job_id = :job AND shard_no = :shard AND epoch = :epoch
     """
     sql.change(
@@ -142,10 +149,8 @@ def end_attempt(
         job=shard.job_id,
         shard=shard.no,
         epoch=shard.epoch,
-        expired=expired,
         outcome=outcome,
-        ok=shard.n_done - shard.claimed_done,
-        failed=max(0, shard.n_failed - shard.claimed_failed),
+        expired=int(outcome is AttemptOutcome.EXPIRED),
         code=code,
         message=None if message is None else clean(message),
     )
@@ -159,19 +164,19 @@ def progressed(shard: Row) -> bool:
 def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
     """Ends a lease that gave no outcome for its open items: another attempt, a bisection, or a single item
     that is dead."""
-    after = after_crash(open_items(shard), shard.attempts, job.max_attempts, progressed(shard))
-    attempts = {"change": "attempts = :attempts", "attempts": after.attempts}
-    if after.verdict is Verdict.RETRY:
-        ready_after(sql, shard, after.attempts, **attempts)
-    elif after.verdict is Verdict.BISECT:
+    verdict, attempts = after_crash(open_items(shard), shard.attempts, job.max_attempts, progressed(shard))
+    change = "attempts = :attempts"
+    if verdict is Verdict.RETRY:
+        ready_after(sql, shard, attempts, change, attempts=attempts)
+    elif verdict is Verdict.BISECT:
         bisect(sql, job, shard)
-    elif after.verdict is Verdict.MARK_DEAD:
-        end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
-        move_to(sql, shard, ShardState.DEAD, **attempts)
     else:
-        move_to(sql, shard, ShardState.DONE, **attempts)
+        dead = verdict is Verdict.MARK_DEAD
+        if dead:
+            end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
+        move_to(sql, shard, ShardState.DEAD if dead else ShardState.DONE, change, attempts=attempts)
     complete_if_over(sql, shard.job_id)
-    return after.verdict
+    return verdict
 
 
 def bisect(sql: Transaction, job: Row, shard: Row) -> None:
@@ -187,21 +192,25 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
         **items_of(shard) | {"first": upper[0]},
     )
     estimate = shard.estimated_ms * len(upper) // max(1, shard.n_items)
-    half = {
-        "job_id": shard.job_id,
-        "job_no": shard.job_no,
-        "no": number,
-        "first_index": upper[0],
-        "last_index": upper[-1],
-        "n_items": len(upper),
-        "estimated_ms": estimate,
-        # The epoch of an item rises, whichever shard the item is in.
-        "epoch": shard.epoch,
-        "attempts": attempts_after_bisection(len(upper), job.max_attempts),
-        "input_key": shard.input_key,
-        "input_sha256": shard.input_sha256,
-    }
-    sql.insert("shards", [half], not_before=f"<now> + {pause(sql, 1)}")
+    # The epoch of an item rises, whichever shard the item is in.
+    half = """
+    INSERT INTO shards (job_id, job_no, no, first_index, last_index, n_items, estimated_ms, epoch, attempts,
+        input_key, input_sha256, not_before)
+    SELECT job_id, job_no, :number, :first, :last, :moved, :estimate, epoch, :attempts, input_key, input_sha256, <now> + :pause
+    FROM shards WHERE job_id = :job AND no = :shard
+    """
+    sql.change(
+        half,
+        job=shard.job_id,
+        shard=shard.no,
+        number=number,
+        first=upper[0],
+        last=upper[-1],
+        moved=len(upper),
+        estimate=estimate,
+        attempts=attempts_after_bisection(len(upper), job.max_attempts),
+        pause=pause(sql, 1),
+    )
     ready_after(
         sql,
         shard,

@@ -29,7 +29,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import job_of, read_job
-from jobs.ledger.transaction import Row, Transaction, decoded, record, words
+from jobs.ledger.transaction import Row, Transaction, record, words
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
 from pipelines.errors import ErrorCode
 
@@ -38,7 +38,6 @@ PAGE_ROWS = 1000
 _SPARSE = 3
 #: Jobs of a model that tell its speed, the newest ones, and how much audio they must have made.
 _MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
-_SAMPLED_ROWS = 1000
 #: What facts are in the tables, exactly as items say them in Python.
 _FACTS = {
     "seconds": "CAST(heard.samples AS DOUBLE PRECISION) / heard.sample_rate",
@@ -84,21 +83,14 @@ def store_identity(sql: Transaction, address: str) -> str | None:
     )
 
 
-def jobs_of_keys(sql: Transaction, first: str) -> list[tuple[str, Job]]:
-    """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a
-    slash, in the order of submit."""
+def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
+    """The jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
     statement = """
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
     """
     rows = sql.rows(statement, key=first, below=f"{first}/")
-    return [(row.idempotency_key, job_of(sql, row)) for row in rows]
-
-
-def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Job]:
-    """The jobs of one input and spec, the oldest first."""
-    statement = "SELECT * FROM jobs WHERE input_sha256 = :input AND spec_sha = :spec ORDER BY no"
-    return [job_of(sql, row) for row in sql.rows(statement, input=input_sha256, spec=spec_sha)]
+    return [job_of(sql, row) for row in rows]
 
 
 class Wanted(NamedTuple):
@@ -413,32 +405,14 @@ def filtered_out(
     ]
 
 
-def check_names(sql: Transaction, job: Job, where: Where) -> None:
-    """Raises `config.invalid` for a score that no item of the job has; while the job runs its checks may
-    still measure theirs."""
-    quality = None if job.state.final else job.spec.quality
-    expected = set() if quality is None else scores_with(quality.meters)
-    if quality is not None and any(meter not in METERS for meter in quality.meters):
+def check_names(job: Job, where: Where) -> None:
+    """Raises `config.invalid` for a score that the job's checks do not measure."""
+    quality = job.spec.quality
+    there = set() if quality is None else scores_with(quality.meters)
+    meters = () if quality is None else quality.meters
+    if any(meter not in METERS for meter in meters):
         # What another package's meter measures is known when it has.
         return
     for name in where.names:
-        if name not in FACTS and name not in expected and not _is_measured(sql, job, where, name):
-            there = sorted(expected.union(_measured_names(sql, job)))
-            meters = () if job.spec.quality is None else job.spec.quality.meters
-            raise no_such_score(job.id, name, there, meters)
-
-
-def _is_measured(sql: Transaction, job: Job, where: Where, name: str) -> bool:
-    source = _Source(sql, where)
-    statement = f"SELECT 1 FROM scores AS measured WHERE job_no = {NUMBER} AND {source.value(name)} IS NOT NULL LIMIT 1"
-    return sql.row(statement, job=job.id, **source.values) is not None
-
-
-def _measured_names(sql: Transaction, job: Job) -> set[str]:
-    """The scores of the job's first items."""
-    statement = f"SELECT * FROM scores WHERE job_no = {NUMBER} ORDER BY idx LIMIT {_SAMPLED_ROWS}"
-    found: set[str] = set()
-    for row in sql.rows(statement, job=job.id):
-        found.update(name for name in SCORE_COLUMNS if getattr(row, name) is not None)
-        found.update(decoded(row.others) or ())
-    return found
+        if name not in FACTS and name not in there:
+            raise no_such_score(job.id, name, sorted(there), meters)

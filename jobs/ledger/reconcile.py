@@ -227,8 +227,19 @@ def is_orphan(
 
     `read`: the inputs in which no line names the key, where it is one of reference audio.
     """
-    job = sql.row("SELECT * FROM jobs WHERE id = :job", job=job_id)
-    return _is_orphan(sql, job, key, ended_before, read)
+    job = lock_job(sql, job_id)
+    if job is None or job.state not in FINAL or job.finished_at is None or job.finished_at > ended_before:
+        return False
+    kind = key.removeprefix(job_prefix(job.id)).partition("/")[0]
+    if kind == "input":
+        # Of one of the job's shards, left by an ingest that was broken off, which no shard reads.
+        inputs = shard_inputs(sql, job.id)
+        return shard_of_input(key, job.id) in inputs and key not in {named for named, _ in inputs.values()}
+    if kind == "references":
+        return is_reference_key(key, job.id) and read == frozenset(shard_inputs(sql, job.id).values())
+    if kind == "packs":
+        return _is_unnamed_pack(sql, job, key)
+    return _is_unnamed(sql, job, kind, key)
 
 
 def delete_orphan(
@@ -245,25 +256,10 @@ def delete_orphan(
         # A store may take its time to delete, and until it has, the lock must hold; only a retry of this job
         # waits for it.
         sql.change(f"SET LOCAL idle_in_transaction_session_timeout = {LONGEST_DELETE_SECONDS * 1000}")
-    if not _is_orphan(sql, lock_job(sql, job_id), key, ended_before, read):
+    if not is_orphan(sql, job_id, key, ended_before, read):
         return False
     delete()
     return True
-
-
-def _is_orphan(sql: Transaction, job: Row | None, key: str, ended_before: float, read: Inputs) -> bool:
-    if job is None or job.state not in FINAL or job.finished_at is None or job.finished_at > ended_before:
-        return False
-    kind = key.removeprefix(job_prefix(job.id)).partition("/")[0]
-    if kind == "input":
-        # Of one of the job's shards, left by an ingest that was broken off, which no shard reads.
-        inputs = shard_inputs(sql, job.id)
-        return shard_of_input(key, job.id) in inputs and key not in {named for named, _ in inputs.values()}
-    if kind == "references":
-        return is_reference_key(key, job.id) and read == frozenset(shard_inputs(sql, job.id).values())
-    if kind == "packs":
-        return _is_unnamed_pack(sql, job, key)
-    return _is_unnamed(sql, job, kind, key)
 
 
 def _is_unnamed(sql: Transaction, job: Row, kind: str, key: str) -> bool:

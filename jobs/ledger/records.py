@@ -11,7 +11,7 @@ import msgspec
 
 from jobs.checks import Quality
 from jobs.turns import Speak, row_id
-from pipelines.errors import ConfigError, ErrorCode, NotFoundError
+from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 
 #: Label of a job whose input is not written as dialogues.
@@ -41,12 +41,7 @@ class JobState(StrEnum):
 
     @property
     def final(self) -> bool:
-        return self in {
-            JobState.CANCELLED,
-            JobState.COMPLETED,
-            JobState.COMPLETED_WITH_ERRORS,
-            JobState.FAILED,
-        }
+        return self in FINAL
 
 
 class ShardState(StrEnum):
@@ -144,38 +139,14 @@ class NewJob:
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def __post_init__(self) -> None:
-        """Raises `config.invalid` for an error budget that would never, or always, be spent."""
-        # The comparison is also false for NaN.
-        if self.error_budget is not None and not 0 <= self.error_budget <= 1:
-            message = f"The error budget is {self.error_budget}."
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID,
-                message,
-                "Give the share of failed items that pauses the job, from 0 to 1.",
-            )
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(NewJob):
     """A row of `jobs`. Times are UTC epoch seconds of the ledger's clock."""
 
     id: str
-    name: str
     state: JobState
     state_reason: str
-    spec: JobSpec
-    spec_sha: str
-    input_uri: str
-    input_sha256: str
-    store_url: str
-    owner: str
-    priority: int
-    weight: int
-    max_attempts: int
-    max_in_flight: int | None
-    error_budget: float | None
-    labels: Mapping[str, str]
     total_items: int
     total_shards: int
     #: All of them; the ledger keeps the first `KEPT_REJECTED_LINES`.
@@ -185,8 +156,6 @@ class Job:
     created_at: float
     started_at: float | None
     finished_at: float | None
-    #: By which the store is known (`ObjectStore.establish`).
-    store_identity: str | None = None
 
     @property
     def speaks_turns(self) -> bool:
@@ -410,6 +379,7 @@ class WorkerInfo:
     host: str
     pid: int
     gpu: str
+    #: The only model that it serves; empty: whatever the jobs ask for.
     model: str
     version: str
     #: Shards that it can use, with those it has.
@@ -423,7 +393,7 @@ WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)
 #: Jobs whose shards are handed out.
 DISPATCHED = (JobState.READY, JobState.RUNNING)
 #: Jobs that have ended.
-FINAL = tuple(state for state in JobState if state.final)
+FINAL = (JobState.CANCELLED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.FAILED)
 #: Jobs whose failed items can be opened again.
 RETRYABLE_JOBS = (*WORKING, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
 #: Shards that still have to end.
@@ -507,23 +477,14 @@ class Verdict(StrEnum):
     CLOSE = "close"
 
 
-@dataclass(frozen=True, slots=True)
-class AfterCrash:
-    verdict: Verdict
-    attempts: int
-
-
-def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> AfterCrash:
-    """Judges a crashed lease. A lease that ended items before it crashed starts the count of attempts
-    anew."""
+def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> tuple[Verdict, int]:
+    """Judges a crashed lease: with the attempts that are spent then. A lease that ended items before it
+    crashed starts their count anew."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
-        return AfterCrash(Verdict.RETRY, attempts)
-    if open_items == 0:
-        return AfterCrash(Verdict.CLOSE, attempts)
-    if open_items == 1:
-        return AfterCrash(Verdict.MARK_DEAD, attempts)
-    return AfterCrash(Verdict.BISECT, attempts)
+        return Verdict.RETRY, attempts
+    verdicts = {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}
+    return verdicts.get(open_items, Verdict.BISECT), attempts
 
 
 def last_attempt(attempts: int, max_attempts: int) -> bool:

@@ -16,6 +16,7 @@ from jobs.ledger.records import (
     Job,
     JobState,
     ShardState,
+    WorkerInfo,
     clean,
     no_such_job,
 )
@@ -101,7 +102,7 @@ WITH leases AS (
     FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
     WHERE ended_at >= <now> - {RECENT_SECONDS}
     UNION ALL
-    SELECT shards.worker_id, n_done, audio_ms, started_at, <now>, n_done - claimed_done, shards.n_failed - claimed_failed
+    SELECT shards.worker_id, n_done, audio_ms, started_at, CAST(:now AS DOUBLE PRECISION), n_done - claimed_done, shards.n_failed - claimed_failed
     FROM shards
     JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
     WHERE shards.state = 'leased'
@@ -193,7 +194,9 @@ def find_job(sql: Transaction, prefix: str) -> Job:
         raise no_such_job(wanted)
     if len(found) > 1:
         raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id."
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Several jobs begin with {wanted!r}.",
+            "Give more characters of the id.",
         )
     return job_of(sql, found[0])
 
@@ -244,16 +247,6 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
         workers=len(states) - quarantined,
         quarantined_workers=quarantined,
     )
-
-
-def newest_statuses(
-    sql: Transaction,
-    limit: int = 50,
-    states: Collection[JobState] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> list[JobStatus]:
-    """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
-    return statuses_of(sql, newest_jobs(sql, limit, states, labels))
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
@@ -342,17 +335,9 @@ class RecentWork:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(WorkerInfo):
     """A worker process, or a GPU whose worker is quarantined, with what it does."""
 
-    id: str
-    host: str
-    pid: int
-    gpu: str
-    #: The only model that it serves; empty: whatever the jobs ask for.
-    model: str
-    version: str
-    slots: int
     #: `up`, `draining`, `quarantined`, `lost` or `retired`.
     state: str
     #: Why it is quarantined, or which job it cannot run and why.
@@ -372,7 +357,7 @@ def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerS
     held: dict[str, list[HeldShard]] = {}
     for row in sql.rows(_HELD):
         held.setdefault(row.worker_id, []).append(record(HeldShard, row))
-    recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT)}
+    recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT, now=now)}
     found: list[WorkerStatus] = []
     for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
         silent_seconds = max(0.0, now - row.heartbeat_at)

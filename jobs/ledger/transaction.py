@@ -11,17 +11,20 @@ import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION, clean
 from jobs.own_files import own_ledger, place_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
@@ -31,6 +34,9 @@ NOW = {
     "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
     "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
 }
+#: A list is one value, so that a statement is the same whatever is in it.
+LISTS = {"sqlite": r"IN (SELECT value FROM json_each(:\1))", "postgresql": r"= ANY(:\1)"}
+_LIST = re.compile(r"IN \(:(\w+)\)")
 _LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
 #: A field of a job's spec. SQLite has this operator from 3.38 on, newer than that of Ubuntu 22.04.
 _FIELD = re.compile(r"spec ->> '(\w+)'")
@@ -100,25 +106,18 @@ class Transaction:
         return self.value("SELECT <now>")
 
     def _run(self, statement: str, values: dict[str, object]) -> Any:
-        for name, value in list(values.items()):
+        for name, value in values.items():
             if isinstance(value, Enum):
                 values[name] = value.value
             elif isinstance(value, list | tuple | set):
-                del values[name]
-                listed = {
-                    f"{name}_{number}": one.value if isinstance(one, Enum) else one
-                    for number, one in enumerate(value)
-                }
-                statement = statement.replace(
-                    f"(:{name})", f"({', '.join(f':{one}' for one in listed) or 'NULL'})"
-                )
-                values |= listed
+                listed = msgspec.to_builtins(value)
+                values[name] = msgspec.json.encode(listed).decode() if self.engine == "sqlite" else listed
         return self.execute(_for_engine(statement, self.engine), values)
 
 
 @lru_cache(maxsize=256)
 def _for_engine(statement: str, engine: str) -> str:
-    statement = statement.replace("<now>", NOW[engine])
+    statement = _LIST.sub(LISTS[engine], statement.replace("<now>", NOW[engine]))
     if engine == "sqlite":
         return _FIELD.sub(r"json_extract(spec, '$.\1')", _LOCKS.sub("", statement))
     # The names of parameters as psycopg wants them.
@@ -136,10 +135,16 @@ def decoded(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
+def columns_of(record: DataclassInstance) -> dict[str, object]:
+    """A record as columns, with texts that every database takes."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
 def record(kind: type[T], row: Row, **changes: object) -> T:
     """A row as a record: the columns that are its fields, with these changes."""
     values = row._asdict() | changes
-    for name in _JSON.intersection(values, kind.__annotations__):
+    for name in _JSON.intersection(values):
         values[name] = decoded(values[name])
     return msgspec.convert(values, kind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
 from jobs.ledger.lifecycle import UNQUEUED, of_ticket
@@ -20,7 +20,7 @@ from jobs.ledger.records import (
     WorkerInfo,
     clean,
 )
-from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.transaction import Row, Transaction, columns_of, words
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
@@ -53,16 +53,13 @@ def register_worker(sql: Transaction, info: WorkerInfo) -> None:
                 f"This SQLite ledger is in use by a worker on host {other!r}, and SQLite cannot be shared between hosts.",
                 "Use a PostgreSQL ledger for workers on several hosts.",
             )
-    _add(sql, info, ["host", "pid", "gpu", "model", "version", "slots", "state", "started_at"], state=UP)
+    _add(sql, info, "started_at", state=UP)
 
 
-def _add(sql: Transaction, info: WorkerInfo, changed: Sequence[str], **more: str) -> None:
-    """Adds a worker; of one that is there these columns change."""
-    row = {
-        name: clean(value) if isinstance(value, str) else value
-        for name, value in (asdict(info) | more).items()
-    }
-    kept = ", ".join(f"{name} = excluded.{name}" for name in (*changed, "heartbeat_at"))
+def _add(sql: Transaction, info: WorkerInfo, *changed: str, **more: str) -> None:
+    """Adds a worker; of one that is there these columns change too."""
+    row = {**columns_of(info), **{name: clean(value) for name, value in more.items()}}
+    kept = ", ".join(f"{name} = excluded.{name}" for name in (*row, *changed, "heartbeat_at"))
     conflict = f"ON CONFLICT (id) DO UPDATE SET {kept}"
     sql.insert("workers", [row], conflict, started_at="<now>", heartbeat_at="<now>")
 
@@ -105,19 +102,16 @@ class Quarantine:
 def report_quarantines(sql: Transaction, host: str, pid: int, quarantines: Sequence[Quarantine]) -> None:
     """A sign of life of a process that starts workers, with those that it has quarantined; others that it
     had are none any more."""
-    process = {"host": clean(host), "pid": pid}
-    over = set(
-        sql.column(
-            f"SELECT id FROM workers WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}'", **process
-        )
-    )
+    places: list[str] = []
     for one in quarantines:
-        place = clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}")
-        info = WorkerInfo(place, host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
-        _add(sql, info, ["state", "state_reason"], state=QUARANTINED, state_reason=one.reason)
-        over.discard(place)
-    for worker_id in over:
-        retire_worker(sql, worker_id)
+        places.append(clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}"))
+        info = WorkerInfo(places[-1], host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
+        _add(sql, info, state=QUARANTINED, state_reason=one.reason)
+    statement = f"""
+    UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now>
+    WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}' AND NOT id IN (:places)
+    """
+    sql.change(statement, host=clean(host), pid=pid, places=places)
 
 
 def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:
@@ -147,21 +141,15 @@ def lose_workers(sql: Transaction, host: str | None = None, pid: int | None = No
     return ended
 
 
-def live_slots(sql: Transaction) -> dict[str, int]:
-    """Shards that the live workers can use, with those they have, by the model they are pinned to
-    (`ANY_MODEL`: by none)."""
-    statement = f"""
-    SELECT model, CAST(sum(slots) AS BIGINT) AS slots FROM workers WHERE {_LIVE} AND state = '{UP}' GROUP BY model
-    """
-    return {row.model: row.slots for row in sql.rows(statement)}
-
-
 #: Shards to queue while no worker is up, so that the first one finds work at once.
 WINDOW_WITHOUT_WORKERS = 4
 
 #: Key of the PostgreSQL advisory lock that lets one dispatcher choose at a time.
 _DISPATCH_LOCK = 0x6E6967687A
 
+_SLOTS = f"""
+SELECT model, CAST(sum(slots) AS BIGINT) FROM workers WHERE {_LIVE} AND state = '{UP}' GROUP BY model
+"""
 _OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
 _IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
 #: The jobs that are handed out or have shards in flight, in their order. What is in flight are two statements,
@@ -214,7 +202,9 @@ class _Fleet:
     """What the live workers can take, by model, and the jobs whose models are served."""
 
     def __init__(self, sql: Transaction, window_factor: int) -> None:
-        slots = live_slots(sql)
+        #: Shards that the live workers can use, with those they have, by the model they are pinned to
+        #: (`ANY_MODEL`: by none).
+        slots = dict(sql.rows(_SLOTS))
         #: The shards that may be in flight of each pinned model: more would keep the window from the workers
         #: of other models. Empty where a live worker serves all models, or none lives.
         self._rooms = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}

@@ -20,7 +20,7 @@ from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
-from jobs.ledger.records import ItemState, Job
+from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS
 from jobs.own_files import STATE_FOLDER, own_path
 from jobs.report import clips
@@ -28,7 +28,7 @@ from jobs.report.charts import Chart, histogram, number, timeline
 from jobs.report.clips import Clips
 from jobs.report.sample import PACE, Sample, take_sample
 from jobs.store.base import ObjectStore
-from pipelines.errors import ErrorCode, NightjarError
+from pipelines.errors import NightjarError
 from pipelines.registry import describe
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from jobs.settings import Settings
 
 SHOWN_ITEMS = 60
-MAX_SHOWN_ITEMS = 500
 MAX_VOICES = 5
 #: With fewer leases charts over time would show an even spread and not what happened.
 MIN_LEASES = 4
@@ -90,11 +89,14 @@ def write_report(
     options = options or ReportOptions()
     status = ledger.status(job_id)
     job, errors, busy = status.job, ledger.error_counts(job_id), ledger.worked_on(job_id)
-    shown = min(options.items, MAX_SHOWN_ITEMS)
-    sample = take_sample(ledger, store, job, shown, errors)
-    items, scores = sample.chosen(shown), sample.scores()
+    sample = take_sample(ledger, store, job, options.items, errors)
+    items, scores = sample.chosen(options.items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
     work = timeline(ledger.attempts(job_id), busy) if busy else None
+    # Lines are read in order; the first ones show what is common.
+    refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
+    examples = {line.code: f"line {line.line}: {line.message}" for line in reversed(refused)}
+    examples |= {item.row.error_code: item.row.error_message for item in sample.failed}
     # A player opens files, and what is in a pack is none.
     sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
     page = {
@@ -116,7 +118,7 @@ def write_report(
         "histograms": _histograms(sample, constant),
         "constant": constant,
         "scores": scores,
-        "errors": [(code, count, _example(ledger, job.id, code)) for code, count in errors.items()],
+        "errors": [(code, count, examples.get(code) or "") for code, count in errors.items()],
         "measured": len(sample.done),
         "whole": sample.whole,
         "rows": ((item, item.artifact and sounds.clip(item.artifact)) for item in items),
@@ -184,14 +186,3 @@ def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
         unit = CHECKS[name].unit if name in CHECKS else ""
         found.append(histogram(f"score-{len(found)}", title, unit, scores[name]))
     return [chart for chart in found if chart is not None]
-
-
-def _example(ledger: Ledger, job_id: str, code: ErrorCode) -> str:
-    """One message of a code."""
-    for state in (ItemState.FAILED, ItemState.DEAD):
-        for item in ledger.items(job_id, state=state, codes=[code], limit=1):
-            if item.error_message:
-                return item.error_message
-    # Lines are read in order; the first ones show what is common.
-    refused = islice(ledger.rejected_lines(job_id) if code.value.startswith("input.") else (), _EXAMPLE_LINES)
-    return next((f"line {line.line}: {line.message}" for line in refused if line.code is code), "")

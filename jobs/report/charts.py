@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,60 +29,47 @@ class Bar(NamedTuple):
     label: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Bars; and the same as a sentence, and as a table with these headings."""
+    """A bar for each value that is not zero, between its two edges; and the same as a sentence, and as a
+    table with these headings."""
 
     key: str
     title: str
     unit: str
     summary: str
     heads: tuple[str, str]
-    bars: Sequence[Bar]
-    #: Edges of the bars, and their labels on the axis to the right.
     edges: Sequence[float]
-    x_ticks: Sequence[tuple[float, str]]
-    #: Values on the axis upwards, from 0 to its end.
-    y_ticks: Sequence[float]
-    median: float | None
+    values: Sequence[float]
+    #: Size of the unit in which labels name the edges, and its sign.
+    scale: tuple[float, str]
+    #: The least step between the values that are marked.
+    whole: float = 0.0
+    median: float | None = None
 
+    @cached_property
+    def bars(self) -> list[Bar]:
+        size, sign = self.scale
+        spans = zip(self.edges, self.edges[1:], self.values, strict=False)
+        return [
+            Bar(begin, end, value, f"{number(begin / size)} to {number(end / size)} {sign}".rstrip())
+            for begin, end, value in spans
+            if value
+        ]
 
-def chart(
-    key: str,
-    title: str,
-    unit: str,
-    summary: str,
-    heads: tuple[str, str],
-    edges: Sequence[float],
-    values: Sequence[float],
-    scale: tuple[float, str],
-    whole: float = 0.0,
-    median: float | None = None,
-) -> Chart:
-    """A bar for each value that is not zero, between its two edges. `scale`: the size of the unit in which
-    labels name the edges, and its sign; `whole`: the least step between the values that are marked."""
-    size, sign = scale
-    labels = [number(edge / size) for edge in edges]
-    bars = [
-        Bar(edges[at], edges[at + 1], value, f"{labels[at]} to {labels[at + 1]} {sign}".rstrip())
-        for at, value in enumerate(values)
-        if value
-    ]
-    highest = max(values) or 1.0
-    step = max(whole, nice_step(highest / 4))
-    every = math.ceil(len(values) / 7)
-    return Chart(
-        key,
-        title,
-        unit,
-        summary,
-        heads,
-        bars,
-        edges,
-        x_ticks=[(edge, f"{label} {sign}".rstrip()) for edge, label in zip(edges, labels)][::every],
-        y_ticks=[at * step for at in range(math.ceil(highest / step - 1e-9) + 1)],
-        median=median,
-    )
+    @cached_property
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """Some edges, and their labels on the axis to the right."""
+        size, sign = self.scale
+        marked = self.edges[:: math.ceil(len(self.values) / 7)]
+        return [(edge, f"{number(edge / size)} {sign}".rstrip()) for edge in marked]
+
+    @cached_property
+    def y_ticks(self) -> list[float]:
+        """Values on the axis upwards, from 0 to its end."""
+        highest = max(self.values) or 1.0
+        step = max(self.whole, nice_step(highest / 4))
+        return [at * step for at in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
 def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart | None:
@@ -98,9 +86,17 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
     counts = np.histogram(np.clip(known, edges[0], edges[-1]), edges)[0].tolist()
     median = statistics.median(known)
     spread = f"{number(known[0])} to {number(known[-1])}, median {number(median)} {unit}".rstrip()
-    summary = f"{spread}, {len(known):,} items."
-    return chart(
-        key, title, unit, summary, ("Range", "Items"), edges, counts, (1, unit), whole=1.0, median=median
+    return Chart(
+        key=key,
+        title=title,
+        unit=unit,
+        summary=f"{spread}, {len(known):,} items.",
+        heads=("Range", "Items"),
+        edges=edges,
+        values=counts,
+        scale=(1, unit),
+        whole=1.0,
+        median=median,
     )
 
 
@@ -139,9 +135,15 @@ class Timeline:
         """The rate of what is counted in each step."""
         rates = values / np.diff(self.edges)
         average = values.sum() / self.edges[-1]
-        summary = f"Highest {number(rates.max())}, on average {number(average)} {unit}."
-        return chart(
-            key, title, unit, summary, ("Time", title), self.edges.tolist(), rates.tolist(), self.scale
+        return Chart(
+            key=key,
+            title=title,
+            unit=unit,
+            summary=f"Highest {number(rates.max())}, on average {number(average)} {unit}.",
+            heads=("Time", title),
+            edges=self.edges.tolist(),
+            values=rates.tolist(),
+            scale=self.scale,
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.folder import FolderStore
-from jobs.store.s3 import S3Store
+from jobs.store.s3 import S3Store, split_s3_url
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ __all__ = [
     "store_of",
 ]
 
-#: The kind of store by the scheme of its address; what a store can do is asked of its class
-#: (`ObjectStore.remote`, `root`).
-STORES: dict[str, type[FolderStore | S3Store]] = {"file": FolderStore, "s3": S3Store}
-
 
 def _scheme(address: str) -> str:
     return address.partition("://")[0].lower() if "://" in address else "file"
@@ -37,8 +33,7 @@ def _scheme(address: str) -> str:
 def is_remote(address: str) -> bool:
     """Whether an address leads to a remote store, such as `s3://bucket/prefix`, rather than to a file or
     folder of this host."""
-    kind = STORES.get(_scheme(address))
-    return kind is not None and kind.remote
+    return _scheme(address) == "s3"
 
 
 def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
@@ -47,14 +42,16 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     Does no I/O, so a store that cannot be reached shows at its first use or in `check()`. Raises
     `config.invalid` for an address of another kind.
     """
-    kind = STORES.get(_scheme(str(url)))
-    if kind is None:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            f"No store can be opened at {_scheme(str(url))!r}.",
-            "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
-        )
-    return kind.at(str(url), s3)
+    address = str(url)
+    if is_remote(address):
+        return S3Store(*split_s3_url(address), s3)
+    if _scheme(address) == "file":
+        return FolderStore.at(address)
+    raise ConfigError(
+        ErrorCode.CONFIG_INVALID,
+        f"No store can be opened at {_scheme(address)!r}.",
+        "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
+    )
 
 
 def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:

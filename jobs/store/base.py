@@ -200,33 +200,26 @@ def split_key(key: str) -> list[str]:
     segments = key.split("/")
     if _PLAIN.fullmatch(key):
         return segments
-    try:
-        sizes = [len(segment.encode()) for segment in segments]
-    except UnicodeEncodeError:
-        raise _bad_key(key, "is not valid Unicode") from None
-    if sum(sizes) + len(sizes) - 1 > MAX_KEY_BYTES or max(sizes) > MAX_SEGMENT_BYTES:
-        raise _bad_key(
-            key, f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}"
-        )
-    if any(not segment or segment[0] == "." for segment in segments):
-        raise _bad_key(key, "has an empty part or one that begins with a dot")
+    # A lone surrogate cannot be printed either.
     if not key.isprintable() or "\\" in key:
-        raise _bad_key(key, "holds a backslash or a control character")
-    return segments
+        why = "holds a backslash or a control character"
+    elif any(not segment or segment[0] == "." for segment in segments):
+        why = "has an empty part or one that begins with a dot"
+    elif (
+        max(len(key.encode()) - MAX_KEY_BYTES, *(len(one.encode()) - MAX_SEGMENT_BYTES for one in segments))
+        > 0
+    ):
+        why = f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}"
+    else:
+        return segments
+    advice = "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav."
+    raise StoreError(ErrorCode.STORE_BAD_KEY, f"The key {key[:80]!a} {why}.", advice)
 
 
 def split_prefix(prefix: str) -> tuple[list[str], str]:
     """The whole segments of a listing's prefix, and the beginning of a name after the last slash."""
     folder, slash, stem = prefix.rpartition("/")
     return (split_key(folder) if slash else []), (split_key(stem)[0] if stem else "")
-
-
-def _bad_key(key: str, why: str) -> StoreError:
-    return StoreError(
-        ErrorCode.STORE_BAD_KEY,
-        f"The key {key[:80]!a} {why}.",
-        "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav.",
-    )
 
 
 #: Key of a store's identity: a random line, written once, by which a store is told from an empty folder or

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
@@ -84,7 +84,7 @@ class FolderStore(ObjectStore):
         self._tmpfile = os.path.isdir("/proc/self/fd")
 
     @classmethod
-    def at(cls, address: str, _: object = None) -> FolderStore:
+    def at(cls, address: str) -> FolderStore:
         """The store at a path or `file:///DIR`. Raises `config.invalid`."""
         path = address
         if address.lower().startswith("file:"):
@@ -152,7 +152,12 @@ class FolderStore(ObjectStore):
         """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
         time."""
         segments, stem = split_prefix(prefix)
-        yield from self._walk(segments, stem)
+        for name, size, modified_at in self._entries(segments):
+            key = "/".join([*segments, name])
+            if name.endswith("/") and name.startswith(stem):
+                yield from self.list(key)
+            elif name.startswith(stem):
+                yield ObjectInfo(key, size, modified_at=modified_at)
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -163,19 +168,15 @@ class FolderStore(ObjectStore):
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects, and the folders that become empty but for those at the root, where others make
         theirs."""
-        names: dict[tuple[str, ...], list[str]] = {}
-        for *folders, name in map(split_key, keys):
-            names.setdefault(tuple(folders), []).append(name)
-        for folders, in_folder in names.items():
-            with missing_allowed(), self._errors("/".join(folders)), self._folder(list(folders)) as folder:
-                for name in in_folder:
-                    with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=folder)
-        above = {folders[:depth] for folders in names for depth in range(2, len(folders) + 1)}
-        for folders in sorted(above, key=len, reverse=True):
+        above: set[str] = set()
+        for key in keys:
+            self.delete(key)
+            above.update(str(folder) for folder in list(PurePosixPath(key).parents)[:-2])
+        for name in sorted(above, key=len, reverse=True):
+            *folders, last = name.split("/")
             # A folder that is not empty, or is gone, is no error.
-            with suppress(OSError), self._folder(list(folders[:-1])) as parent:
-                os.rmdir(folders[-1], dir_fd=parent)
+            with suppress(OSError), self._folder(folders) as parent:
+                os.rmdir(last, dir_fd=parent)
 
     def sync(self) -> None:
         """Waits until what was put by now, or found there by a put, is on the disk with its name, and the
@@ -203,23 +204,21 @@ class FolderStore(ObjectStore):
         with self._errors(""):
             try:
                 top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
-                found = None if identity is None else _identity_in(top.fd)
             except (FileNotFoundError, NotADirectoryError) as error:
                 message = f"The store {self._root} is away: there is no such folder."
                 advice = "Mount it, or move it back; the work continues."
                 raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
+            found: str | None = None
+            try:
+                with os.fdopen(_open_file(top.fd, IDENTITY_KEY), "rb") as file:
+                    found = read_identity(file.read(200))
+            except OSError as error:
+                # It has none, or something else than a file is in its place.
+                if error.errno not in _NO_FILE:
+                    raise
         if identity is not None and found != identity:
             raise store_away(str(self._root), found, identity)
         return top
-
-    def _walk(self, folder: list[str], stem: str = "") -> Iterator[ObjectInfo]:
-        for name, size, modified_at in self._entries(folder):
-            if not name.startswith(stem):
-                continue
-            if name.endswith("/"):
-                yield from self._walk([*folder, name[:-1]])
-            else:
-                yield ObjectInfo("/".join([*folder, name]), size, modified_at=modified_at)
 
     def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
         """Names, sizes and times of change in a folder, nothing where it is gone; folders have a slash at
@@ -301,19 +300,6 @@ class FolderStore(ObjectStore):
             reason = os.strerror(error.errno) if error.errno else type(error).__name__
             message = f"{reason}: {key[:200]!a} in the store {self._root}."
             raise StoreError(code, message, advice) from error
-
-
-def _identity_in(folder: int) -> str | None:
-    """The identity in a store's open root; None: it has none, or something else than a file is in its
-    place."""
-    try:
-        file = _open_file(folder, IDENTITY_KEY)
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        return None
-    with os.fdopen(file, "rb") as stream:
-        return read_identity(stream.read(200))
 
 
 def _exists(folder: int, name: str) -> bool:

@@ -41,15 +41,14 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
         507,
     },
     ErrorCode.STORE_FORBIDDEN: {
-        *(
-            "AccessDenied",
-            "InvalidAccessKeyId",
-            "SignatureDoesNotMatch",
-            "ExpiredToken",
-            "InvalidToken",
-            "AllAccessDisabled",
-        ),
-        *(401, 403),
+        "AccessDenied",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "InvalidToken",
+        "AllAccessDisabled",
+        401,
+        403,
     },
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
@@ -107,11 +106,6 @@ class S3Store(ObjectStore):
     """Objects under `s3://bucket/prefix`. Made without a request; safe to share between threads."""
 
     remote: ClassVar[bool] = True
-
-    @classmethod
-    def at(cls, address: str, settings: S3Settings | None = None) -> S3Store:
-        """The store at `s3://bucket/prefix`. Raises `config.invalid`."""
-        return cls(*split_s3_url(address), settings)
 
     def __init__(self, bucket: str, prefix: str, settings: S3Settings | None = None) -> None:
         self.bucket = bucket

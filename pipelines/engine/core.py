@@ -82,7 +82,9 @@ class EngineCore:
     def idle(self) -> bool:
         """Whether nothing can be done before something comes: a request, or text for those that run."""
         waiting = self._turns or self.scheduler.waiting or self.scheduler.waiting_streams
-        return not waiting and all(one.starved and one.to_prefill == 0 for one in self.scheduler.running)
+        return not waiting and all(
+            one.starved and one.prefilled == one.last for one in self.scheduler.running
+        )
 
     @property
     def has_streams(self) -> bool:
@@ -225,7 +227,7 @@ class EngineCore:
         try:
             if embeddings is None:
                 embeddings = self.executor.embed(request.prompt)
-            utterance.embeddings = embeddings if utterance.to_prefill else None
+            utterance.embeddings = embeddings if utterance.prefilled < last else None
             embedding, trailing = embeddings[last], utterance.trailing
             return Placement(
                 utterance.slot,
@@ -257,7 +259,7 @@ class EngineCore:
             start, end = utterance.prefilled, utterance.prefilled + count
             runs.append(PrefillRun(utterance.slot, start, embeddings[start:end]))
             utterance.prefilled = end
-            if utterance.to_prefill == 0:
+            if utterance.prefilled == utterance.last:
                 utterance.embeddings = None
         there_were_any = bool(runs)
         # Chunks of one prompt read the pages that earlier chunks wrote: they go one after the other.

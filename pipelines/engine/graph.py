@@ -20,11 +20,11 @@ from pipelines.engine.executor import (
     EngineOptions,
     FrameCodes,
     FrameExecutor,
+    FrameModel,
     FrameSettings,
     PendingFrames,
     PrefillRun,
 )
-from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.prefill import PackedPrefills, PaddedPrefills, packed_sizes
 from pipelines.engine.state import SCRATCH_PAGE
 

@@ -22,8 +22,7 @@ from pipelines.codec.decoder import BATCH_FRAMES
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecutor
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecutor, FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.nn.config_keys import StackConfig

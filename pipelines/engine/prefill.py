@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.attention import PackedPrompts
 from kernels.registry import send, to_device
 from pipelines.engine.buckets import BUCKETS, Buckets
-from pipelines.engine.frame_model import PrefillRun
+from pipelines.engine.executor import PrefillRun
 from pipelines.engine.state import PagedKV, SlotState
 
 #: What replays a piece of work.

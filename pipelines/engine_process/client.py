@@ -237,7 +237,8 @@ class EngineProcess:
                 if self._over is not None:
                     self._send(Close())
                 while True:
-                    self._take(*child.channel.receive())
+                    received = child.channel.receive()
+                    self._take(received.message, received.descriptors)
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
@@ -253,7 +254,11 @@ class EngineProcess:
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
-        if isinstance(message, Stats):
+        if isinstance(message, ChunkMessage):
+            samples = np.frombuffer(message.samples, np.float32)
+            chunk = AudioChunk(samples, message.sample_rate, message.text)
+            _tell(self._requests.get(message.number), chunk)
+        elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
         elif isinstance(message, Opened):
@@ -265,10 +270,6 @@ class EngineProcess:
             with self._changed:
                 self._on_the_way.discard(message.number)
                 self._changed.notify()
-        elif isinstance(message, ChunkMessage):
-            samples = np.frombuffer(message.samples, np.float32)
-            chunk = AudioChunk(samples, message.sample_rate, message.text)
-            _tell(self._requests.get(message.number), chunk)
         else:
             _tell(self._take_out(message.number), _end_of(message, descriptors))
 

@@ -294,7 +294,7 @@ def _message_of(number: int, event: Event) -> ToClient:
 
 def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
     """The request of a message, with its recordings."""
-    record, recordings = message.request, [kept.get(number) for number in message.recordings]
+    record, recordings = message.request, [kept.get(number) or b"" for number in message.recordings]
     kept.forget()
     if isinstance(record, PreparedRequest):
         return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -197,8 +196,6 @@ def _codec(path: Path) -> CodecConfig:
     return replace(config, encoder_stacks=tuple(stacks))
 
 
-#: Average of English read speech, for estimates.
-SECONDS_PER_CHARACTER = 0.067
 #: Recordings of one line: as many speakers as a prompt of the published code joins turns of.
 MAX_REFERENCES = 5
 CAPABILITIES = Capabilities(
@@ -209,13 +206,6 @@ CAPABILITIES = Capabilities(
     max_text_characters=20_000,
 )
 _SUFFIXES = (".json", ".safetensors", ".pth")
-
-
-def check_engine(engine: str) -> None:
-    """Raises `ConfigError` (`config.invalid`) for the engine vllm on a machine where it cannot run this
-    model."""
-    if engine == "vllm":
-        check_frames_on_vllm()
 
 
 def describe(folder: Path) -> ModelCard:
@@ -230,7 +220,6 @@ def describe(folder: Path) -> ModelCard:
         revision=revision(folder, _SUFFIXES),
         executors=("eager", "graph"),
         engines=("native", "vllm"),
-        seconds_per_character=SECONDS_PER_CHARACTER,
+        seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=check_encoded,
-        check_engine=check_engine,
     )

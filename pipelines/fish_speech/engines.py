@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_executor
-from pipelines.engine.prefixes import PromptPrefix
-from pipelines.engine.token_host import NativeHost
+from pipelines.engine.scheduler import PromptPrefix
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
 from pipelines.fish_speech.model import drawn_ids
 from pipelines.fish_speech.prompt import Prompt, columns, prompt_of

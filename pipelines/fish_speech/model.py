@@ -15,12 +15,11 @@ from torch.nn import functional
 from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors, Layer, StackTensors
 from kernels.reference import next_inputs
 from kernels.registry import to_device
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.prompt import Prompt
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
-from pipelines.nn.stack import StackWeights
+from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
 
 SLOW, FAST = "text_model.model.", "audio_decoder."
 #: Kernels take heads of a multiple of so many rows.

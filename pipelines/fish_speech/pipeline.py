@@ -1,38 +1,191 @@
 """Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on either
-engine, its frames to speech."""
+engine, its frames to speech. Every group of turns is a sequence of the engine, whose prompt holds what was
+spoken before."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import NativeModelOptions, memory_told
-from pipelines.engine_choice import check_frames_on_vllm
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
 from pipelines.fish_speech.model import FishModel, load_weights
-from pipelines.fish_speech.multi_turn import (
-    FishRequestInfo,
-    FishStreamer,
-    FishUtterance,
-    TurnPlan,
+from pipelines.fish_speech.prompt import (
+    Conversation,
+    Prompt,
+    Reference,
+    Vocabulary,
+    clean,
+    clean_reference,
+    groups,
 )
-from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
-from pipelines.request import SynthesisRequest
-from pipelines.results import Meta, SpeechPipeline
-from pipelines.tokens import TokenHost, TokenRequest, token_sampling
-from pipelines.validation import check_room, check_seed, frames_within, speech_task
-from pipelines.vllm_engine.host import VllmHost
+from pipelines.request import Listener, SynthesisRequest
+from pipelines.results import (
+    FinishedCodes,
+    Meta,
+    Receiver,
+    RequestInfo,
+    SpeechPipeline,
+    Streamer,
+    Utterance,
+    no_audio,
+)
+from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling, token_sampling
+from pipelines.validation import check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import load_vllm
+
+#: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEEDS = 1 << 63
+
+
+@dataclass(slots=True, eq=False)
+class TurnPlan:
+    """What is left to say of one item, and the sequence under way."""
+
+    request_id: str
+    conversation: Conversation
+    #: The user messages.
+    texts: Sequence[str]
+    #: Of every turn, with its most columns.
+    sampling: TokenSampling
+    #: Of all turns that are left; None: no limit.
+    frames: int | None
+    #: Positions that the engine holds.
+    context: int
+    #: Whether a turn that was cut is followed by the next one.
+    keep_unfinished: bool
+    #: Whether a turn has reached its limit without an end, or there was no time left for one.
+    cut: bool = False
+    turn: int = 0
+    prompt: Prompt = field(init=False)
+    current: TokenRequest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = self._ask()
+        self.current = self._request(self.prompt)
+
+    @property
+    def most(self) -> int:
+        """Columns of the turn under way; the last one is the end, or is dropped."""
+        return self.current.sampling.max_tokens
+
+    def heard(self, frames: NDArray[np.int64], cut: bool) -> bool:
+        """Takes up what the turn under way has spoken, to its end or `cut`; whether there is another one,
+        which is then `current`.
+
+        Raises `InputError` (`input.too_long`) when the dialogue has outgrown the engine.
+        """
+        self.turn += 1
+        self.cut |= cut
+        if self.turn == len(self.texts) or not len(frames) or (cut and not self.keep_unfinished):
+            return False
+        if self.frames is not None:
+            self.frames -= len(frames)
+            if self.frames < 1:
+                self.cut = True
+                return False
+        self.conversation.answer(frames)
+        self.current = self._request(self._ask())
+        if self.most < 2:
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The dialogue has outgrown the engine's {self.context} positions before its message {self.turn + 1}.",
+                "Split it into several lines, or open the model with a larger max_context.",
+            )
+        return True
+
+    def _ask(self) -> Prompt:
+        return self.conversation.ask(self.texts[self.turn], self.turn + 1 < len(self.texts))
+
+    def _request(self, prompt: Prompt) -> TokenRequest:
+        most = min(self.sampling.max_tokens, self.context - len(prompt.ids))
+        if self.frames is not None:
+            most = min(most, self.frames + 1)
+        seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
+        sampling = replace(self.sampling, max_tokens=max(most, 1), seed=seed)
+        return TokenRequest(
+            self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FishRequestInfo(RequestInfo[CodecState]):
+    """What results need to know of a request."""
+
+    plan: TurnPlan
+
+    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
+        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
+        has none."""
+        assert tokens.codes is not None
+        self.check_end(tokens.finish, len(tokens.codes))
+        if not len(tokens.codes):
+            raise no_audio("The model ended a turn before its first frame.")
+        return FinishedCodes(tokens.codes, tokens.finish)
+
+
+class Turns(Receiver[CodecState]):
+    """Mixed in before a receiver of one sequence: it hears of all turns as if they were one."""
+
+    def __init__(self, info: FishRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+        super().__init__(info, stage, listener)
+        self._plan = info.plan
+        self._columns = 0
+        self._parts: list[NDArray[np.int64]] = []
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        assert codes is not None
+        # Whatever the last possible column holds, it is no speech, as in the published loop.
+        whole = codes[: max(self._plan.most - 1 - self._columns, 0)]
+        self._columns += len(ids)
+        spoken = _spoken(whole, self._plan.current)
+        if len(spoken):
+            super().tokens(ids[: len(spoken)], spoken)
+
+    def finished(self, tokens: Tokens) -> None:
+        assert tokens.codes is not None
+        plan = self._plan
+        frames = _spoken(tokens.codes[: plan.most - 1], plan.current)
+        self._parts.append(frames)
+        self._columns = 0
+        try:
+            if plan.heard(frames, tokens.finish == "length"):
+                self.go_on(plan.current)
+                return
+        except NightjarError as error:
+            self.failed(error)
+            return
+        codes = np.concatenate(self._parts) if len(frames) else frames
+        super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes))
+
+
+class FishUtterance(Turns, Utterance[CodecState]):
+    """The speech of all turns."""
+
+
+class FishStreamer(Turns, Streamer[CodecState]):
+    """A stream of frames, 21.5 a second: the first chunk is the first frame."""
+
+
+def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:
+    """The codes [frames, codebooks] of columns [n, 1 + codebooks] before their end."""
+    ends = np.flatnonzero(np.isin(columns[:, 0], request.sampling.stop_ids))
+    return columns[: ends[0] if len(ends) else len(columns), 1:]
+
 
 #: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
 #: frames.
@@ -47,6 +200,7 @@ class FishOptions(TokenModelOptions):
     share_prefixes: bool | None = None
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -57,14 +211,8 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """
     engine, rest = take_engine(options)
     chosen = read_options(NativeModelOptions if engine == "native" else FishOptions, rest, ENGINE)
-    with memory_told():
-        return _opened(folder, chosen)
-
-
-def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipeline:
     native = isinstance(chosen, NativeModelOptions)
     if not native:
-        check_frames_on_vllm()
         load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
@@ -83,6 +231,8 @@ def _opened(folder: Path, chosen: NativeModelOptions | FishOptions) -> FishPipel
         # vLLM reads the tensors in a process of its own, where an error would only be a dead engine; and it
         # measures the memory that is left, so it is the last.
         load_weights(config, torch.float32, torch.device("meta"))
+        from pipelines.vllm_engine.host import VllmHost
+
         host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
@@ -108,6 +258,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
+        self._context = host.info.max_context
         info, codec_dtype = host.info, type_name(codec.decoder.dtype)
         self._meta: Meta = {"engine": info.engine, "dtype": info.dtype, "codec_dtype": codec_dtype}
         if info.engine == "native":
@@ -116,14 +267,13 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
-        task = speech_task(request.messages, request.generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
             message = (
                 "This model has no repetition penalty: its sampling looks out for repetitions by itself."
             )
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
-        defaults, context = self.config.sampling, self.host.max_context
+        defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]
         self._check_room(sum(words))
@@ -145,8 +295,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""
-        context = self.host.max_context
-        check_room(positions, context, context - positions, "a larger max_context")
+        check_room(positions, self._context, self._context - positions, "a larger max_context")
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.tokens import TokenRequest
-from pipelines.validation import is_visible
+from pipelines.validation import is_visible, no_character
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
 #: Control tokens that prompts are made of.
@@ -28,6 +29,8 @@ _CONTROLS = ("<|im_start|>", "<|im_end|>", "<|voice|>")
 _SPEAKER = re.compile(r"<\|speaker:\d{1,4}\|>")
 _OLD_SPEAKER = re.compile(r"<speaker:(\d{1,4})>")
 _MARK = re.compile(r"<\|[^<>|]{0,80}\|>")
+#: Phonemes between their marks, without another mark.
+_SPAN = re.compile(r"<\|phoneme_start\|>((?!<\|[^<>|]{0,80}\|>).)*<\|phoneme_end\|>", re.DOTALL)
 
 
 class Vocabulary:
@@ -42,9 +45,11 @@ class Vocabulary:
         for name in (*_CONTROLS, *names):
             found = tokenizer.token_to_id(name)
             if found is None or found >= config.slow.vocab:
-                raise _bad(f"{file} has no token {name} within the vocabulary of {config.slow.vocab}.")
+                raise bad_checkpoint(
+                    f"{file} has no token {name} within the vocabulary of {config.slow.vocab}."
+                )
             if found != names.get(name, found):
-                raise _bad(f"{file} gives {name} the id {found}, config.json {names[name]}.")
+                raise bad_checkpoint(f"{file} gives {name} the id {found}, config.json {names[name]}.")
         # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
         self._spoken = frozenset(
             token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name)
@@ -55,11 +60,7 @@ class Vocabulary:
         """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
         token at fault."""
         path = config.folder / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise _bad(f"{path} cannot be read as a tokenizer: {error}.") from error
-        return cls(tokenizer, config, path)
+        return cls(read_tokenizer(path), config, path)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string of ours, control tokens by their names."""
@@ -86,22 +87,15 @@ def clean(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = "The text holds half of a surrogate pair, which is not a character."
-        raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
+        raise no_character() from error
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
-    inside = False
-    for mark in _MARK.finditer(text):
-        name = mark.group()
+    for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:
-            if inside is (name == PHONEMES[0]):
-                raise _spans()
-            inside = not inside
-        elif _SPEAKER.fullmatch(name) is None:
+            message = "A phoneme span of the text is not closed, not opened, or holds another mark."
+            advice = "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes."
+            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, advice)
+        if _SPEAKER.fullmatch(name) is None:
             raise _control(name)
-        elif inside:
-            raise _spans()
-    if inside:
-        raise _spans()
     return text
 
 
@@ -142,26 +136,9 @@ def turns(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _spans() -> InputError:
-    message = "A phoneme span of the text is not closed, not opened, or holds another mark."
-    return InputError(
-        ErrorCode.INPUT_UNPRONOUNCEABLE,
-        message,
-        "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes.",
-    )
-
-
 def _control(name: str) -> InputError:
     message = f"The text holds the control token {name}, which cannot be spoken."
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
-
-
-def _bad(message: str) -> ModelError:
-    return ModelError(
-        ErrorCode.MODEL_BAD_CHECKPOINT,
-        message,
-        "Download the checkpoint's tokenizer.json and config.json again.",
-    )
 
 
 _SYSTEM, _USER, _ASSISTANT, _END = (

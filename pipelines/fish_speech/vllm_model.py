@@ -23,7 +23,7 @@ from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.engines import PROMPT_CODES
 from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
-from pipelines.vllm_engine.frames import Admitted, EngineFrameState, FrameModel
+from pipelines.vllm_engine.frames import EngineFrameState, FrameModel
 
 
 class FishState(EngineFrameState):
@@ -40,18 +40,14 @@ class FishState(EngineFrameState):
     def token_ids(self) -> list[int]:
         return drawn_ids(self._fish)
 
-    def admit(self, request: Admitted) -> None:
-        super().admit(request)
-        semantic = self._fish.semantic
-        codes = (
-            np.frombuffer(request.extra.get(PROMPT_CODES, b""), dtype=np.int16)
-            .reshape(-1, len(self._offsets))
-            .copy()
-        )
+    def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
+        super().admit(slot, prompt, written, sampling)
+        semantic, data = self._fish.semantic, (sampling.extra_args or {}).get(PROMPT_CODES, b"")
+        codes = np.frombuffer(data, dtype=np.int16).reshape(-1, len(self._offsets)).copy()
         if len(codes):
-            ids = np.array(request.prompt_ids)
+            ids = np.array(prompt)
             places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
-            self.codes[request.slot, to_device(torch.from_numpy(places), self.device)] = to_device(
+            self.codes[slot, to_device(torch.from_numpy(places), self.device)] = to_device(
                 torch.from_numpy(codes), self.device
             )
 

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from hibari import Hibari
 from numpy.typing import NDArray
 
-from pipelines.audio import PEAK_LIMIT, normalize_loudness
+from pipelines.audio import PEAK_LIMIT, normalize_loudness, peak
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
@@ -66,7 +66,6 @@ class Utterance:
         text: str,
         listener: Listener,
         stream: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request = request
         self.text = text
@@ -82,7 +81,6 @@ class Utterance:
         #: When the listener of a stream that began with the first chunk will have heard all chunks; 0 before
         #: the first one.
         self.deadline = 0.0
-        self._clock = clock
         self._generator = np.random.default_rng(request.seed)
         #: What was made and not handed on.
         self._parts: list[NDArray[np.float32]] = []
@@ -105,13 +103,13 @@ class Utterance:
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Shorten the text or raise the limit.")
         if len(samples):
             self._parts.append(samples)
-            self._audible = self._audible or _peak(samples) >= _SILENT_PEAK
+            self._audible = self._audible or peak(samples) >= _SILENT_PEAK
         # Text that makes no speech fails without a sound, as it does in a whole utterance.
         while self.stream and self._audible and self._parts:
             part = self._parts.pop(0)
-            gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(_peak(part), 1e-6)))
+            gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(peak(part), 1e-6)))
             self.tell(AudioChunk(part * gain, SAMPLE_RATE))
-            self.deadline = max(self.deadline, self._clock()) + len(part) / SAMPLE_RATE
+            self.deadline = max(self.deadline, time.monotonic()) + len(part) / SAMPLE_RATE
         return True
 
     def finish(self) -> Speech:
@@ -162,13 +160,7 @@ class HibariPipeline:
     capabilities = CAPABILITIES
     starts_at_once = False
 
-    def __init__(
-        self,
-        *,
-        threads: int | None = None,
-        waiting_room: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, threads: int | None = None, waiting_room: int | None = None) -> None:
         count = threads or len(os.sched_getaffinity(0))
         self._reader = EnglishReader()
         # What is imported and allocated by the first speech belongs to opening.
@@ -178,7 +170,6 @@ class HibariPipeline:
         )
         self._room = waiting_room or count * _WAITING_PER_THREAD
         self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
-        self._clock = clock
         self._arrivals = itertools.count(1)
         #: Those that wait for a thread to speak their next piece, and how many are being spoken.
         self._queue: list[Utterance] = []
@@ -205,9 +196,9 @@ class HibariPipeline:
         """
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
-        text = speech_task(request.messages, request.generation, CAPABILITIES).text
+        text = speech_task(request.messages, request.generation, CAPABILITIES, request.seed).text
         listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
-        utterance = Utterance(request, text, listener, stream, self._clock)
+        utterance = Utterance(request, text, listener, stream)
         if stream:
             check_pronounceable(text)
             utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance))
@@ -267,7 +258,7 @@ class HibariPipeline:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 if self._closed:
                     return
-                now = self._clock()
+                now = time.monotonic()
                 utterance = min(self._queue, key=lambda one: one.turn(now))
                 self._queue.remove(utterance)
                 self._speaking += 1
@@ -334,7 +325,3 @@ def _failure(error: Exception) -> NightjarError:
         )
     failure.__cause__ = error
     return failure
-
-
-def _peak(samples: NDArray[np.float32]) -> float:
-    return max(float(samples.max()), -float(samples.min()))

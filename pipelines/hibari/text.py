@@ -50,8 +50,6 @@ class BoundedTokenizer(Tokenizer):
 
     def split(self, s: str) -> list[str]:
         """The tokens of a run without white space."""
-        if len(s) <= MAX_RUN_CHARACTERS:
-            return super().split(s)
         pieces = (s[start : start + MAX_RUN_CHARACTERS] for start in range(0, len(s), MAX_RUN_CHARACTERS))
         return [token for piece in pieces for token in super(BoundedTokenizer, self).split(piece)]
 
@@ -139,8 +137,6 @@ class EnglishReader:
     def _phonemes(self, sentence: str) -> list[str]:
         try:
             return [piece for chunk in self.voice.phonemize(sentence) for piece in _between_words(chunk)]
-        except InputError:
-            raise
         except Exception as error:
             # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words
             # for.

@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from kernels.frame import Layer, StackTensors
 from pipelines.engine_choice import VISIBLE, has_gpu
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
-from pipelines.nn.config_keys import bad_checkpoint, read_table
+from pipelines.nn.config_keys import StackConfig, bad_checkpoint, read_table
 from pipelines.options import Precision
 
 if TYPE_CHECKING:
@@ -314,6 +315,64 @@ def _shards(index: Path) -> set[str]:
     return set(table.values())
 
 
+@dataclass(frozen=True, slots=True)
+class StackWeights:
+    """The tensors of a stack: its layers, and the norm behind them."""
+
+    layers: tuple[Layer, ...]
+    norm: Tensor
+
+    def tensors(self, shape: StackConfig, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
+        """The stack as a frame takes it, with attention scaled by the root of `head_dim`."""
+        scale = shape.head_dim**-0.5
+        return StackTensors(
+            self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope
+        )
+
+
+def take_stack(
+    load: Loader, shape: StackConfig, *, head_norm: bool = True, qkv_bias: bool = False
+) -> StackWeights:
+    """Reads `layers.*` and `norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2
+    (`qkv_bias`).
+
+    Raises `ModelError` (`model.bad_checkpoint`) that names a missing or misshapen tensor.
+    """
+    widths = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+
+    layers = []
+    for index in range(shape.layers):
+        take = load.at(f"layers.{index}.")
+        qkv = [
+            take(f"self_attn.{name}_proj.weight", width, shape.hidden) for name, width in zip("qkv", widths)
+        ]
+        bias = (
+            [take(f"self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)]
+            if qkv_bias
+            else []
+        )
+        gate_up = [
+            take(f"mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")
+        ]
+        norms = [
+            take(f"self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"
+        ]
+        layers.append(
+            Layer(
+                input_norm=take("input_layernorm.weight", shape.hidden),
+                qkv=torch.cat(qkv),
+                o=take("self_attn.o_proj.weight", shape.hidden, widths[0]),
+                post_norm=take("post_attention_layernorm.weight", shape.hidden),
+                gate_up=torch.cat(gate_up),
+                down=take("mlp.down_proj.weight", shape.hidden, shape.intermediate),
+                q_norm=norms[0],
+                k_norm=norms[1],
+                qkv_bias=torch.cat(bias) if bias else None,
+            )
+        )
+    return StackWeights(tuple(layers), load("norm.weight", shape.hidden))
+
+
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
     """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the
     CPU is the device.
@@ -363,8 +422,8 @@ def _known_device(name: str) -> torch.device:
     index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (not torch.cuda.is_available() or 0 < index >= count):
         message = f"There is no GPU {index}; this process sees {count}."
-        known = {0: "cpu", 1: "cuda:0"}.get(count, f"cuda:0 to cuda:{count - 1}")
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Name {known}, or run `nightjar doctor`.")
+        advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
     return device
 
 

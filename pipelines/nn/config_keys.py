@@ -12,11 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
 from pipelines.errors import ErrorCode, ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
@@ -210,6 +213,16 @@ def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise bad_checkpoint(f"{path} does not hold a table of keys.", advice)
     return cast("dict[str, Any]", values)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer of one file. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+    from tokenizers import Tokenizer  # not needed to describe a model
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
 
 
 def _yaml(data: bytes) -> Any:

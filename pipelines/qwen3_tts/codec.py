@@ -60,34 +60,26 @@ def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
     return found.cos().to(dtype), found.sin().to(dtype)
 
 
-class SlidingTransformer:
-    """The decoder's transformer at frame rate: [B, T, latent_dim] -> [B, T, latent_dim]."""
-
-    def __init__(self, load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> None:
-        latent, hidden, window = config.latent_dim, config.hidden_size, config.sliding_window
-        self.entry = load("input_proj.weight", hidden, latent), load("input_proj.bias", hidden)
-        self.exit = load("output_proj.weight", latent, hidden), load("output_proj.bias", latent)
-        norm, eps, kv_width = (
-            load("norm.weight", hidden),
-            config.rms_norm_eps,
-            config.num_key_value_heads * config.head_dim,
+def _transformer(load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> WindowTransformer:
+    """The decoder's transformer at frame rate: [B, T, hidden] -> [B, T, hidden]."""
+    window, eps, kv_width = (
+        config.sliding_window,
+        config.rms_norm_eps,
+        config.num_key_value_heads * config.head_dim,
+    )
+    layers = [
+        TransformerLayer(
+            _layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps
         )
-        layers = [
-            TransformerLayer(
-                _layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps
-            )
-            for i in range(config.num_hidden_layers)
-        ]
-        self.layers = WindowTransformer(
-            layers,
-            norm,
-            eps,
-            window,
-            lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype),
-        )
-
-    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        return linear(self.layers(linear(x, *self.entry), past), *self.exit)
+        for i in range(config.num_hidden_layers)
+    ]
+    return WindowTransformer(
+        layers,
+        load("norm.weight", config.hidden_size),
+        eps,
+        window,
+        lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype),
+    )
 
 
 def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
@@ -139,17 +131,14 @@ class CodecDecoder(CausalDecoder):
         self._pre_conv = CausalConv(
             load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL
         )
-        self._transformer = SlidingTransformer(load.at("pre_transformer."), layout, config)
+        inside, hidden = load.at("pre_transformer."), config.hidden_size
+        self._entry = inside("input_proj.weight", hidden, latent), inside("input_proj.bias", hidden)
+        self._exit = inside("output_proj.weight", latent, hidden), inside("output_proj.bias", latent)
+        self._transformer = _transformer(inside, layout, config)
         self._upsample = UpsampleLayers(load.at("upsample."), layout, latent, config.upsampling_ratios)
         self._front: FusedFront | None = None
         if fused_front:
-            parts = (
-                self._pre_conv,
-                self._transformer.entry,
-                self._transformer.layers,
-                self._transformer.exit,
-                self._upsample,
-            )
+            parts = self._pre_conv, self._entry, self._transformer, self._exit, self._upsample
             self._front = prepared_front(*parts, self.device)
         stack = ConvStack(
             load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False
@@ -162,7 +151,7 @@ class CodecDecoder(CausalDecoder):
         x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
         if self._front is not None:
             return self._stack(self._front(x, past), past, lengths)
-        x = self._transformer(self._pre_conv(x, past), past)
+        x = linear(self._transformer(linear(self._pre_conv(x, past), *self._entry), past), *self._exit)
         return self._stack(self._upsample(x, past), past, lengths)
 
 

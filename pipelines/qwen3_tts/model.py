@@ -16,10 +16,9 @@ from torch.nn import functional
 from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors
 from kernels.layers import rope_table
 from kernels.registry import to_device
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import TensorSource
-from pipelines.nn.stack import StackWeights, take_stack
+from pipelines.nn.checkpoint import Loader, StackWeights, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def take_weights(
     vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
     predictor, residuals = config.predictor, range(config.codebooks - 1)
 
-    def take(name: str, *shape: int) -> Tensor:
-        return source.take(f"talker.{name}", shape, dtype, device)
+    take = Loader(source, "talker.", dtype, torch.device(device))
 
     def linear(name: str, *shape: int) -> tuple[Tensor, Tensor]:
         return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
@@ -75,12 +73,12 @@ def take_weights(
         else None
     )
     return ModelWeights(
-        talker=take_stack(source, "talker.model.", config.talker, dtype, device),
+        talker=take_stack(take.at("model."), config.talker),
         text_embedding=take("model.text_embedding.weight", config.text_vocab, text),
         fc1=linear("text_projection.linear_fc1", text, text),
         fc2=linear("text_projection.linear_fc2", hidden, text),
         head=take("codec_head.weight", vocab, hidden),
-        predictor=take_stack(source, "talker.code_predictor.model.", predictor, dtype, device),
+        predictor=take_stack(take.at("code_predictor.model."), predictor),
         heads=torch.stack(
             [
                 take(f"code_predictor.lm_head.{index}.weight", predictor.vocab, predictor.hidden)
@@ -110,27 +108,25 @@ class TextTable:
         self.rows = weights.text_embedding.new_empty(vocab + 1, hidden)
         self.rows[vocab] = 0
         self._known = torch.zeros(vocab, dtype=torch.bool)
+        self._complete = False
+        if self.rows.is_cuda:
+            self.ensure(torch.arange(vocab), 4096)
         self._complete = self.rows.is_cuda
-        if self._complete:
-            self._fill(torch.arange(vocab), 4096)
 
-    def ensure(self, ids: Tensor) -> None:
-        """Makes sure that these rows are there; ids: int64 [n] on CPU, each below the vocabulary."""
+    def ensure(self, ids: Tensor, block: int = ROW_BLOCK) -> None:
+        """Makes sure that these rows are there, made by so many at once; ids: int64 [n] on CPU, each below the
+        vocabulary."""
         if self._complete:
             return
         ids = ids.unique()
         missing = ids[~self._known[ids]]
-        if len(missing):
-            self._fill(missing, ROW_BLOCK)
-
-    def _fill(self, ids: Tensor, block: int) -> None:
-        for part in ids.split(block):
+        for part in missing.split(block) if len(missing) else ():
             padded = functional.pad(part, (0, block - len(part))).to(self.rows.device)
             inner = functional.silu(
                 functional.linear(self._weights.text_embedding[padded], *self._weights.fc1)
             )
             self.rows[part.to(self.rows.device)] = functional.linear(inner, *self._weights.fc2)[: len(part)]
-        self._known[ids] = True
+        self._known[missing] = True
 
 
 def predictor_inputs(weights: ModelWeights) -> Tensor:
@@ -162,20 +158,16 @@ class Qwen3TTSModel(FrameModel):
         )
         self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
 
-    def embed(self, prompt: Prompt) -> Tensor:
-        """Embeddings [length, hidden] of a prompt: projected text, plus the sum of its codec embeddings,
-        plus the voice vector."""
-        return self._embedded([prompt])
-
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """`embed` of each, in one set of launches for prompts of up to so many positions together."""
         found: list[Tensor] = []
         for group in _groups(prompts):
-            found += self._embedded(group).split([len(prompt) for prompt in group])
+            found += self.embed(*group).split([len(prompt) for prompt in group])
         return found
 
-    def _embedded(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Embeddings of prompts one after the other, [positions, hidden]."""
+    def embed(self, *prompts: Prompt) -> Tensor:
+        """Embeddings of prompts one after the other, [positions, hidden]: projected text, plus the sum of its
+        codec embeddings, plus the voice vector."""
         text, codes, trailing = (
             torch.from_numpy(np.concatenate(parts))
             for parts in zip(

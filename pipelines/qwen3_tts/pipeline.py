@@ -52,7 +52,7 @@ from pipelines.request import (
     check_start,
 )
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
-from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
+from pipelines.validation import MAX_TOP_K, bounded, check_room, either, frames_within
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
@@ -105,6 +105,7 @@ _WARM_POSITIONS, _WARM_FRAMES = 32, 28
 MAX_TOKENS = 2048
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder.
 
@@ -112,8 +113,7 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     device cannot have, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory
     meanwhile.
     """
-    with memory_told():
-        return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
+    return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
@@ -321,7 +321,7 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     )
     return SamplingParams(
         temperature=bounded(temperature),
-        top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
+        top_k=min(either(generation.top_k, defaults.top_k), MAX_TOP_K),
         top_p=either(generation.top_p, defaults.top_p),
         repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
         residual_temperature=bounded(predictor),

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import bad_checkpoint
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
-from pipelines.validation import bounded_top_k, check_seed, no_character, speech_task
+from pipelines.validation import MAX_TOP_K, no_character, speech_task
 
 #: No id at this position.
 NONE = -1
@@ -82,7 +82,19 @@ def build_prompt(
     """
     ids, pad, frames = config.ids, config.text_ids.tts_pad, 0 if codes is None else len(codes)
     head = [*task.instruct_ids, *task.role_ids]
-    prefix = _codec_prefix(config, task, voice is not None)
+    # Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect turns Chinese
+    # and "auto" into the dialect.
+    language, speaker = task.language.lower(), (task.speaker or "").lower()
+    if language in ("auto", "chinese"):
+        language = config.dialects.get(speaker, language)
+    think = [ids.nothink, ids.think_bos, ids.think_eos]
+    if language != "auto":
+        think = [ids.think, ids.think_bos, config.languages[language], ids.think_eos]
+    if speaker:
+        think.append(config.speakers[speaker])
+    elif voice is not None:
+        think.append(NONE)
+    prefix = [*think, ids.pad, ids.bos]
     text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
     #: Of codebook 0.
     first = [NONE] * len(head) + prefix[:-1]
@@ -105,22 +117,6 @@ def build_prompt(
         rows[len(text) - frames :] = codes
     voice_at = None if voice is None else len(head) + len(prefix) - 3
     return Prompt(np.array(text, np.int64), rows, np.array(trailing, np.int64), voice_at, voice)
-
-
-def _codec_prefix(config: Qwen3TTSConfig, task: TokenizedTask, with_vector: bool) -> list[int]:
-    """Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect turns
-    Chinese and "auto" into the dialect."""
-    ids, language, speaker = config.ids, task.language.lower(), (task.speaker or "").lower()
-    if language in ("auto", "chinese"):
-        language = config.dialects.get(speaker, language)
-    think = [ids.nothink, ids.think_bos, ids.think_eos]
-    if language != "auto":
-        think = [ids.think, ids.think_bos, config.languages[language], ids.think_eos]
-    if speaker:
-        think.append(config.speakers[speaker])
-    elif with_vector:
-        think.append(NONE)
-    return [*think, ids.pad, ids.bos]
 
 
 #: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).
@@ -149,14 +145,13 @@ class TextTokenizer:
         Raises `ModelError` (`model.bad_checkpoint`) naming the file when none can be read.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
+        if (path := folder / "tokenizer.json").is_file():
+            return cls(read_tokenizer(path))
         try:
-            if path.is_file():
-                return cls(Tokenizer.from_file(str(path)))
-            path = folder / "vocab.json"
             return cls(_from_vocabulary(folder))
         except Exception as error:
-            raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
+            message = f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}."
+            raise bad_checkpoint(message) from error
 
     @property
     def vocabulary(self) -> int:
@@ -219,10 +214,6 @@ class TextTokenizer:
         """The ids of a reference recording's text."""
         return self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n")[ROLE_TOKENS:-REFERENCE_TAIL]
 
-    def instruction(self, text: str) -> list[int]:
-        """The ids of an instruction with its role, all of which go into the prompt."""
-        return self.encode(f"<|im_start|>user\n{text}<|im_end|>\n")
-
 
 def _from_vocabulary(folder: Path) -> Tokenizer:
     tokenizer: Any = Tokenizer(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
@@ -267,11 +258,10 @@ class Frontend:
 
         Of a text that is open it has the ids that are certain.
         """
-        check_seed(request.seed)
         able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
-        task = speech_task(request.messages, generation, able)
+        task = speech_task(request.messages, generation, able, request.seed)
         if generation.top_k is not None:  # a message holds no larger one
-            generation = msgspec.structs.replace(generation, top_k=bounded_top_k(generation.top_k))
+            generation = msgspec.structs.replace(generation, top_k=min(generation.top_k, MAX_TOP_K))
         recording = task.recording if able.cloning else None
         role, body = tokenizer.target(task.text)
         pieces = None
@@ -283,12 +273,15 @@ class Frontend:
                 if (message.role, message.modality) == ("user", "text")
             )
             body = pieces(str(text), False)
+        instruct: list[int] = []
+        if task.instruct and able.instruct:
+            instruct = tokenizer.encode(f"<|im_start|>user\n{task.instruct}<|im_end|>\n")
         tokenized = TokenizedTask(
             role,
             body,
             task.text,
             generation,
-            tokenizer.instruction(task.instruct) if task.instruct and able.instruct else [],
+            instruct,
             task.language or "auto",
             task.voice,
             reference_ids=tokenizer.reference(task.reference_text) if task.reference_text else None,

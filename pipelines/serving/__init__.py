@@ -52,8 +52,6 @@ class ServeOptions:
     #: not sentence by sentence. None: unless the voice is cloned with the text of its recording, whose speech
     #: would begin later than that of a sentence.
     text_in: bool | None = None
-    #: Whether a field that nobody knows is refused; else it is ignored.
-    strict: bool = False
     #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.
     voices_folder: Path | None = None
     stored_voices: int = MAX_VOICES

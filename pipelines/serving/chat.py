@@ -24,8 +24,6 @@ from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event
 from pipelines.stored_voices import DEFAULT_VOICE
 
-#: The token after which the published server has to be told to stop; a text ends there by itself.
-_END_OF_TURN = 3
 #: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
 _AUDIO_LIFE_SECONDS = 3600
 _FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm"}
@@ -33,7 +31,7 @@ MAX_MESSAGES = 1000
 
 
 class InputAudio(Body):
-    """A file as base64 or a data URL, and its format."""
+    """A file as base64 or a data URL. What it is is read from it, whatever its format says."""
 
     data: str
     format: str
@@ -107,7 +105,8 @@ class ChatBody(SpokenBody):
     audio: AudioOut = AudioOut()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop_token_ids: list[int] = Field(default_factory=list[int])
+    #: A text ends there by itself.
+    stop_token_ids: list[Literal[3]] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Literal[1] = 1
@@ -207,39 +206,29 @@ async def _written(
 def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequest:
     able, xargs = serving.model.card.capabilities, body.vllm_xargs
     own = body.audio.voice == DEFAULT_VOICE and DEFAULT_VOICE not in able.voices
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        message = "`max_tokens` and `max_completion_tokens` differ. Keep one of them."
-        raise bad_request(message, "invalid_value", "max_tokens")
     seconds = serving.options.max_audio_seconds
     messages = tuple(message for turn in body.messages for message in _messages(turn, seconds))
     settings = {**body.settings(), **xargs.settings(), "mode": _mode(body, able.modes)}
-    settings["max_tokens"] = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if body.max_completion_tokens is not None:
+        settings["max_tokens"] = body.max_completion_tokens
     settings["audio_top_k"] = None if xargs.audio_topk is None else max(xargs.audio_topk, 0)
     generation = Generation(voice=None if own else body.audio.voice, **settings)
     return SynthesisRequest(request_id, messages, generation, body.seed_or_new())
 
 
 def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
-    """What is written; text alone where the request says nothing. Raises `ApiError` for what contradicts
-    itself."""
-    said = body.vllm_xargs.mode
-    if body.modalities is not None:
-        asked: Mode = "text_audio" if "audio" in body.modalities else "text_only"
-        if said not in (None, asked):
-            message = f"`modalities` asks for {asked}, `vllm_xargs.mode` for {said}. Keep one of them."
-            raise bad_request(message, "invalid_value", "modalities")
-        said = asked
-    mode = said or ("text_only" if "text_only" in modes else None)
+    """What is written; text alone where the request says nothing. Raises `ApiError` for settings of audio
+    where none is asked for."""
+    mode = body.vllm_xargs.mode
+    if mode is None and body.modalities is not None:
+        mode = "text_audio" if "audio" in body.modalities else "text_only"
+    mode = mode or ("text_only" if "text_only" in modes else None)
     if mode == "text_only":
         for name in _XARG_ONLY_WITH_AUDIO:
             value = getattr(body.vllm_xargs, name)
             if value is not None and not (name == "cfg" and 0 <= value <= 1):
                 message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
                 raise bad_request(message, ErrorCode.INPUT_BAD_GENERATION, f"vllm_xargs.{name}")
-    stops = set(body.stop_token_ids)
-    if stops and (mode == "text_audio" or stops != {_END_OF_TURN}):
-        message = f"Answers end by themselves: `stop_token_ids` may be [{_END_OF_TURN}] for text, and nothing else. Remove it."
-        raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, "stop_token_ids")
     return mode
 
 
@@ -253,14 +242,8 @@ def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
         if role != "user":
             message = f"Audio of the role {turn.role} cannot be heard. Only users bring audio."
             raise bad_request(message, "invalid_value", "messages")
-        if part.input_audio is not None:
-            audio, declared = part.input_audio.data, part.input_audio.format
-        else:
-            audio, declared = part.audio_url.url if part.audio_url else "", None
-            if ":" not in audio[:64]:
-                message = "`audio_url` is a data URL: data:audio/wav;base64,..."
-                raise bad_request(message, ErrorCode.INPUT_AUDIO_FORBIDDEN, "messages")
-        yield Message(role, "audio", read_audio(audio, max_seconds, declared))
+        audio = part.audio_url.url if part.audio_url else part.input_audio.data if part.input_audio else ""
+        yield Message(role, "audio", read_audio(audio, max_seconds))
 
 
 def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] | None:

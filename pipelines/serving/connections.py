@@ -29,21 +29,18 @@ log = logging.getLogger(__name__)
 _RESERVED_DESCRIPTORS = 256
 _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LOG_SECONDS = 60.0
-#: Chunks of a body in a second; others are read later.
-CHUNKS_A_SECOND = 1000
-#: What is read of a connection before others have their turn: a piece of many chunks or frames, which may have 6
-#: bytes, and one of few.
-_TURN_BYTES, _LARGE_TURN_BYTES = 2048, 1 << 16
-_FEW_CHUNKS = 32
+#: Chunks of a body, or frames of a WebSocket, pings among them, in a second; others are read later.
+PIECES_A_SECOND = 1000
+#: What is read of them before others have their turn: each may have 6 bytes.
+_TURN_BYTES = 2048
 #: What the app receives between the messages when the server stops.
 DRAIN = "nightjar.drain"
 #: What the app calls, by its scope, with whether it has nothing to do for this connection.
 RESTING = "nightjar.resting"
 #: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
-#: Of what a client sends: the frames of a message, and those of a second, pings among them; others are read
-#: later.
-MAX_FRAMES, FRAMES_A_SECOND = 1024, 1000
+#: Of a message.
+MAX_FRAMES = 1024
 #: Between two reads of what a client sends that is to hear why its connection ends.
 _DISCARD_SECONDS = 0.05
 _BAD_TEXT, _TOO_BIG = 1007, 1009
@@ -128,18 +125,74 @@ class Connections:
             self._logged_at, self._unlogged = self._clock(), 0
 
 
-class HttpProtocol(H11Protocol):
-    """uvicorn's connection, counted, and closed where the headers of a request do not come in time."""
+class Connection(asyncio.Protocol):
+    """A connection that is counted, and read in turn with other clients."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._all = connections
-        self._deadline: asyncio.TimerHandle | None = None
-        self._first_byte_at: float | None = None
         self._unread = bytearray()
         self._turn: asyncio.TimerHandle | None = None
-        #: When the chunks that were read would have come at `CHUNKS_A_SECOND`.
+        #: When what was read would have come at `PIECES_A_SECOND`.
         self._due = 0.0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the place back."""
+        super().connection_lost(exc)
+        if self._turn is not None:
+            self._turn.cancel()
+        self._all.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads the first bytes, and the rest in turn with other clients."""
+        self._unread += data
+        if self._turn is None:
+            self._read_some()
+        else:
+            self.transport.pause_reading()
+
+    def _read_some(self) -> None:
+        self._turn = None
+        if not self._holds():
+            piece = bytes(self._unread[: self._turn_bytes()])
+            del self._unread[: len(piece)]
+            self._read(piece)
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Reads more at this client's next turn."""
+        if self._turn is not None or self._holds():
+            return
+        wait_seconds = self._due - self.loop.time() - 1
+        if self._unread or wait_seconds > 0:
+            self.transport.pause_reading()
+            self._turn = self.loop.call_later(max(wait_seconds, 0), self._read_some)
+        else:
+            self.transport.resume_reading()
+
+    def _holds(self) -> bool:
+        """Whether nothing more is to be read for now."""
+        raise NotImplementedError
+
+    def _turn_bytes(self) -> int:
+        """What may be read at once."""
+        return _TURN_BYTES
+
+    def _read(self, data: bytes) -> None:
+        super().data_received(data)
+
+
+class HttpProtocol(Connection, H11Protocol):
+    """uvicorn's connection, closed where the headers of a request do not come in time. Of it a body in chunks
+    is read in turn, and all else at once."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(connections, **given)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._first_byte_at: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuses with 503 where there is no place."""
@@ -151,49 +204,18 @@ class HttpProtocol(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
+        """No headers are waited for."""
         self._cancel_deadline()
-        if self._turn is not None:
-            self._turn.cancel()
-        self._all.leave(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Reads a body that comes in chunks in turn with other clients, and all else at once."""
-        self._unread += data
-        if self._turn is None:
-            self._read_some()
-        else:
-            self.transport.pause_reading()
-
-    def _read_some(self) -> None:
-        self._turn = None
-        while self._unread:
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                self._unread.clear()
-                return
-            piece = bytes(self._unread[: self._turn_bytes()])
-            del self._unread[: len(piece)]
-            self._read(piece)
-            if self._in_chunks():
-                now = self.loop.time()
-                self._due = max(self._due, now) + piece.count(b"\r\n") / 2 / CHUNKS_A_SECOND
-                self.transport.pause_reading()
-                self._turn = self.loop.call_later(max(self._due - now - 1, 0), self._read_some)
-                return
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
+    def _holds(self) -> bool:
+        gone = self.transport.is_closing() or self.transport.get_protocol() is not self
+        return gone or (self.flow.read_paused and not self._unread)
 
     def _turn_bytes(self) -> int:
-        """What may be read at once: where a request ends and a body in chunks begins shows only once that
-        is read."""
-        if self._in_chunks():
-            return (
-                _TURN_BYTES
-                if self._unread.count(b"\r\n", 0, _LARGE_TURN_BYTES) > 2 * _FEW_CHUNKS
-                else _LARGE_TURN_BYTES
-            )
-        return _TURN_BYTES if self.conn.their_state is h11.IDLE else len(self._unread)
+        """Where a request ends and a body in chunks begins shows only once that is read."""
+        in_turn = self.conn.their_state is h11.IDLE or self._in_chunks()
+        return _TURN_BYTES if in_turn else len(self._unread)
 
     def _in_chunks(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY and any(
@@ -206,7 +228,9 @@ class HttpProtocol(H11Protocol):
             self._first_byte_at = self._first_byte_at or time.monotonic()
             if self._deadline is None:
                 self._expect_headers()
-        super().data_received(data)
+        super()._read(data)
+        if self._in_chunks():
+            self._due = max(self._due, self.loop.time()) + data.count(b"\r\n") / 2 / PIECES_A_SECOND
 
     def handle_events(self) -> None:
         """Once a request is there its time is the guard's to bound."""
@@ -242,18 +266,13 @@ class HttpProtocol(H11Protocol):
             self._deadline = None
 
 
-class WebSocketProtocol(WebSocketsSansIOProtocol):
+class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
     """uvicorn's connection, which lets the app end what is under way when the server stops, and says why
     it closes."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
-        super().__init__(**given)
-        self._all = connections
+        super().__init__(connections, **given)
         self._failed = False
-        self._unread = bytearray()
-        self._turn: asyncio.TimerHandle | None = None
-        #: When the frames that were read would have come at `FRAMES_A_SECOND`.
-        self._due = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A WebSocket without a context is closed to make room, like a connection without a request."""
@@ -266,29 +285,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.scope[RESTING] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
         await super().run_asgi()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
-        super().connection_lost(exc)
-        if self._turn is not None:
-            self._turn.cancel()
-        self._all.leave(self)
-
     def data_received(self, data: bytes) -> None:
-        """Reads the first bytes, and the rest in turn with other clients."""
+        """What comes behind a failure is read and dropped, slowly."""
         if self._failed:
             self.transport.pause_reading()
             self.loop.call_later(_DISCARD_SECONDS, self.transport.resume_reading)
-            return
-        if not self.handshake_initiated:
+        else:
             super().data_received(data)
-            return
-        self._unread += data
-        if self._turn is None:
-            self._read_some()
+
+    def _holds(self) -> bool:
+        """The app may have yet to take what it was sent."""
+        return self._failed or self.read_paused
 
     def handle_events(self) -> None:
         """Counts the frames. A message of too many ends the connection."""
-        self._due = max(self._due, self.loop.time()) + len(self.conn.events) / FRAMES_A_SECOND
+        self._due = max(self._due, self.loop.time()) + len(self.conn.events) / PIECES_A_SECOND
         super().handle_events()
         if len(self.frames) > MAX_FRAMES and not self.close_sent:
             self.conn.fail(_TOO_BIG, f"A message may have {MAX_FRAMES:,} frames.")
@@ -346,29 +357,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def eof_received(self) -> None:
         """A client that has sent its last byte, in a frame or not, has left."""
         self.transport.close()
-
-    def _read_some(self) -> None:
-        self._turn = None
-        if self._failed:
-            return
-        piece = bytes(self._unread[:_TURN_BYTES])
-        del self._unread[:_TURN_BYTES]
-        super().data_received(piece)
-        self._read_on()
-
-    def _read_on(self) -> None:
-        """Reads more at this client's next turn, unless the app has yet to take what it was sent."""
-        if self._failed or self.read_paused or self._turn is not None:
-            return
-        wait_seconds = self._due - self.loop.time() - 1
-        if self._unread or wait_seconds > 0:
-            self.transport.pause_reading()
-            self._turn = self.loop.call_later(max(wait_seconds, 0), self._read_some)
-        else:
-            self.transport.resume_reading()
-
-
-Connection = HttpProtocol | WebSocketProtocol
 
 
 def connection_limit(maximum: int) -> int:

@@ -68,15 +68,6 @@ def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
 
 
-def unknown_field(name: str) -> ApiError:
-    """A 400 for a field that nobody knows."""
-    return bad_request(
-        f"There is no field `{name[:100]}` here. Remove it; docs/serving.md lists what is known.",
-        "unknown_field",
-        name[:100],
-    )
-
-
 def empty_text() -> InputError:
     """The error for a text with nothing to speak."""
     return InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
@@ -152,6 +143,7 @@ def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
         message = "The body is not a JSON object. Send one, with `Content-Type: application/json`."
         return bad_request(message, "invalid_value")
     if first["type"] == "extra_forbidden":
-        return unknown_field(param)
+        message = f"There is no field `{param}` here. Remove it; docs/serving.md lists what is known."
+        return bad_request(message, "unknown_field", param)
     said = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     return bad_request(f"`{param}`: {said}.", "invalid_value", param)

@@ -3,12 +3,16 @@ or a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from pipelines.engine_metrics import EngineMetrics
 from pipelines.serving.admission import AdmissionQueue
@@ -40,15 +44,12 @@ _LISTENING_SECONDS = (
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class ServerMetrics(Collector):
+class ServerMetrics:
     """The metrics of this process, in a registry of their own."""
 
     def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
-        self._model = model
-        self._gate = gate
         self._registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
-        registry.register(self)
         registry.register(EngineMetrics(model.pipelines))
         ProcessCollector(registry=registry)
         counter = partial(Counter, registry=registry)
@@ -70,6 +71,16 @@ class ServerMetrics(Collector):
             "speech_stream_underrun_seconds", "Seconds that such players had nothing to play."
         )
         self._audio = counter("speech_audio_seconds", "Seconds of speech that were sent.")
+        for name, text, value in (
+            ("speech_server_running", "Requests that hold a slot of the server.", lambda: gate.running),
+            ("speech_server_waiting", "Requests that wait for a slot of the server.", lambda: gate.waiting),
+            (
+                "speech_engine_up",
+                "Whether the engine takes requests.",
+                lambda: model.stats().state == "ready",
+            ),
+        ):
+            Gauge(name, text, registry=registry).set_function(value)
         gate.admitted = self._queue.observe
         model.underran = self._underran
 
@@ -95,20 +106,3 @@ class ServerMetrics(Collector):
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
-
-    def collect(self) -> Iterable[Metric]:
-        """What is read at the moment of a scrape: the queue, and the engine's own stats."""
-        stats = self._model.stats()
-        for name, text, value in (
-            ("speech_server_running", "Requests that hold a slot of the server.", self._gate.running),
-            ("speech_server_waiting", "Requests that wait for a slot of the server.", self._gate.waiting),
-            ("speech_engine_up", "Whether the engine takes requests.", stats.state == "ready"),
-        ):
-            yield GaugeMetricFamily(name, text, float(value))
-        # They start again from 0 with a new engine, which Prometheus knows to handle.
-        for name, text, value in (
-            ("speech_engine_requests", "Requests that ended in the engine.", stats.requests_done),
-            ("speech_engine_frames", "Frames or tokens that the engine made.", stats.frames),
-            ("speech_engine_audio_seconds", "Seconds of speech that the engine made.", stats.audio_seconds),
-        ):
-            yield CounterMetricFamily(name, text, value)

@@ -183,12 +183,8 @@ class _Call:
                 self._permit.let_go()
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        """Calls back, unless the server is gone and nobody waits."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the server is gone, and nobody waits
             self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
 
 
 def _bytes(event: Event) -> int:

@@ -13,14 +13,7 @@ from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Generation
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
-from pipelines.serving.errors import (
-    ApiError,
-    as_api_error,
-    bad_request,
-    check_text,
-    named_field,
-    unknown_field,
-)
+from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
 from pipelines.serving.request_body import SpokenBody
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event, spoken, unit_requests
 from pipelines.serving.text_units import units_of
@@ -74,16 +67,10 @@ def _voice_name(given: object) -> object:
     )
 
 
-def _known_format(given: object) -> object:
-    if given == "aac":
-        raise ValueError("AAC is not written here. Ask for mp3 or opus")
-    return given
-
-
 class SpeechBody(SpokenBody):
     """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
 
-    Further fields are ignored, and the header `x-ignored-fields` names them; a strict server refuses them.
+    Further fields are ignored, and the header `x-ignored-fields` names them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -91,7 +78,7 @@ class SpeechBody(SpokenBody):
     model: str
     input: str
     voice: Annotated[str | None, BeforeValidator(_voice_name)] = None
-    response_format: Annotated[SpeechFormat, BeforeValidator(_known_format)] = "mp3"
+    response_format: SpeechFormat = "mp3"
     speed: float | None = None
     instructions: str | None = None
     #: None: bare PCM is streamed where the pipeline can, files are not.
@@ -119,10 +106,6 @@ def told(error: NightjarError) -> ApiError:
     return as_api_error(error, named_field(error, _FIELDS) or next(by_code, None))
 
 
-def _unknown(body: SpeechBody) -> list[str]:
-    return sorted((body.model_extra or {}).keys() - _OTHERS)
-
-
 def check(serving: Serving, body: SpeechBody) -> bool:
     """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do, and for a
     request that no slot is worth."""
@@ -143,8 +126,6 @@ def check(serving: Serving, body: SpeechBody) -> bool:
     ):
         if asked:
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, field)
-    if serving.options.strict and (unknown := _unknown(body)):
-        raise unknown_field(unknown[0])
     check_text(body.input, max(able.max_text_characters, serving.options.context_characters), "input")
     by_format = body.response_format == "pcm" or body.stream_format is not None
     return able.streaming and (by_format if body.stream is None else body.stream)
@@ -163,7 +144,7 @@ async def answer(
     )
     # What a client needs to play bare PCM, and to ask for the speech again with the same noise.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
-    if unknown := _unknown(body):
+    if unknown := sorted((body.model_extra or {}).keys() - _OTHERS):
         names = [name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier()]
         headers["x-ignored-fields"] = ", ".join(names)
         log.info("a request has unknown fields: %s", headers["x-ignored-fields"])

@@ -28,73 +28,14 @@ _FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
 #: Above it there are scripts that put no space between sentences.
 _FIRST_WIDE = "\u2e80"
 #: Never the end of a sentence: a name follows, or what was meant.
-_TITLES = frozenset(
-    {
-        "adm",
-        "bzw",
-        "ca",
-        "capt",
-        "cf",
-        "col",
-        "d.h",
-        "dr",
-        "e.g",
-        "gen",
-        "gov",
-        "hon",
-        "i.e",
-        "lt",
-        "messrs",
-        "mlle",
-        "mme",
-        "mr",
-        "mrs",
-    }
-    | {"ms", "mt", "pres", "prof", "rep", "rev", "sen", "sgt", "st", "vs", "z.b"}
+_TITLE = re.compile(
+    r"adm|bzw|ca|capt|cf|col|d\.h|dr|e\.g|gen|gov|hon|i\.e|lt|messrs|mlle|mme|mr|mrs|ms|mt|pres|prof|rep|rev"
+    r"|sen|sgt|st|vs|z\.b"
 )
 #: Not the end of a sentence where a number follows.
-_NUMBERED = frozenset({"art", "ch", "fig", "figs", "no", "nos", "nr", "op", "p", "pp", "sec", "vol"})
+_NUMBERED = re.compile(r"art|ch|figs?|nos?|nr|op|pp?|sec|vol")
 #: The end of a sentence where the next word has a capital letter.
-_SHORT_FORMS = frozenset({"co", "corp", "dept", "est", "etc", "inc", "jr", "ltd", "sr", "univ", "usw"})
-
-
-#: A piece of text, and whether the unit or passage that it belongs to ends with it.
-Piece = tuple[str, bool]
-
-
-class TextUnits:
-    """The text of one speaker, which grows at its end. Each piece is a unit."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is text that has not become a unit yet."""
-        return bool(self._text)
-
-    def add(self, text: str, *, final: bool = False) -> list[Piece]:
-        """The units that are complete with this text; `final`: all of the rest too."""
-        joined = (self._text + text).lstrip()
-        units: list[str] = []
-        begin = 0
-        while begin < len(joined):
-            length = _unit_length(joined[begin : begin + MAX_UNIT_CHARACTERS + 1], final=final)
-            if length is None:
-                break
-            units.append(joined[begin : begin + length])
-            begin += length
-            while begin < len(joined) and joined[begin].isspace():
-                begin += 1
-        self._text = joined[begin:]
-        return _spoken(units)
-
-    def cut(self) -> list[Piece]:
-        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
-        with what follows that."""
-        cut = len(self._text) if _is_sentence(self._text) else _last_gap(self._text)
-        rest, self._text = self._text[:cut], self._text[cut:].lstrip()
-        return _spoken([rest])
+_SHORT_FORM = re.compile(r"co|corp|dept|est|etc|inc|jr|ltd|sr|univ|usw")
 
 
 #: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the
@@ -103,57 +44,61 @@ PASSAGE_CHARACTERS = 400
 MAX_PASSAGE_CHARACTERS = 1200
 _MAX_WORD_CHARACTERS = 200
 
+#: A piece of text, and whether the unit or passage that it belongs to ends with it.
+Piece = tuple[str, bool]
 
-class TextPassages:
-    """A text that is spoken while it grows, as passages of some sentences each. A word is given once its
-    end is there."""
 
-    def __init__(self) -> None:
-        #: The passage, how much of it was given, and where its last sentence begins.
+class TextUnits:
+    """The text of one speaker, which grows at its end, as units: sentences, which are given whole, or
+    `by_word` passages of some sentences each, of which a word is given once its end is there."""
+
+    def __init__(self, *, by_word: bool = False) -> None:
+        self._by_word = by_word
+        self._unit_end = self._passage_end if by_word else _sentence_cut
+        #: The unit, how much of it was given, and where the last sentence of a passage begins.
         self._text = ""
-        self._given = 0
-        self._sentence = 0
+        self._given = self._sentence = 0
 
     @property
     def pending(self) -> bool:
-        """Whether a passage has begun."""
+        """Whether a unit has begun that has not ended yet."""
         return bool(self._text)
 
     def add(self, text: str, *, final: bool = False) -> list[Piece]:
-        """Pieces of passages that are certain with this text, each with whether its passage ends with it;
-        `final`: all of the rest."""
+        """Pieces of units that are certain with this text; `final`: all of the rest too."""
+        self._text = (self._text + text).lstrip()
         pieces: list[Piece] = []
-        given, joined = self._given, (self._text + text).lstrip()
-        while (end := self._end(joined)) is not None:
-            pieces.append((joined[given:end], True))
-            given, joined = 0, joined[end:].lstrip()
-            self._sentence = 0
-        self._text, self._given = joined, given
+        while (end := self._unit_end(self._text)) is not None:
+            pieces += self._end_at(end)
         if final:
-            return pieces + self._cut_at(len(joined))
-        self._given = _last_gap(joined, given, with_space=True)
-        return [*pieces, (joined[given : self._given], False)] if self._given > given else pieces
+            return pieces + self._end_at(len(self._text))
+        if self._by_word and (gap := _last_gap(self._text, self._given)) > self._given:
+            pieces.append((self._text[self._given : gap], False))
+            self._given = gap
+        return pieces
 
     def cut(self) -> list[Piece]:
-        """The end of the passage, if there is one, behind its last whole word; one that waits for its end
-        begins the next passage."""
-        return self._cut_at(len(self._text) if _is_sentence(self._text) else self._given)
+        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
+        with what follows that, which begins the next unit."""
+        return self._end_at(
+            len(self._text) if _is_sentence(self._text) else _last_gap(self._text, self._given)
+        )
 
-    def _cut_at(self, end: int) -> list[Piece]:
+    def _end_at(self, end: int) -> list[Piece]:
         rest = self._text[self._given : end]
-        self._text, self._given, self._sentence = self._text[end:], 0, 0
-        return [(rest, True)] if end else []
+        self._text, self._given, self._sentence = self._text[end:].lstrip(), 0, 0
+        return [(rest if self._by_word else rest.strip(), True)] if end else []
 
-    def _end(self, text: str) -> int | None:
+    def _passage_end(self, text: str) -> int | None:
         """Where the passage that a text begins with ends; None where the text to come decides."""
-        while True:
+        while self._sentence < PASSAGE_CHARACTERS:
             rest = text[self._sentence : MAX_PASSAGE_CHARACTERS]
             sentence = rest.lstrip()
             if (end := _sentence_end(sentence, certain=False)) is None:
                 break
             self._sentence += len(rest) - len(sentence) + end
-            if self._sentence >= PASSAGE_CHARACTERS:
-                return self._sentence
+        else:
+            return self._sentence
         last = MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
         if (space := _SPACE.search(text, MAX_PASSAGE_CHARACTERS, last + 1)) is not None:
             return space.start()
@@ -178,25 +123,18 @@ def _sentence_end(window: str, *, certain: bool) -> int | None:
 
 
 def units_of(text: str) -> list[str]:
-    """The units of a whole text."""
-    return [unit for unit, _ in TextUnits().add(text, final=True)]
+    """The units of a whole text that have something to say."""
+    return [unit for unit, _ in TextUnits().add(text, final=True) if has_words(unit)]
 
 
-def _spoken(units: list[str]) -> list[Piece]:
-    """Those with something to say: marks and pictures alone are none."""
-    return [(unit.strip(), True) for unit in units if has_words(unit)]
-
-
-def _unit_length(window: str, *, final: bool) -> int | None:
-    """Characters of the unit that a window begins with; None where the text to come decides. A full window
-    is all that counts."""
+def _sentence_cut(text: str) -> int | None:
+    """Where the sentence that a text begins with ends, or is cut; None where the text to come decides."""
+    window = text[: MAX_UNIT_CHARACTERS + 1]
     full = len(window) > MAX_UNIT_CHARACTERS
     end = _sentence_end(window, certain=full)
     if end is not None and end <= MAX_UNIT_CHARACTERS:
         return end
-    if full:
-        return _cut(window)
-    return len(window) if final else None
+    return _cut(window) if full else None
 
 
 def _ends(window: str, found: re.Match[str]) -> bool | None:
@@ -221,14 +159,14 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     word = match[0] if match else ""
     short = word.lower()
     if (
-        short in _TITLES
+        _TITLE.fullmatch(short)
         or (len(word) == 1 and word.isupper())
         or (word.isdigit() and match and match.start() == 0)
     ):
         return False
-    if short in _NUMBERED:
+    if _NUMBERED.fullmatch(short):
         return not rest[0].isdigit() if rest else None
-    if short in _SHORT_FORMS or "." in word:
+    if _SHORT_FORM.fullmatch(short) or "." in word:
         return rest[0].isupper() if rest else None
     return True
 
@@ -260,24 +198,18 @@ def _is_sentence(text: str) -> bool:
     return is_word and _ends(f"{text} ", found) is not False
 
 
-def _last_gap(text: str, begin: int = 0, *, with_space: bool = False) -> int:
-    """Where the last word of a text begins that may go on, without or `with_space` before it; `begin`
-    where no word behind it is whole.
+def _last_gap(text: str, begin: int) -> int:
+    """Where the last word of a text begins that may go on; `begin` where no word behind it is whole.
 
     A word is whole with a space behind it; in scripts without spaces, with a mark of theirs and the
     character behind that.
     """
-    spaces = [found.end() if with_space else found.start() for found in _SPACE.finditer(text, begin)]
-    marks = [
-        found.end()
-        for pattern in (_SOFT_END, _WIDE_END)
-        for found in pattern.finditer(text, begin)
-        if found.end() < len(text)
-    ]
     gaps = (
-        place
-        for place in (*spaces, *marks)
-        if not _belong_together(text[place - 1 : place], text[place : place + 1])
+        found.end()
+        for pattern in (_SPACE, _SOFT_END, _WIDE_END)
+        for found in pattern.finditer(text, begin)
+        if (found.end() < len(text) or pattern is _SPACE)
+        and not _belong_together(text[found.end() - 1], text[found.end() : found.end() + 1])
     )
     return max(gaps, default=begin)
 

@@ -217,7 +217,7 @@ class BiCodec:
         tokens = to_device(
             torch.stack([functional.pad(row, (0, longest - len(row))) for row in semantic]), self.device
         )
-        vector = self.vector(to_device(torch.stack(list(voices)), self.device))
+        vector = self.speaker.vector(to_device(torch.stack(list(voices)), self.device))
         mask = None
         if min(lengths) != longest:
             ends = to_device(torch.tensor(lengths), self.device)
@@ -225,10 +225,6 @@ class BiCodec:
         waves = self.wave(self.mixed(tokens, vector, mask), mask).float()
         samples = self.config.samples_per_token
         return [wave[: len(row) * samples] for wave, row in zip(waves, semantic)]
-
-    def vector(self, voices: Tensor) -> Tensor:
-        """Global tokens int64 [batch, tokens] -> the voice vector [batch, output] in float32."""
-        return self.speaker.vector(voices)
 
     def mixed(self, tokens: Tensor, vector: Tensor, mask: Tensor | None = None) -> Tensor:
         """The prenet's output plus the voice: int64 [batch, steps], [batch, output] -> [batch, output,

@@ -184,8 +184,6 @@ GENDERS = ("female", "male")
 LEVELS = ("very_low", "low", "moderate", "high", "very_high")
 #: The voice of a line that names none and has no reference audio.
 DEFAULT_VOICE = "female/moderate/moderate"
-#: Average of English read speech, for estimates.
-SECONDS_PER_CHARACTER = 0.067
 CAPABILITIES = Capabilities(
     voices=tuple(f"{gender}/{pitch}/{speed}" for gender in GENDERS for pitch in LEVELS for speed in LEVELS),
     cloning=True,
@@ -206,6 +204,6 @@ def describe(folder: Path) -> ModelCard:
         revision=revision(folder, _SUFFIXES),
         executors=("eager", "graph"),
         engines=("native", "vllm"),
-        seconds_per_character=SECONDS_PER_CHARACTER,
+        seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=check_encoded,
     )

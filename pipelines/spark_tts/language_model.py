@@ -15,11 +15,10 @@ from kernels.frame import DrawRules, Feedback, FrameTensors
 from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.nn.checkpoint import Checkpoint, TensorSource, bad_checkpoint
-from pipelines.nn.stack import StackWeights, take_stack
+from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource, bad_checkpoint, take_stack
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 
@@ -72,14 +71,11 @@ def take_weights(
     source: TensorSource, lm: LmConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
 ) -> LmWeights:
     """Reads the LM. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
-    table = source.take("model.embed_tokens.weight", (lm.vocab, lm.hidden), dtype, device)
-    stack = take_stack(source, "model.", lm, dtype, device, head_norm=False, qkv_bias=True)
+    load = Loader(source, "", dtype, torch.device(device))
+    table = load("model.embed_tokens.weight", lm.vocab, lm.hidden)
+    stack = take_stack(load.at("model."), lm, head_norm=False, qkv_bias=True)
     codes = _rows(table, drawable)
-    head = (
-        codes
-        if lm.tied
-        else _rows(source.take("lm_head.weight", (lm.vocab, lm.hidden), dtype, device), drawable)
-    )
+    head = codes if lm.tied else _rows(load("lm_head.weight", lm.vocab, lm.hidden), drawable)
     return LmWeights(stack, table, codes, head)
 
 

@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
-from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.options import CONTEXT, ENGINE, ModelOptions, TokenModelOptions, read_options, take_engine
+from pipelines.options import CONTEXT, ENGINE, TokenModelOptions, read_options, take_engine
 from pipelines.request import Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.spark_tts.bicodec import (
@@ -44,8 +43,7 @@ from pipelines.tokens import (
     Tokens,
     token_sampling,
 )
-from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
-from pipelines.vllm_engine.host import VllmHost
+from pipelines.validation import SpeechTask, check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
@@ -127,6 +125,7 @@ _CODEC_BATCH = 64
 _GATHER_SECONDS = 0.05
 
 
+@memory_told()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.
@@ -136,26 +135,24 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
-    with memory_told():
-        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+    chosen = read_options(NativeModelOptions if engine == "native" else TokenModelOptions, rest, ENGINE)
+    if chosen.dtype == "float16":
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32."
+        )
+    if isinstance(chosen, TokenModelOptions):
+        load_vllm(chosen.cpu_kv_gib)
+    device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
+    if isinstance(chosen, TokenModelOptions):
+        # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
+        load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
+        parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
+        from pipelines.vllm_engine.host import VllmHost
 
-
-def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
-    chosen = read_options(TokenModelOptions, options, ENGINE)
-    load_vllm(chosen.cpu_kv_gib)
-    device, config = _begin(folder, chosen)
-    # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
-    load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
-    parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
-    # start.
-    host = VllmHost(model_spec(config), chosen)
-    return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
-
-
-def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
-    chosen = read_options(NativeModelOptions, options, ENGINE)
-    device, config = _begin(folder, chosen)
+        # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of
+        # its start.
+        host = VllmHost(model_spec(config), chosen)
+        return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
     dtype, lm = precision(chosen.dtype, device), config.lm
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [lm])
     sizes = plan_sizes(config, chosen, device, dtype)
@@ -166,14 +163,6 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
         model = SparkModel(lm, weights, drawable, sizes.max_context)
     host = open_host(chosen.open_engine(model, sizes, stage), drawable)
     return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
-
-
-def _begin(folder: Path, chosen: ModelOptions) -> tuple[torch.device, SparkConfig]:
-    if chosen.dtype == "float16":
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32."
-        )
-    return open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
 
 
 def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
@@ -221,6 +210,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info, native = host.info, host.info.engine == "native"
+        self._context = info.max_context
         self._meta: Meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
         self._meta |= {"dtype": info.dtype, "codec_dtype": type_name(parts.codec.dtype)}
         super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
@@ -228,11 +218,10 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
-        room = self.host.max_context - len(prompt)
-        check_room(len(prompt), self.host.max_context, room, "a larger max_context")
+        room = self._context - len(prompt)
+        check_room(len(prompt), self._context, room, "a larger max_context")
         # Tokens that the LM may write: speech, what stands before it, and one that may be the end.
         tokens, most, longest = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
         if generation.max_seconds is not None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import bad_checkpoint
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.spark_tts.config import GENDERS, LEVELS
+from pipelines.validation import no_character
 
 _CONTROLS = (
     "task_tts",
@@ -56,11 +57,7 @@ class Vocabulary:
         """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
         token at fault."""
         path = folder / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise bad_checkpoint(f"{path} cannot be read as a tokenizer: {error}.") from error
-        return cls(tokenizer, semantic_codes, global_codes, path)
+        return cls(read_tokenizer(path), semantic_codes, global_codes, path)
 
     def id(self, name: str) -> int:
         """The id of the token `<|name|>`. Raises `ModelError` (`model.bad_checkpoint`)."""
@@ -87,8 +84,7 @@ class Vocabulary:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = "The text holds half of a surrogate pair, which is not a character."
-            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
+            raise no_character() from error
         ids = self.encode(f"<|start_content|>{text}<|end_content|>")
         named = [token for token in ids[1:-1] if token in self._added]
         if named:

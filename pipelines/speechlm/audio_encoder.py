@@ -43,10 +43,6 @@ class AudioEncoder:
         )
         self._lock = threading.Lock()
 
-    @property
-    def device(self) -> torch.device:
-        return self.adaptor.weight.device
-
     def mel(self, samples: NDArray[np.float32]) -> Tensor:
         """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
         padded = np.pad(samples, (0, -len(samples) % _HOP))
@@ -68,17 +64,19 @@ class AudioEncoder:
         than the tower takes.
         """
         check_length(len(samples))
-        mel = self.mel(samples).to(self.device)
+        device = self.adaptor.weight.device
+        mel = self.mel(samples).to(device)
         frames = mel.shape[1]
         # The library counts the features of chunks of n_window 50 only, so it is told which rows are real
         # (only the last chunk of a recording can have others) and where attention ends.
-        valid = torch.arange(feature_count(frames, self.n_window), device=self.device)
-        ends = torch.tensor(
-            window_ends(frames, self.n_window, self.window_infer), dtype=torch.int32, device=self.device
-        )
-        lengths = torch.tensor([frames], device=self.device)
+        ends = window_ends(frames, self.n_window, self.window_infer)
+        told = {
+            "feature_lens": torch.tensor([frames], device=device),
+            "valid_indices": torch.arange(ends[-1], device=device),
+            "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device),
+        }
         with self._lock:
-            heard: Any = self.tower(mel, feature_lens=lengths, valid_indices=valid, cu_seqlens=ends)
+            heard: Any = self.tower(mel, **told)
             rows = self.adaptor(heard.last_hidden_state.to(self.adaptor.weight.dtype))
         return rows.cpu()
 
@@ -100,21 +98,19 @@ def feature_count(frames: int, n_window: int) -> int:
     """Features of so many mel frames: chunks of 2 * n_window frames, each halved three times (rounding
     up)."""
     whole, rest = divmod(frames, 2 * n_window)
-    return whole * _halved(2 * n_window) + _halved(rest)
+    return whole * _features(2 * n_window) + _features(rest)
 
 
 def window_ends(frames: int, n_window: int, window_infer: int) -> list[int]:
     """Where the windows of the attention end, from 0 on: each has the features of window_infer // (2 *
     n_window) whole chunks."""
     count = feature_count(frames, n_window)
-    width = _halved(2 * n_window) * (window_infer // (2 * n_window))
+    width = _features(2 * n_window) * (window_infer // (2 * n_window))
     return [*range(0, count, width), count]
 
 
-def _halved(frames: int) -> int:
-    for _ in range(3):
-        frames = (frames + 1) // 2
-    return frames
+def _features(frames: int) -> int:
+    return -(-frames // 8)
 
 
 def load_tower(
@@ -122,19 +118,11 @@ def load_tower(
     config: SpeechLmConfig,
     device: torch.device,
     dtype: torch.dtype,
-    n_window: int | None,
-    window_infer: int | None,
     normalise: bool,
 ) -> AudioEncoder:
-    """The tower of a checkpoint; `n_window` and `window_infer` go before those of config.json, which
-    public sources disagree on.
-
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
-    """
-    windows: dict[str, Any] = {"n_window": n_window, "n_window_infer": window_infer}
-    table = own_keys(config.tower) | {key: value for key, value in windows.items() if value is not None}
+    """The tower of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key."""
     try:
-        sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
+        sizes = Qwen3OmniMoeAudioEncoderConfig(**own_keys(config.tower))
         with torch.device("meta"):
             tower = Qwen3OmniMoeAudioEncoder._from_config(
                 sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa"

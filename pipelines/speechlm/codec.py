@@ -17,7 +17,7 @@ from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import Decoder
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.nn.config_keys import read_table
-from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import CODEC
 
 #: Frames of one batch on a GPU, padding included.
@@ -95,9 +95,9 @@ def _sizes(folder: Path, tag: str) -> Any:
     place = folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()
-    table = read_table(place)
+    table = own_keys(read_table(place))
     try:
-        return XcodecConfig(**{key: value for key, value in table.items() if key != "model_type"})
+        return XcodecConfig(**table)
     except (TypeError, ValueError) as error:
         raise bad_checkpoint(f"{place} is not a codec's: {error}.") from error
 

@@ -23,7 +23,7 @@ from pipelines.request import Message, Mode
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.tokens import TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, ModelSpec
-from pipelines.vllm_engine.pairs import pair_extra
+from pipelines.vllm_engine.pairs import Half
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,7 @@ class Script:
         if self.cfg > 1:
             null = [special.pad] * (len(prompt) - 1) + [special.audio]
             other = {key: value for key, value in extra.items() if key != "features"}
-            extra |= pair_extra(pair, "main", self.cfg)
-            other |= pair_extra(pair, "null", self.cfg)
+            extra["pair"], other["pair"] = Half(pair, "main", self.cfg), Half(pair, "null", self.cfg)
             shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
         return TokenRequest(self.request_id, prompt, sampling, extra, cache_salt=self.salt, shadow=shadow)
 

@@ -39,17 +39,15 @@ from pipelines.speechlm.lm import (
     read_output,
 )
 from pipelines.speechlm.weights import check_names, refuse_pickle
-from pipelines.tokens import TokenRequest, Tokens
+from pipelines.tokens import TokenHost, TokenRequest, Tokens
 from pipelines.validation import (
+    MAX_TOP_K,
     bounded,
-    bounded_top_k,
     check_room,
-    check_seed,
     either,
     frames_within,
     speech_task,
 )
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 
 _CODEC_BATCH = 64
@@ -69,10 +67,6 @@ _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
 class SpeechLmOptions(TokenModelOptions):
     """How a checkpoint is opened; None means the best for the device, or what its config.json says."""
 
-    #: Mel frames of half a chunk of the audio tower, and of its attention's window; public sources disagree
-    #: on them.
-    n_window: int | None = None
-    window_infer: int | None = None
     #: Zero mean and unit variance of recordings before the tower, as in training; the published servers do
     #: not.
     normalise_audio: bool = False
@@ -98,10 +92,11 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     with Checkpoint.open(folder) as checkpoint:
         check_names(checkpoint, config)
         codec = load_codec(checkpoint, config, device, codec_dtype)
-        windows = chosen.n_window, chosen.window_infer
-        encoder = load_tower(checkpoint, config, device, codec_dtype, *windows, chosen.normalise_audio)
+        encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
     # start.
+    from pipelines.vllm_engine.host import VllmHost
+
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
@@ -229,7 +224,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         coder: TextCoder,
         encoder: AudioEncoder,
         codec: Xcodec,
-        host: VllmHost,
+        host: TokenHost,
         options: SpeechLmOptions,
     ) -> None:
         self.config = config
@@ -242,7 +237,9 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._options = options
         self._heard: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
-        self._meta = {"engine": "vllm", "dtype": host.info.dtype, "codec_dtype": type_name(codec.dtype)}
+        info = host.info
+        self._context = info.max_context
+        self._meta = {"engine": "vllm", "dtype": info.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
         super().__init__(host, stage, SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
 
@@ -250,8 +247,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         """The engine's first request and what delivery must know. Raises `InputError` for what this model
         cannot do."""
         generation = request.generation
-        task = speech_task(request.messages, generation, self.capabilities)
-        check_seed(request.seed)
+        task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
             message = "This model has no repetition penalty."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
@@ -259,8 +255,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
         prompt = build_prompt(self.config, self.coder, messages, [len(one) for one in features])
-        room = self.host.max_context - len(prompt.ids)
-        check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
+        room = self._context - len(prompt.ids)
+        check_room(len(prompt.ids), self._context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
         keep = self._options.keep_unfinished
@@ -282,7 +278,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
             rows = frames_within(asked.max_seconds, self._frames_per_second, rows) + config.delay
 
         def sampling(temperature: float, top_k: int) -> StreamSampling:
-            return StreamSampling(bounded(temperature), bounded_top_k(top_k), either(asked.top_p, 1.0))
+            return StreamSampling(bounded(temperature), min(top_k, MAX_TOP_K), either(asked.top_p, 1.0))
 
         text = sampling(
             either(asked.text_temperature, asked.temperature, config.text_temperature),

@@ -8,7 +8,7 @@ The sampler draws the text or all streams of each row with its request's own noi
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, StreamSampling
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
-from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
+from pipelines.vllm_engine.frames import FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
@@ -75,13 +75,13 @@ class SpeechLmState(FrameState):
         #: far.
         self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
-    def admit(self, request: Admitted) -> None:
-        slot, extra, length = request.slot, request.extra, len(request.prompt_ids)
+    def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
+        extra, length = sampling.extra_args or {}, len(prompt)
         text, audio = (StreamSampling(*extra.get(kind, _GREEDY)) for kind in ("text", "audio"))
         asked = _Asked(text, audio, half_of(extra))
-        sampling = SamplingParams(*asked.text, 1.0, *asked.audio, min_new_tokens=extra.get("min_rows", 0))
-        seed, nothing = request.sampling.seed or 0, np.zeros(0, np.int64)
-        self.drawing.place([Placement(slot, (), seed, sampling, nothing, self._unused, length)])
+        draws = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
+        seed, nothing = sampling.seed or 0, np.zeros(0, np.int64)
+        self.drawing.place([Placement(slot, (), seed, draws, nothing, self._unused, length)])
         self._asked[slot] = asked
         self.origins[slot] = extra.get("noise_origin", length)
         self.max_rows[slot] = extra.get("max_rows", 1)
@@ -151,23 +151,9 @@ class SpeechLmState(FrameState):
         drawing = self.drawing
         early = step.positions - drawing.positions[step.slots] < drawing.min_new_tokens[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        temperature, top_k, top_p, greedy = (
-            one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)
-        )
+        settings = [one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)]
         flags = DrawFlags.of([one.audio for one in asked])
-        flat = logits.view(count * streams, layer + 2)
-        most = min(flags.max_top_k, layer + 2)
-        drawn = sample(
-            flat,
-            noise.reshape(-1),
-            temperature,
-            top_k,
-            top_p,
-            greedy,
-            most,
-            flags.any_top_p,
-            flags.all_greedy,
-        )
+        drawn = _sampled(logits.view(count * streams, layer + 2), noise.reshape(-1), settings, flags)
         # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody
         # has.
         drawn = drawn.view(count, streams)
@@ -193,10 +179,7 @@ class SpeechLmState(FrameState):
     ) -> Tensor:
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
-        top_k = min(flags.max_top_k, candidates.shape[1])
-        place = sample(
-            candidates, noise, *self.drawing.first.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy
-        )
+        place = _sampled(candidates, noise, self.drawing.first.rows(step.slots), flags)
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,6 +192,13 @@ class SpeechLmState(FrameState):
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * (speaks & ended)
         return torch.where(speaks, first, text), codes
+
+
+def _sampled(logits: Tensor, noise: Tensor, settings: Sequence[Tensor], flags: DrawFlags) -> Tensor:
+    """A place of each row [n, places], by its temperature, top_k, top_p and greediness, each [n]."""
+    temperature, top_k, top_p, greedy = settings
+    most = min(flags.max_top_k, logits.shape[1])
+    return sample(logits, noise, temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):

@@ -10,8 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_pickle
-from pipelines.nn.stack import take_stack
+from pipelines.nn.checkpoint import Checkpoint, Loader, bad_checkpoint, read_pickle, take_stack
 from pipelines.speechlm.config import SpeechLmConfig
 
 TOWER = "multimodal_io_dict.continuous_audio.model.audio_tower."
@@ -39,7 +38,7 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
     Tower and codec take their own tensors strictly.
     """
     backbone, take = config.backbone, partial(checkpoint.take, device="meta")
-    take_stack(checkpoint, "model.", backbone, torch.float32, "meta")
+    take_stack(Loader(checkpoint, "model.", torch.float32, torch.device("meta")), backbone)
     for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
         take(name, (rows, backbone.hidden))
     take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))

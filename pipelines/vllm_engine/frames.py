@@ -10,7 +10,6 @@ frames are embedded and drawn; `EngineFrameState` draws them as our own engine d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +30,6 @@ from pipelines.vllm_engine.library import CODE_SPAN
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet
 #: resumed.
 _KEPT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A request that got a slot, for the first time or again after a preemption."""
-
-    slot: int
-    prompt_ids: list[int]
-    #: What it wrote before it was preempted.
-    written_ids: list[int]
-    #: `TokenRequest.extra`.
-    extra: Mapping[str, Any]
-    #: vLLM's `SamplingParams`.
-    sampling: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +91,12 @@ class FrameState(DefaultModelState):
         self._ends = np.zeros(slots, dtype=np.int64)
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
-    def admit(self, request: Admitted) -> None:
-        """A request enters its slot, which has the codes of what it wrote.
+    def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
+        """A request enters its slot, for the first time or again after a preemption: the ids of its prompt,
+        the length of what it wrote, whose codes are in the slot, and vLLM's `SamplingParams`, whose
+        `extra_args` are `TokenRequest.extra`.
 
-        Codes of its prompt may be written to `self.codes[slot, :len(prompt_ids)]`, which is zero.
+        Codes of its prompt may be written to `self.codes[slot, :len(prompt)]`, which is zero.
         """
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -130,10 +117,14 @@ class FrameState(DefaultModelState):
         self._slots[new_req_data.req_id] = req_index
         self._starts[req_index] = self._ends[req_index] = len(prompt)
         self.codes[req_index, : len(prompt)] = 0
-        written = list(new_req_data.prefill_token_ids or prompt)[len(prompt) :]
+        written = len(new_req_data.prefill_token_ids or prompt) - len(prompt)
         if written:
-            self._restore(req_index, new_req_data.req_id, len(prompt), len(written))
-        self.admit(Admitted(req_index, prompt, written, sampling.extra_args or {}, sampling))
+            kept = self._kept.pop(new_req_data.req_id, self.codes[0, :0])
+            if len(kept) < written:
+                raise RuntimeError(f"the codes of the preempted request {new_req_data.req_id} are gone")
+            self._ends[req_index] += written
+            self.codes[req_index, len(prompt) : len(prompt) + written] = kept[:written]
+        self.admit(req_index, prompt, written, sampling)
 
     def remove_request(self, req_id: str) -> None:
         """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes
@@ -192,13 +183,6 @@ class FrameState(DefaultModelState):
         """Puts the codes [n, width] of whole rows beside the tokens that were drawn with them."""
         old = self.codes[step.slots, step.positions]
         self.codes[step.slots, step.positions] = torch.where(step.whole[:, None], codes.to(torch.int16), old)
-
-    def _restore(self, slot: int, request_id: str, start: int, written: int) -> None:
-        kept = self._kept.pop(request_id, None)
-        if kept is None or len(kept) < written:
-            raise RuntimeError(f"the codes of the preempted request {request_id} are gone")
-        self.codes[slot, start : start + written] = kept[:written]
-        self._ends[slot] = start + written
 
 
 class FrameSampler:
@@ -263,20 +247,17 @@ class EngineFrameState(FrameState):
         self._frames.capture()
         return super().custom_sampler(sampler)
 
-    def admit(self, request: Admitted) -> None:
-        asked, state, written = request.sampling, self.drawing, len(request.written_ids)
-        how = asked.temperature, max(asked.top_k, 0), asked.top_p
-        sampling = SamplingParams(*how, 1.0, *how, min_new_tokens=0)
-        nothing = np.zeros(0, np.int64)
-        state.place([Placement(request.slot, (), asked.seed or 0, sampling, nothing, self._prompt, 0)])
-        state.frames[request.slot] = written
+    def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
+        state, nothing = self.drawing, np.zeros(0, np.int64)
+        how = sampling.temperature, max(sampling.top_k, 0), sampling.top_p
+        draws = SamplingParams(*how, 1.0, *how, min_new_tokens=0)
+        state.place([Placement(slot, (), sampling.seed or 0, draws, nothing, self._prompt, 0)])
+        state.frames[slot] = written
         window = state.recent.shape[1]
         if window and written > 1:
             # A request's first code is never looked back at.
             frames = torch.arange(max(written - window, 1), written, device=self.device)
-            state.recent[request.slot, frames % window] = self.codes[
-                request.slot, len(request.prompt_ids) + frames, 0
-            ].long()
+            state.recent[slot, frames % window] = self.codes[slot, len(prompt) + frames, 0].long()
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
         codes = self._frames(hidden, torch.where(step.whole, step.slots, self.drawing.dead))

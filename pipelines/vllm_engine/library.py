@@ -6,10 +6,10 @@ Imports no vLLM before `load_vllm`.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def load_vllm(cpu_kv_gib: int = 1) -> Any:
     for name, value in (*_ENVIRONMENT.items(), ("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_gib))):
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("vllm")
+        return import_module("vllm")
     except ModuleNotFoundError as error:
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
@@ -111,8 +111,7 @@ def load_vllm(cpu_kv_gib: int = 1) -> Any:
 
 def on_cpu() -> bool:
     """Whether the installed vLLM computes on the CPU."""
-    platforms = importlib.import_module("vllm.platforms")
-    return bool(platforms.current_platform.is_cpu())
+    return bool(import_module("vllm.platforms").current_platform.is_cpu())
 
 
 _PREFIX = "vllm:"

@@ -1,6 +1,6 @@
 """Guidance pairs: a sequence and its null branch, which advance in lockstep or not at all. Imports no vLLM.
 
-A pair is two requests whose `extra` says so (`pair_extra`). `pipelines.vllm_engine.pair_scheduler` keeps
+A pair is two requests whose `extra` says so (`Half`). `pipelines.vllm_engine.scheduler` keeps
 them in step; samplers look the rows of a step up with `match`, merge those of whole pairs and draw once,
 and end a row whose partner is missing with a token that its owner knows, so that no row is ever drawn
 unguided.
@@ -9,8 +9,7 @@ unguided.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,41 +17,34 @@ from numpy.typing import NDArray
 Part = Literal["main", "null"]
 
 
-@dataclass(frozen=True, slots=True)
-class Half:
-    """One of the two sequences of a pair."""
+class Half(NamedTuple):
+    """One of the two sequences of a pair, which have prompts of one length: `TokenRequest.extra["pair"]`."""
 
+    #: A name that no other pair has.
     pair: str
     part: Part
     #: Guidance: merged = scale * main + (1 - scale) * null.
     scale: float
 
 
-def pair_extra(pair: str, part: Part, scale: float) -> dict[str, Any]:
-    """Keys of `TokenRequest.extra`; `pair` is a name that no other pair has, and both halves have prompts
-    of one length."""
-    return {"pair": pair, "part": part, "scale": scale}
-
-
 def half_of(extra: Mapping[str, Any]) -> Half | None:
-    """What `pair_extra` wrote; None for a sequence that is no half."""
-    return Half(extra["pair"], extra["part"], float(extra["scale"])) if "pair" in extra else None
+    """The half that a sequence is, None for one that is none: on its way through vLLM it became a list."""
+    return Half(*extra["pair"]) if "pair" in extra else None
 
 
-@dataclass(slots=True)
-class Matched:
+class Matched(NamedTuple):
     """Row numbers of a step: the halves of whole pairs, side by side, and rows whose partner is not where
     they are."""
 
-    mains: list[int] = field(default_factory=list[int])
-    nulls: list[int] = field(default_factory=list[int])
-    scales: list[float] = field(default_factory=list[float])
-    broken: list[int] = field(default_factory=list[int])
+    mains: list[int]
+    nulls: list[int]
+    scales: list[float]
+    broken: list[int]
 
 
 def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: NDArray[np.bool_]) -> Matched:
     """Finds the pairs among the rows of a step. Rows that are not whole draw nothing and are left out."""
-    found, seen = Matched(), dict[str, dict[Part, int]]()
+    found, seen = Matched([], [], [], []), dict[str, dict[Part, int]]()
     for row, half in enumerate(halves):
         if half is not None and whole[row]:
             seen.setdefault(half.pair, {})[half.part] = row
@@ -64,5 +56,5 @@ def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: ND
             found.nulls.append(rows["null"])
             found.scales.append(half.scale)
         else:
-            found.broken += rows.values()
+            found.broken.extend(rows.values())
     return found

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -74,21 +73,16 @@ class _Grouped:
         self._pairs = {
             name: pair for name, pair in self._pairs.items() if not any(half.is_finished() for half in pair)
         }
-        before = len(self.running)
-        with self._at_most(self._paired_limit() if self._pairs else self._grouped_limit()):
+        before, most = len(self.running), self.max_num_active_reqs
+        # Newcomers enter until so many requests run.
+        self.max_num_active_reqs = self._paired_limit() if self._pairs else self._grouped_limit()
+        try:
             output = super().schedule(*arguments, **keys)
+        finally:
+            self.max_num_active_reqs = most
         if len(self.running) > before:
             self._last_entry, self._ready = time.monotonic(), 0
         return output
-
-    @contextmanager
-    def _at_most(self, maximum: int) -> Generator[None]:
-        """Inside, newcomers enter until so many requests run."""
-        saved, self.max_num_active_reqs = self.max_num_active_reqs, maximum
-        try:
-            yield
-        finally:
-            self.max_num_active_reqs = saved
 
     def _grouped_limit(self) -> int:
         """As many as run, unless a group is there, or one of it cannot wait, or it has waited long enough."""

@@ -273,7 +273,7 @@ def _detokenize(golden: Golden, case: Item) -> None:
     arrays, codec = golden.arrays(case["file"]), golden.codecs[1]
     semantic, voice = _tokens_of(golden, case)
     with torch.inference_mode():
-        vector = codec.vector(voice[None].to(golden.device))
+        vector = codec.speaker.vector(voice[None].to(golden.device))
         golden.near("d_vector", vector[0], arrays["d_vector"], "state")
         if case["intermediates"]:
             z_q = codec.quantizer.vectors(semantic[None].to(golden.device))

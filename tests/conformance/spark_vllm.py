@@ -16,7 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from pipelines.tokens import TokenRequest
-from pipelines.vllm_engine.adapter import sampling_params
+from pipelines.vllm_engine.host import sampling_params
 from pipelines.vllm_engine.library import ModelSpec
 from tests.conformance.spark import PROBABILITY_LIMIT
 from tests.conformance.spark_engines import Opened, sampling_of

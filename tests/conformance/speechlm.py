@@ -142,7 +142,7 @@ class Golden:
 
     def _encoder(self, normalise: bool) -> AudioEncoder:
         with Checkpoint.open(self.config.folder) as checkpoint:
-            return load_tower(checkpoint, self.config, self.device, torch.float32, None, None, normalise)
+            return load_tower(checkpoint, self.config, self.device, torch.float32, normalise)
 
     def array(self, name: str) -> NDArray[Any]:
         """A whole array. Raises AssertionError where the folder lacks it."""

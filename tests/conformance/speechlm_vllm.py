@@ -20,13 +20,13 @@ from pipelines.request import Event, Failed, Listener
 from pipelines.speechlm.config import MODEL_TYPES, SpeechLmConfig
 from pipelines.speechlm.lm import Script, model_spec, read_output
 from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
-from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from tests.support.speechlm_checkpoint import named
 from tests.support.vllm_v2 import v2_runner
 from tests.support.wide_heads import widened
 
 if TYPE_CHECKING:
+    from pipelines.vllm_engine.host import VllmHost
     from tests.conformance.listing import Case
     from tests.conformance.speechlm import Golden, Item
 
@@ -84,6 +84,8 @@ class Opened:
     @cached_property
     def host(self) -> VllmHost:
         load_vllm()
+        from pipelines.vllm_engine.host import VllmHost
+
         if on_cpu():
             self._stack.enter_context(v2_runner())
         spec = model_spec(SpeechLmConfig.from_folder(widened(self.golden.checkpoint)), share_prefixes=False)

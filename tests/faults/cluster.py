@@ -22,8 +22,8 @@ import sqlalchemy as sa
 from msgspec import UNSET
 
 from jobs.ingest import SubmitOptions, submit
-from jobs.ledger import Ledger, schema
-from jobs.ledger.records import ItemState, Job, JobSpec, JobState, ShardState
+from jobs.ledger import Ledger
+from jobs.ledger.records import ItemState, Job, JobSpec, JobState
 from jobs.ledger.status import JobStatus
 from jobs.packs import read_artifact
 from jobs.settings import load_settings
@@ -188,32 +188,26 @@ class Cluster:
 
     def attempts(self, job: str) -> Counter[str]:
         """How the leases of a job ended: outcome -> count."""
-        ended = schema.attempts.c.outcome
-        return Counter(
-            dict(
-                self._rows(
-                    sa.select(ended, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(ended)
-                )
-            )
-        )
+        query = "SELECT outcome, count(*) FROM attempts WHERE job_id = :job GROUP BY outcome"
+        return Counter(dict(self._rows(query, job=job)))
 
     def idle_transactions(self) -> int:
         """Transactions that wait for the next word of whoever began them."""
         query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
-        ((count,),) = self._rows(sa.text(query))
+        ((count,),) = self._rows(query)
         return count
 
     def leases(self, job: str) -> int:
         """The job's shards that a worker holds."""
-        held = sa.and_(schema.shards.c.job_id == job, schema.shards.c.state == ShardState.LEASED)
-        ((count,),) = self._rows(sa.select(sa.func.count()).select_from(schema.shards).where(held))
+        query = "SELECT count(*) FROM shards WHERE job_id = :job AND state = 'leased'"
+        ((count,),) = self._rows(query, job=job)
         return count
 
-    def _rows(self, query: sa.Executable) -> list[tuple[Any, ...]]:
+    def _rows(self, query: str, **values: str) -> list[tuple[Any, ...]]:
         engine = sa.create_engine(self.database_url.replace("postgresql://", "postgresql+psycopg://"))
         try:
             with engine.connect() as connection:
-                return [tuple(row) for row in connection.execute(query)]
+                return [tuple(row) for row in connection.execute(sa.text(query), values)]
         finally:
             engine.dispose()
 

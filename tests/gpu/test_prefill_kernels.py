@@ -23,8 +23,7 @@ from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import QueryTiles, packed_attention
 from kernels.lm_triton import norm_rope_append
 from kernels.prefill import prefill_packed, prefill_padded
-from pipelines.engine.executor import EngineOptions, PrefillRun
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import EngineOptions, FrameModel, PrefillRun
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.prefill import PaddedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV

@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
-from pipelines.fish_speech.multi_turn import TurnPlan, Turns
+from pipelines.fish_speech.pipeline import TurnPlan, Turns
 from pipelines.request import Listener
 from pipelines.results import Receiver
 from pipelines.tokens import Tokens

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import pytest
 
-from pipelines.vllm_engine import host
+from pipelines.vllm_engine import library
 from pipelines.vllm_engine.library import on_cpu
 
 #: Modules that a template imports.
@@ -160,15 +160,14 @@ def template_pids() -> list[int]:
 @pytest.fixture(scope="session", autouse=True)
 def forked_cores() -> Iterator[None]:
     """Engine cores of hosts in this process are forked, where vLLM computes on the CPU."""
-    load = host.load_vllm
 
-    def load_vllm(cpu_kv_gib: int = 1) -> Any:
-        loaded = load(cpu_kv_gib)
-        if on_cpu():
+    def imported(name: str) -> Any:
+        loaded = import_module(name)
+        if name == "vllm" and on_cpu():
             import_module("vllm.v1.engine.utils").get_mp_context = ForkedCores
         return loaded
 
-    with patch.object(host, "load_vllm", load_vllm):
+    with patch.object(library, "import_module", imported):
         yield
 
 

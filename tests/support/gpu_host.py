@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 UUIDS = [f"GPU-{number}{number:07x}-0000-4000-8000-{number:012x}" for number in range(16)]
@@ -57,3 +57,14 @@ def write_sys(folder: Path, near: Mapping[str, str], siblings: Sequence[tuple[in
             topology.mkdir(parents=True)
             (topology / "thread_siblings_list").write_text(",".join(map(str, threads)) + "\n")
     return folder
+
+
+def core_text(cores: Collection[int]) -> str:
+    """`0-3,8`."""
+    ranges: list[list[int]] = []
+    for core in sorted(cores):
+        if ranges and ranges[-1][1] == core - 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

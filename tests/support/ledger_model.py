@@ -78,13 +78,14 @@ class ModelJob:
 
     def crash(self, shard: ModelShard) -> None:
         still_open = self.open_items(shard)
-        after = after_crash(len(still_open), shard.attempts, self.max_attempts, shard.progress)
-        shard.attempts = after.attempts
-        if after.verdict is Verdict.RETRY:
+        verdict, shard.attempts = after_crash(
+            len(still_open), shard.attempts, self.max_attempts, shard.progress
+        )
+        if verdict is Verdict.RETRY:
             shard.state = ShardState.READY
-        elif after.verdict is Verdict.CLOSE:
+        elif verdict is Verdict.CLOSE:
             shard.state = ShardState.DONE
-        elif after.verdict is Verdict.MARK_DEAD:
+        elif verdict is Verdict.MARK_DEAD:
             shard.state = ShardState.DEAD
             self.items[still_open[0]].attempts += 1
             self.end_item(shard, still_open[0], ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)

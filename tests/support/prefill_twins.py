@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.attention import PackedPrompts, attend_packed, attend_padded, padded_places
-from kernels.reference import TokenPositions
-from pipelines.engine.frame_model import FrameModel
+from kernels.reference import TokenPositions, run_stack
+from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 
 
@@ -27,7 +27,15 @@ def padded_twin(
     def attend(layer: int, q: Tensor) -> Tensor:
         return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, scale)
 
-    model.write(embeddings.flatten(0, 1), places, kv, attend)
+    run_stack(
+        embeddings.flatten(0, 1),
+        model.tensors.backbone,
+        places,
+        kv.k,
+        kv.v,
+        attend,
+        keys_only_at_the_end=True,
+    )
 
 
 def packed_twin(model: FrameModel, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
@@ -38,4 +46,4 @@ def packed_twin(model: FrameModel, embeddings: Tensor, prompts: PackedPrompts, k
     def attend(layer: int, q: Tensor) -> Tensor:
         return attend_packed(q, kv.k[layer], kv.v[layer], prompts, model.tensors.backbone.scale)
 
-    model.write(embeddings, places, kv, attend)
+    run_stack(embeddings, model.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)

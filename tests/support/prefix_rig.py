@@ -15,8 +15,7 @@ from torch import Tensor
 from kernels.reference import ENDED, NOT_FINITE
 from pipelines.engine.core import EngineOptions, engine_failure
 from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.prefixes import PromptPrefix
-from pipelines.engine.scheduler import GenerationRequest, Utterance
+from pipelines.engine.scheduler import GenerationRequest, PromptPrefix, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder

@@ -28,7 +28,7 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from pipelines.vllm_engine.adapter import engine_arguments  # noqa: E402
+from pipelines.vllm_engine.host import engine_arguments  # noqa: E402
 
 BLOCK = 16
 #: A token that is drawn now and then, and one that never is.

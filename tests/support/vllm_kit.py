@@ -133,19 +133,19 @@ def paused_core(parent: int) -> Iterator[int]:
 @contextmanager
 def held_start() -> Iterator[None]:
     """No engine core of this process starts inside, so that one that died stays away."""
-    from pipelines.vllm_engine import adapter
+    from pipelines.vllm_engine import host as engine
 
-    start, may = adapter.start_engine, threading.Event()
+    start, may = engine.start_engine, threading.Event()
 
     def held(*arguments: Any) -> Any:
         assert may.wait(PATIENCE_SECONDS)
         return start(*arguments)
 
-    adapter.start_engine = held
+    engine.start_engine = held
     try:
         yield
     finally:
-        adapter.start_engine = start
+        engine.start_engine = start
         may.set()
 
 

@@ -26,9 +26,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # i
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402  # isort: skip
 from vllm.v1.request import RequestStatus  # noqa: E402  # isort: skip
 
-from pipelines.vllm_engine import adapter  # noqa: E402
+from pipelines.vllm_engine import host as engine  # noqa: E402
 from pipelines.vllm_engine import scheduler as grouping  # noqa: E402
-from pipelines.vllm_engine.adapter import engine_arguments, sampling_params  # noqa: E402
+from pipelines.vllm_engine.host import engine_arguments, sampling_params  # noqa: E402
 from pipelines.vllm_engine.scheduler import (  # noqa: E402
     GATHER_SECONDS,
     GROUP_SHARE,
@@ -113,7 +113,7 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
 def test_engines_run_on_it(
     monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any
 ) -> None:
-    monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(engine, "on_cpu", lambda: cpu)
     spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
     arguments = engine_arguments(spec, TokenModelOptions())
     assert (

@@ -120,8 +120,8 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     """vLLM merges what a slow reader of a stream has not read yet, step by step as dictionaries by id."""
     from vllm.logprobs import FlatLogprobs
 
-    from pipelines.vllm_engine.adapter import codes_of
     from pipelines.vllm_engine.frames import FrameSampler
+    from pipelines.vllm_engine.host import codes_of
 
     steps = torch.tensor([[150_000, 7, 7, 0], [5, 5, 5, 5]])
     state: Any = SimpleNamespace(
@@ -148,11 +148,11 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
 def test_a_step_that_is_too_small_is_refused(
     monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions
 ) -> None:
-    from pipelines.vllm_engine import adapter
+    from pipelines.vllm_engine import host as engine
 
-    monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(engine, "on_cpu", lambda: cpu)
     with pytest.raises(ConfigError) as caught:
-        adapter.engine_arguments(ModelSpec(wide_checkpoint()), options)
+        engine.engine_arguments(ModelSpec(wide_checkpoint()), options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

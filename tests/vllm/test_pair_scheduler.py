@@ -15,7 +15,7 @@ from tests.support.vllm_kit import require_vllm
 require_vllm()
 
 from pipelines.vllm_engine.library import PRIVATE  # noqa: E402
-from pipelines.vllm_engine.pairs import half_of, match, pair_extra  # noqa: E402
+from pipelines.vllm_engine.pairs import Half, half_of, match  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, NEVER, Run, hashed, newcomer, scheduler  # noqa: E402
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
@@ -45,7 +45,7 @@ class PairRun(Run):
     def add(self, name: str, prompt: int, most: int) -> None:
         """A pair whose halves come one after the other."""
         for part in ("main", "null"):
-            self.one(f"{name}-{part}", prompt, most, **pair_extra(name, part, 2.0))
+            self.one(f"{name}-{part}", prompt, most, pair=Half(name, part, 2.0))
 
     def one(self, name: str, prompt: int, most: int, **extra: Any) -> None:
         self._enter(newcomer(name, prompt, most, BROKEN, **extra))
@@ -55,9 +55,7 @@ class PairRun(Run):
         every other one."""
         for part, prompt in (("main", main), ("null", [0] * len(main))):
             self._enter(
-                hashed(
-                    f"{name}-{part}", prompt, most, BROKEN, **pair_extra(name, part, 2.0), **{PRIVATE: True}
-                )
+                hashed(f"{name}-{part}", prompt, most, BROKEN, pair=Half(name, part, 2.0), **{PRIVATE: True})
             )
 
     def _enter(self, request: Any) -> None:

@@ -78,24 +78,7 @@ class Meter(Protocol):
 
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
-UNSPACED = frozenset(
-    [
-        "zh",
-        "chinese",
-        "yue",
-        "cantonese",
-        "ja",
-        "japanese",
-        "th",
-        "thai",
-        "lo",
-        "lao",
-        "km",
-        "khmer",
-        "my",
-        "burmese",
-    ]
-)
+UNSPACED = frozenset(["zh", "yue", "ja", "th", "lo", "lao", "km", "khmer", "my", "burmese"])
 #: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good
 #: speech too.
 LEAST_WORDS, LEAST_CHARACTERS, LEAST_UNSPACED = 4, 12, 6
@@ -147,7 +130,7 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading
     wanted, found = (_words(normal(text)) for text in (asked, heard))
     if not wanted:
         return {}
-    letters, unspaced = "".join(wanted), language.casefold() in UNSPACED
+    letters, unspaced = "".join(wanted), language_code(language) in UNSPACED
     least = LEAST_UNSPACED if unspaced else LEAST_CHARACTERS
     detail = heard[:MAX_HEARD_CHARACTERS]
     rates = {

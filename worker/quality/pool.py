@@ -1,37 +1,27 @@
-"""The meter pool: draws that wait for meters wait here, on disk where they are many, never in front of the
-engine."""
+"""The meter pool: draws that wait for meters wait here, never in front of the engine."""
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from jobs.checks import Option
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import ErrorCode, ModelError, StoreError
+from pipelines.errors import ErrorCode, ModelError
 from worker.quality.meters import Readings, Utterance
 from worker.quality.process import MeterHangError, MeterProcess
 
 log = structlog.get_logger(__name__)
 
-#: A temporary file of so many bytes takes no more of them.
-SPOOL_FILE_BYTES = 256 << 20
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-#: The maximum number of draws whose samples wait in memory; those of others wait in a file.
-IN_MEMORY = 64
+#: The maximum number of draws that wait, 1 GB of speech of ten seconds each; then the engine waits for the
+#: meters.
+MAX_WAITING = 1024
 #: When meters hang on so many items without an answer in between, the fault is the meters' and not the
 #: items'.
 HANGS_IN_A_ROW = 3
@@ -52,127 +42,35 @@ class MeterTask:
     item: str = ""
 
 
-class Measured(NamedTuple):
-    """The result of a task. The samples come back with it, because only the pool kept them."""
-
-    #: float32 [samples].
-    samples: NDArray[np.float32]
-    readings: Readings
-
-
-class _SpoolFile:
-    """A file without a name, which the system deletes when nothing of it is held, or with the process."""
-
-    def __init__(self) -> None:
-        with tempfile.TemporaryFile(prefix="nightjar-draws-") as file:
-            self.descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self.descriptor)
-        self.end = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SpooledSamples:
-    """Samples in a file."""
-
-    file: _SpoolFile
-    first_byte: int
-    count: int
-
-    def read(self) -> NDArray[np.float32]:
-        """The samples [samples]. Raises `StoreError` as `Spool.put` does."""
-        try:
-            return np.frombuffer(os.pread(self.file.descriptor, self.count * 4, self.first_byte), np.float32)
-        except OSError as error:
-            raise _disk_error(error) from error
-
-
-class Spool:
-    """Samples in temporary files of `file_bytes`.
-
-    Draws leave in nearly the order in which they came, so the disk holds those that wait and a file or two
-    more.
-    """
-
-    def __init__(self, file_bytes: int = SPOOL_FILE_BYTES) -> None:
-        self._file_bytes = file_bytes
-        self._file: _SpoolFile | None = None
-        self._lock = threading.Lock()
-
-    def put(self, samples: NDArray[np.float32]) -> SpooledSamples:
-        """Takes samples [samples]. Raises `StoreError`: `store.full`, or `store.forbidden` where temporary
-        files cannot be written."""
-        data = samples.astype(np.float32, copy=False).tobytes()
-        try:
-            with self._lock:
-                if self._file is None or self._file.end >= self._file_bytes:
-                    self._file = _SpoolFile()
-                file, written = self._file, 0
-                spooled = SpooledSamples(file, file.end, len(samples))
-                while written < len(data):
-                    written += os.pwrite(file.descriptor, data[written:], file.end + written)
-                file.end += written
-                return spooled
-        except OSError as error:
-            raise _disk_error(error) from error
-
-
-def _disk_error(error: OSError) -> StoreError:
-    code = ErrorCode.STORE_FORBIDDEN if error.errno in _FORBIDDEN else ErrorCode.STORE_FULL
-    reason = os.strerror(error.errno) if error.errno else type(error).__name__
-    return StoreError(
-        code,
-        f"Draws that wait for meters cannot be kept in a temporary file: {reason}.",
-        "Free space there, or set TMPDIR elsewhere.",
-    )
-
-
 class MeterPool:
     """Meter processes, with one thread for each. `submit` never waits: a slow meter delays items, not the
     engine.
 
-    The number of waiting draws is bounded by the shards in flight. Memory holds the samples of the first
-    `in_memory`, files hold the others'. After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage
+    Whoever feeds the engine stops while the pool is `full`. After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage
     (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
     """
 
-    def __init__(
-        self,
-        processes: int = 1,
-        *,
-        in_memory: int = IN_MEMORY,
-        open_host: Callable[[], MeterProcess] = MeterProcess,
-    ) -> None:
-        self._in_memory = in_memory
+    def __init__(self, processes: int = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess) -> None:
         self._threads = DaemonThreads(processes, "meter")
         self._hosts = [open_host() for _ in range(processes)]
         self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
         for host in self._hosts:
             self._idle.put(host)
-        self._spool = Spool()
         #: By meters: items on which they hung since their last answer, and how many outages were reported.
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
         self._closing = False
 
     @property
-    def waiting(self) -> int:
-        """Draws that no meter has begun to measure."""
-        return self._threads.waiting
+    def full(self) -> bool:
+        return self._threads.waiting >= MAX_WAITING
 
-    def submit(self, task: MeterTask) -> Future[Measured]:
+    def submit(self, task: MeterTask) -> Future[Readings]:
         """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
         `ModelError` for an outage, and `CancelledError` where the task was abandoned or the pool was
-        closed first.
-
-        Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and
-        cannot, and `CancelledError` once the pool is closed.
-        """
-        spooled = None
-        if self.waiting >= self._in_memory:
-            spooled = self._spool.put(task.utterance.samples)
-            task = replace(task, utterance=replace(task.utterance, samples=np.empty(0, np.float32)))
+        closed first. Raises `CancelledError` once the pool is closed."""
         try:
-            return self._threads.submit(self._measured, task, spooled)
+            return self._threads.submit(self._measured, task)
         except RuntimeError:
             raise CancelledError from None
 
@@ -185,15 +83,12 @@ class MeterPool:
         for host in self._hosts:
             host.close()
 
-    def _measured(self, task: MeterTask, spooled: SpooledSamples | None) -> Measured:
-        utterance = task.utterance
-        if spooled is not None:
-            utterance = replace(utterance, samples=spooled.read())
+    def _measured(self, task: MeterTask) -> Readings:
         if self._closing or task.abandoned():
             raise CancelledError
         meters, host = msgspec.json.encode(task.meters), self._idle.get()
         try:
-            readings = host.measure(task.meters, utterance)
+            readings = host.measure(task.meters, task.utterance)
         except Exception as error:
             if self._closing:
                 # The measurement was cut short, which says nothing about the draw.
@@ -206,7 +101,7 @@ class MeterPool:
         finally:
             self._idle.put(host)
         self._hung.pop(meters, None)
-        return Measured(utterance.samples, readings)
+        return readings
 
     def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
         """Raises an outage in the place of a hang where the meters hung on too many items since their last

@@ -12,10 +12,10 @@ import numpy as np
 
 from jobs.checks import Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
+from pipelines.audio import FRAME_SECONDS, activity, frame_powers
 from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
-from pipelines.vad import FRAME_SECONDS, activity, frame_powers
 from worker.quality.meters import Reading
 
 if TYPE_CHECKING:

@@ -242,5 +242,5 @@ def test_the_commands_take_filters(finished: Finished) -> None:
     wrong = call(folder, "export", job, "--where", "wer < 0.1 AND draw < 1", "--to", "x.jsonl")
     assert wrong.returncode == 4
     assert wrong.stderr.startswith(
-        "Error config.invalid: The filter 'wer < 0.1 AND draw < 1' cannot be read, at 'AND draw < 1', character 11."
+        "Error config.invalid: The filter 'wer < 0.1 AND draw < 1' cannot be read, at character 11."
     )

@@ -20,7 +20,7 @@ import soundfile
 from jobs.estimate import dry_run
 from jobs.ingest import SubmitOptions, SubmitResult, submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
+from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
 from jobs.settings import Settings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store import FolderStore
@@ -380,7 +380,7 @@ def test_what_stops_a_submit_before_it_begins(place: Place) -> None:
     with pytest.raises(InputError):
         place.submit(source, JobSpec("cloner", generation=Generation(voice="w")))
     with pytest.raises(ConfigError):
-        place.submit(source, JobSpec("cloner", format="mp4"))
+        place.submit(source, JobSpec("cloner", reading=Reading(limit=1, sample=1)))
     with pytest.raises(InputError):
         place.submit(str(place.folder / "missing.jsonl"))
     (place.folder / "file").touch()

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 import soundfile
 from click.testing import CliRunner
+from pydantic import SecretStr
 
 from jobs.checks import PRESETS
 from jobs.cli import cli
@@ -318,7 +319,7 @@ def test_the_audio_of_a_bucket_is_in_the_page(desk: Desk, moto: MotoS3) -> None:
         endpoint_url=moto.endpoint,
         region=moto.region,
         access_key_id=moto.access_key,
-        secret_access_key=moto.secret_key,
+        secret_access_key=SecretStr(moto.secret_key),
         addressing_style="path",
     )
     bucket = moto.create_bucket("test-report")

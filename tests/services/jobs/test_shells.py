@@ -21,7 +21,6 @@ from jobs.ledger import Ledger
 from jobs.settings import Settings
 from tests.support import ledger_kit
 from tests.support.cli_kit import LINE
-from tests.support.serving_kit import wav
 
 BIN = Path(sys.executable).parent
 #: How each shell is started without its user's files, for a script and at a prompt.
@@ -131,11 +130,6 @@ COMPLETED = [
     ("nightjar submit x --model qwen3-tts-1.7b-v", "qwen3-tts-1.7b-voicedesign"),
     ("nightjar serve --model mine/check", "mine/checkpoint"),
     ("nightjar models hib", "hibari"),
-    ("nightjar run x --model qwen3-tts-0.6b-customvoice --voice ono", "ono_anna"),
-    ("nightjar run x --voice he", "heart"),
-    ("nightjar run x --model qwen3-tts-0.6b-base --voice zo", "zoe_at_night"),
-    ("nightjar voices delete zo", "zoe_at_night"),
-    ("nightjar export JOB --format parq", "parquet"),
     ("nightjar status 01", "JOB"),
     ("nightjar export 01", "JOB"),
 ]
@@ -156,9 +150,6 @@ def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
     """A folder with what there is to complete, and the cases."""
     (tmp_path / "example-of-mine.jsonl").touch()
     (tmp_path / "mine/checkpoint").mkdir(parents=True)
-    (tmp_path / "zoe.wav").write_bytes(wav(1.0))
-    added = [BIN / "nightjar", "voices", "add", "zoe_at_night", "zoe.wav"]
-    subprocess.run(added, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
     with closing(Ledger.open(Settings(home=tmp_path / "elsewhere").ledger_url)) as ledger:
         ledger.migrate()
         job = ledger_kit.submit(ledger, (1,)).id
@@ -168,7 +159,7 @@ def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("shell", list(PROMPT))
-def test_a_prompt_completes_files_models_voices_formats_and_jobs(
+def test_a_prompt_completes_files_models_formats_and_jobs(
     shell: str, desk: tuple[Path, list[tuple[str, str]]]
 ) -> None:
     needs(shell)
@@ -189,7 +180,7 @@ def test_a_prompt_completes_files_models_voices_formats_and_jobs(
         os.close(terminal)
 
 
-def test_fish_completes_files_models_voices_formats_and_jobs(
+def test_fish_completes_files_models_formats_and_jobs(
     desk: tuple[Path, list[tuple[str, str]]],
 ) -> None:
     folder, cases = desk

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pipelines.request import Handle
-from pipelines.serving import websocket
+from pipelines.serving import cartesia
 from pipelines.serving.streaming import unit_seed
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
@@ -140,7 +140,7 @@ def test_every_encoding_and_rate(client: Talk, encoding: str, rate: int) -> None
 def test_a_long_chunk_comes_in_messages_that_clients_take(
     client: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "MAX_PIECE_BYTES", 1_000)
+    monkeypatch.setattr(cartesia, "MAX_PIECE_BYTES", 1_000)
     client.say("a", UNITS[0], **SEEDED)
     pieces: list[bytes] = []
     while (message := client.next("a"))["type"] == "chunk":

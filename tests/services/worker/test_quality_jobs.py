@@ -65,7 +65,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         (tmp_path / folder).mkdir(exist_ok=True)
         rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), clock=clock, **options)
         if host is not None:
-            rig.writer = ResultWriter(meters=MeterPool(in_memory=4, open_host=lambda: host))
+            rig.writer = ResultWriter(meters=MeterPool(open_host=lambda: host))
             rig.runner = rig.runner_on(rig.ledger)
         rigs.append(rig)
         return rig

@@ -234,7 +234,10 @@ def test_a_dry_run_checks_voices_and_bad_ones_are_refused_by_line(rig: Rig) -> N
     assert estimate.items == 2
     assert [refused.code for refused in estimate.rejected_lines] == [*codes, ErrorCode.INPUT_UNSUPPORTED]
     said = [refused.message for refused in estimate.rejected_lines]
-    assert said[0] == "The model fake has no voice 'ana'. It has: Heart. Stored voices: anna, ben, broken."
+    assert (
+        said[0]
+        == "The model fake has no voice 'ana'. It has: Heart. Did you mean 'anna'? `nightjar voices list` shows the stored ones."
+    )
     assert (
         said[4]
         == "The stored voice 'broken' cannot be read: its file is damaged. Delete it, and add it again."

@@ -22,11 +22,11 @@ from jobs.dispatch import Publisher
 from jobs.gpus import LEAST_CORES
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
-from jobs.worker_group import CRASHES_BESIDE_OTHERS, core_text
+from jobs.worker_group import CRASHES_BESIDE_OTHERS
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
-from tests.support.gpu_host import install_nvidia_smi
+from tests.support.gpu_host import core_text, install_nvidia_smi
 from tests.support.ledger_kit import execute, expire_leases_of_the_dead
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import Valkey, free_port
@@ -283,7 +283,7 @@ def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valke
             (allowed,) = re.findall(
                 r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{line['pid']}/status").read_text()
             )
-            assert allowed == line.get("cores", core_text(frozenset(os.sched_getaffinity(0))))
+            assert allowed == core_text(line.get("cores", os.sched_getaffinity(0)))
             assert urlopen(f"http://127.0.0.1:{line['metrics_port']}/metrics").status == 200
         assert sorted(row.gpu for row in site.ledger.worker_statuses(everyone=True)) == sorted(
             line["gpu"] for line in started

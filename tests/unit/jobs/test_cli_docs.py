@@ -13,7 +13,7 @@ import click
 import pytest
 
 from jobs.cli import COMMANDS, cli
-from jobs.cli.admin import markdown_rows
+from jobs.cli.admin import described
 from jobs.settings import ServeSettings
 from pipelines.errors import ErrorCode
 from pipelines.serving import ServeOptions
@@ -29,9 +29,10 @@ def rows(page: str) -> list[list[str]]:
 
 def test_the_configuration_page_lists_every_setting() -> None:
     lines = (ROOT / "docs/configuration.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("| `")] == markdown_rows(), (
-        "see `nightjar config list --markdown`"
-    )
+    assert [line for line in lines if line.startswith("| `")] == [
+        f"| `{variable}` | {f'`{default}`' if default else ''} | {text} |"
+        for variable, default, text in described()
+    ]
 
 
 def test_the_error_page_lists_every_code_with_advice() -> None:

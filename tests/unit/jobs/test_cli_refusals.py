@@ -20,10 +20,7 @@ def test_a_working_directory_that_was_deleted_is_named(
     gone.rmdir()
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert (
-        said
-        == "Error system: The working directory no longer exists.\nChange to a directory that exists and run the command again.\n"
-    )
+    assert said == "Error system: The working directory no longer exists.\nChange to one that exists.\n"
 
 
 def test_a_refusal_names_the_file_and_no_number(capsys: pytest.CaptureFixture[str]) -> None:

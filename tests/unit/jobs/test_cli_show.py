@@ -141,7 +141,7 @@ def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:
     job = submitted(rig, "--model", "fake")
     put_provenance(rig.store, job, EngineInfo(slots=2))
     text = shown(rig, job).stdout
-    assert "reproducible=" in text
+    assert "engine.reproducible " in text
     assert "kernels" not in text
 
 
@@ -167,16 +167,14 @@ def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
     text = shown(rig, job).stdout
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert (lines["job"], lines["name"], lines["state"]) == (job.id, "first", "ready")
-    assert lines["input"].startswith(
-        f"uri={rig.folder}/in.jsonl, sha256={job.input_sha256}, format=dialogues, lines=3"
-    )
-    assert "low=0.1" in lines["spec.quality.bounds.pause"]
-    assert lines["labels"] == "corpus=evening"
+    assert (lines["input.uri"], lines["input.sha256"]) == (f"{rig.folder}/in.jsonl", job.input_sha256)
+    assert (lines["input.format"], lines["input.lines"]) == ("dialogues", "3")
+    assert lines["spec.quality.bounds.pause.low"] == "0.1"
+    assert lines["labels.corpus"] == "evening"
     assert lines["spec.seed"] == "3"
     assert lines["prefix"] == f"jobs/{job.id}/"
     assert lines["made_with.1.device"] == "NVIDIA H200"
-    assert "executor=graph" in lines["made_with.1.engine"]
-    assert "slots=8" in lines["made_with.1.engine"]
+    assert (lines["made_with.1.engine.executor"], lines["made_with.1.engine.slots"]) == ("graph", "8")
     assert lines["command"].startswith(f"nightjar run {rig.folder}/in.jsonl --out {rig.folder} --model fake")
     view = json.loads(shown(rig, job, "--json").stdout)
     assert (view["schema"], view["made_with"][0]["engine"]["executor"], view["prefix"]) == (

@@ -5,15 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
-import torch
 
-from jobs.doctor import Machine, judge_compilers, judge_gpu, judge_kernels, judge_settings
-from jobs.settings import EngineSettings, Settings
-from pipelines.engine.opening import check_executor
-from pipelines.errors import ConfigError
+from jobs.doctor import Machine, judge_compilers, judge_gpu, judge_kernels
 
 WHOLE = Machine(1, "580.159.04", "2.13.0", "13.0", ("NVIDIA H200",), "3.7.1", "prebuilt", "/usr/bin/gcc")
 
@@ -25,36 +20,6 @@ def test_a_whole_machine_needs_no_advice() -> None:
 
 def test_a_machine_without_gpus_needs_none_of_it() -> None:
     assert judge_gpu(Machine(0))[1] == judge_compilers(Machine(0))[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"executor": "megakernel"}, ["SPEECH_ENGINE__EXECUTOR=megakernel"]),
-        ({"executor": "graph"}, ["SPEECH_ENGINE__EXECUTOR=graph"]),
-        ({"kind": "native", "executor": "eager", "reproducible": True, "codec_rows": 256}, []),
-    ],
-)
-def test_settings_that_need_a_gpu_are_told_where_there_is_none(
-    given: dict[str, Any], named: list[str]
-) -> None:
-    settings = Settings(engine=EngineSettings(**given))
-    said, advice = judge_settings(settings, Machine(0))
-    assert [name for name in named if name not in said] == []
-    assert bool(advice) == bool(named)
-    assert judge_settings(settings, WHOLE) == ("all settings can be used", "")
-
-
-def test_the_engine_refuses_what_the_doctor_says_it_does() -> None:
-    """And nothing else: all values are tried."""
-    for executor in get_args(EngineSettings.model_fields["executor"].annotation):
-        refused = False
-        try:
-            check_executor(torch.device("cpu"), executor, reproducible=False)
-        except ConfigError:
-            refused = True
-        settings = Settings(engine=EngineSettings(executor=executor))
-        assert refused == bool(judge_settings(settings, Machine(0))[1]), executor
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from jobs.dialogue import chat_dialogue
-from jobs.input_format import InputFormat, check_format, recognized
+from jobs.input_format import InputFormat, format_of
 from jobs.input_records import MAX_RECORD_LINES, Records
 from jobs.ledger.records import JobSpec, Reading, RejectedLine
 from jobs.source import MAX_LINE_BYTES, Source, batches_of, open_source
@@ -93,7 +93,7 @@ def write(tmp_path: Path, content: str | bytes, name: str = "in") -> Path:
 )
 def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, format: str) -> None:
     with open_source(str(write(tmp_path, content, name))) as source:
-        assert recognized(source) == format
+        assert format_of(source, "auto") == format
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, forma
         ("text", b"utt-1 hello there\nutt-2 good evening\n", "--input-format kaldi"),
         ("a.txt", "Hello.\n".encode("utf-16"), "UTF-16"),
         ("a.jsonl", bytes(range(256)), "is binary"),
-        ("a.parquet", b"id,text\n", "no Parquet"),
+        ("a.parquet", b"id,text\n", "looks like CSV"),
         ("a", b"id;text\na;Hello, you\nb;No\n", "--input-format csv"),
         ("a.jsonl", b"[" + DIALOGUE.strip() + b", " + DIALOGUE + b"]\n", "jq -c '.[]' OLD > NEW.jsonl"),
         ("a.json", b"\n[\n  {\n" + DIALOGUE + b"]\n", "one object a line"),
@@ -121,7 +121,7 @@ def test_a_file_of_another_format_is_refused_as_what_it_looks_like(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     with open_source(str(write(tmp_path, content, name))) as source, pytest.raises(InputError) as caught:
-        recognized(source)
+        format_of(source, "auto")
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
     assert words in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_a_file_that_is_not_what_was_said_is_refused(
         open_source(str(write(tmp_path, content))) as source,
         pytest.raises(InputError, match=f"looks like {words}"),
     ):
-        check_format(source, said)
+        format_of(source, said)
 
 
 @pytest.mark.parametrize("said", ["text", "csv", "tsv", "kaldi", "messages"])
@@ -156,7 +156,7 @@ def test_records_that_are_not_in_lines_are_refused_whatever_was_said(
         open_source(str(write(tmp_path, content))) as source,
         pytest.raises(InputError, match=words) as caught,
     ):
-        check_format(source, said)
+        format_of(source, said)
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
 
 
@@ -430,7 +430,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": bad, "id": pyarrow.array([1, 2, 3]), "audio": audio}), path)
     assert read(path, "parquet") == {1: ("1", "ok", None), 2: ErrorCode.INPUT_BAD_LINE, 3: ("3", "", None)}
     with open_source(str(path)) as source:
-        assert recognized(source) == "parquet"
+        assert format_of(source, "auto") == "parquet"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError) as caught:
         read(path, "parquet")

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from jobs.ledger.records import (
-    AfterCrash,
     ItemState,
     JobState,
     Verdict,
@@ -24,18 +23,12 @@ from pipelines.errors import ErrorCode
 
 
 def test_a_crash_costs_an_attempt() -> None:
-    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == AfterCrash(
-        Verdict.RETRY, 1
-    )
-    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == AfterCrash(
-        Verdict.RETRY, 2
-    )
+    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == (Verdict.RETRY, 1)
+    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == (Verdict.RETRY, 2)
 
 
 def test_progress_starts_the_count_of_attempts_anew() -> None:
-    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == AfterCrash(
-        Verdict.RETRY, 1
-    )
+    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == (Verdict.RETRY, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,7 @@ def test_progress_starts_the_count_of_attempts_anew() -> None:
     [(8, Verdict.BISECT), (2, Verdict.BISECT), (1, Verdict.MARK_DEAD), (0, Verdict.CLOSE)],
 )
 def test_the_last_attempt_decides_by_what_is_open(open_items: int, verdict: Verdict) -> None:
-    assert after_crash(open_items, attempts=2, max_attempts=3, progressed=False).verdict is verdict
+    assert after_crash(open_items, attempts=2, max_attempts=3, progressed=False)[0] is verdict
 
 
 def test_poison_is_found_by_halving() -> None:
@@ -52,11 +45,10 @@ def test_poison_is_found_by_halving() -> None:
     open_items, attempts, crashes = 256, 0, 0
     while True:
         crashes += 1
-        after = after_crash(open_items, attempts, 3, progressed=False)
-        attempts = after.attempts
-        if after.verdict is Verdict.MARK_DEAD:
+        verdict, attempts = after_crash(open_items, attempts, 3, progressed=False)
+        if verdict is Verdict.MARK_DEAD:
             break
-        if after.verdict is Verdict.BISECT:
+        if verdict is Verdict.BISECT:
             open_items //= 2
             attempts = attempts_after_bisection(open_items, 3)
     assert open_items == 1

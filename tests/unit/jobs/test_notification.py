@@ -16,7 +16,7 @@ import pytest
 from jobs import notification
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import Job
-from jobs.notification import Reported, report_ends, report_ends_with_retries
+from jobs.notification import Reported, report_ends
 from jobs.settings import NotifySettings, Settings, load_settings
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
@@ -193,20 +193,12 @@ def test_without_a_hook_nothing_is_claimed(rig: Rig, receiver: Receiver) -> None
     assert report_ends(rig.ledger, hooked(rig, command=receiver.command)) == [Reported(job.id, 1)]
 
 
-@pytest.mark.parametrize(("attempts", "tries", "again"), [(20, 3, 0.0), (2, 2, None), (1, 1, None)])
-def test_a_run_names_the_ends_that_no_try_reported(
-    rig: Rig, attempts: int, tries: int, again: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("attempts", "again"), [(20, 0.0), (1, None)])
+def test_a_try_that_fails_names_its_end_and_when_the_next_one_is(
+    rig: Rig, attempts: int, again: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notification, "MAX_ATTEMPTS", attempts)
-    job = ended(rig)
-    settings = hooked(rig, command=["false"])
-    assert report_ends_with_retries(rig.ledger, settings, 3, 0.0) == [
-        Reported(job.id, tries, "the command ended with status 1", again)
+    job, settings = ended(rig), hooked(rig, command=["false"])
+    assert report_ends(rig.ledger, settings, again_seconds=0.0) == [
+        Reported(job.id, 1, "the command ended with status 1", again)
     ]
-
-
-def test_a_run_names_no_end_that_a_later_try_reported(rig: Rig, receiver: Receiver) -> None:
-    ended(rig)
-    receiver.refuse(1, 1)
-    assert report_ends_with_retries(rig.ledger, hooked(rig, command=receiver.command), 3, 0.0) == []
-    assert len(receiver.views) == 3

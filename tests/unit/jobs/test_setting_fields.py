@@ -30,7 +30,6 @@ SERVE: dict[str, tuple[str, Any]] = {
     "drain_seconds": ("14", 14.0),
     "text_in": ("true", True),
     "voices_folder": ("voices-here", Path("voices-here")),
-    "strict": ("true", True),
     "allowed_hosts": ("speech.example,other.example", ("speech.example", "other.example")),
 }
 #: Where it listens, with which keys, and for how many streams the model is prepared.

@@ -227,18 +227,6 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
         assert chosen.engine_options(describe("hibari")) == {}
 
 
-def test_settings_of_the_engine_that_does_not_run_a_model_are_named() -> None:
-    spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, name="spark", engines=("native", "vllm"))
-    settings = load_settings(vllm={"tensor_parallel": 2})
-    assert (
-        settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL is not used: spark runs on the engine native."
-    )
-    assert load_settings(vllm={"tensor_parallel": 2}, engine={"kind": "vllm"}).unused(spark) is None
-    assert settings.unused(replace(spark, engine="vllm")) is None
-    assert settings.unused(describe("hibari")) is None, "nobody expects vLLM there"
-    assert load_settings(vllm={"tensor_parallel": 1}).unused(spark) is None, "the default changes nothing"
-
-
 def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli.status import status_lines
 from jobs.ledger.records import Job, JobState, ShardState
-from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, newest_statuses, status_and_errors
+from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, newest_jobs, status_and_errors, statuses_of
 from jobs.ledger.transaction import read_with_driver
-from jobs.status import FEWEST_SHARDS, cost, cost_at_end, eta_error_seconds, eta_seconds, status_view
+from jobs.status import (
+    FEWEST_SHARDS,
+    cost,
+    cost_at_end,
+    eta_error_seconds,
+    eta_seconds,
+    status_lines,
+    status_view,
+)
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
@@ -102,4 +109,4 @@ def test_the_driver_and_the_ledger_agree_about_the_spread(rig: Rig) -> None:
     assert status.spread.shards == 2
     assert status.spread.item_ms > 0
     assert status.spread.item_ms_squared > 0
-    assert rig.ledger.read(newest_statuses)[0].spread == status.spread
+    assert rig.ledger.read(lambda sql: statuses_of(sql, newest_jobs(sql)))[0].spread == status.spread

@@ -64,7 +64,6 @@ def test_whose_turns_are_spoken(
         "user": user,
         "assistant": assistant,
         "all": all_of_them,
-        "answer": [],
     }
     assert {speak: list(spoken_turns(messages, speak)) for speak in expected} == expected  # type: ignore[arg-type]
 
@@ -227,7 +226,7 @@ def test_what_is_refused_says_what_to_do() -> None:
     assert check(CARD, U, speak="assistant") == [
         (
             ErrorCode.INPUT_EMPTY_TEXT,
-            "The dialogue has no assistant text. Give the line an assistant text message, or speak the user's with --speak user.",
+            "The dialogue has no assistant text. Give the line such a text message, or speak others with --speak.",
         )
     ]
     ((code, message),) = check(CLONER, HEARD, U, A)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jobs.checks import Quality
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
@@ -23,6 +24,7 @@ from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import done, lease_next
 
 TALK = {"example_id": "talk", "messages": [["user", "text", "Who goes?"], ["assistant", "text", "A friend."]]}
+QUALITY = Quality(meters={"asr": {}})
 ONE = {"example_id": "one", "messages": [["user", "text", "Good evening."]]}
 
 
@@ -40,7 +42,7 @@ def job(settings: Settings) -> Iterator[Job]:
     source.write_text(f"{json.dumps(TALK)}\n{json.dumps(ONE)}\n")
     store = open_store(settings.effective_store_url)
     made = Job(
-        submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job.id,
+        submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all", quality=QUALITY)).job.id,
         store.url,
         settings,
     )

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelines.engine.executor import PrefillRun
-from pipelines.engine.prefixes import PromptPrefix
-from pipelines.engine.scheduler import GenerationRequest
+from pipelines.engine.scheduler import GenerationRequest, PromptPrefix
 from pipelines.engine.state import PagedKV, SlotState
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.prefixes import PrefixCache
-from pipelines.engine.scheduler import Scheduler, Utterance
+from pipelines.engine.scheduler import PrefixCache, Scheduler, Utterance
 from pipelines.engine.state import PagedKV
 from pipelines.errors import ErrorCode
 from tests.support.prefix_rig import CPU, PAGE, Device, Run, request
@@ -80,7 +79,7 @@ def test_who_comes_at_the_same_time_computes_its_own_and_who_has_not_begun_share
     first, second, third, fourth = run.core.scheduler.running
     assert (first.shared, second.shared) == (third.shared, None) == (fourth.shared, None)
     assert set(second.pages).isdisjoint(first.pages)
-    assert [one.to_prefill for one in (first, second, third, fourth)] == [0, 0, 0, 0]
+    assert all(one.prefilled == one.last for one in (first, second, third, fourth))
     assert sum(count for _, _, count in run.device.chunks) == 2 * 10 + 2 * 2
     run.end()
 

@@ -36,7 +36,7 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     ahead = 0
     while core.busy:
         core.step()
-        ahead += sum(one.to_prefill == 0 and one.started == 0 for one in core.scheduler.running)
+        ahead += sum(one.prefilled == one.last and one.started == 0 for one in core.scheduler.running)
     assert max(batches) == 4
     assert batches.count(4) > len(batches) // 2
     assert ahead > 0, "nobody was prefilled ahead"

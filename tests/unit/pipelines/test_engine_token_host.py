@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
-from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.spark_tts.config import LLM, SparkConfig
@@ -177,10 +176,10 @@ def test_a_receiver_may_ask_for_more_although_the_room_is_full() -> None:
 
 
 def test_a_host_says_what_it_is(host: NativeHost) -> None:
-    assert (host.max_context, host.info.dtype) == (OPTIONS.max_context, "float32")
+    assert (host.info.max_context, host.info.dtype) == (OPTIONS.max_context, "float32")
     assert (host.info.engine, host.info.executor, host.info.slots) == ("native", "eager", 4)
     small = open_host(EngineOptions(slots=1, pages=4, page_size=16, max_context=512))
-    assert small.max_context == 64, "its pages hold no more"
+    assert small.info.max_context == 64, "its pages hold no more"
     small.close()
 
 

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.attention import gather_pages
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.prefixes import PromptPrefix
-from pipelines.engine.token_host import NativeHost
+from pipelines.engine.scheduler import PromptPrefix
 from pipelines.fish_speech.engines import shared_prefixes
-from pipelines.fish_speech.multi_turn import TurnPlan
+from pipelines.fish_speech.pipeline import TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling
 from tests.support.fish_turns import Asked

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.multi_turn import FishRequestInfo, TurnPlan
+from pipelines.fish_speech.pipeline import FishRequestInfo, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Vocabulary
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.fish_checkpoint import whole

@@ -21,13 +21,11 @@ from torch import Tensor
 from kernels.frame import FrameTensors
 from kernels.reference import next_inputs
 from kernels.sampler import process_first
-from pipelines import engine_choice
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor, PrefillRun
 from pipelines.engine.opening import NativeModelOptions
 from pipelines.engine.state import PagedKV, SlotState
-from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.fish_speech.config import FishConfig
@@ -341,27 +339,6 @@ class TestOpening:
         with pytest.raises(ModelError, match="extra `vllm`") as caught:
             open_pipeline(str(whole()), engine="vllm")
         assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
-
-    def test_vllm_is_refused_at_once_on_a_cpu_that_triton_makes_no_code_for(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-        monkeypatch.setattr(engine_choice, "has_gpu", lambda: False)
-        monkeypatch.setattr(engine_choice, "find_spec", lambda name: object())
-        monkeypatch.setattr(engine_choice, "entry_points", lambda **_: [])
-        monkeypatch.setattr(fish, "load_vllm", lambda *_: pytest.fail("vLLM was loaded first"))
-        card = describe(str(whole()))
-        assert card.check_engine is not None
-        card.check_engine("native")
-        for opening in (
-            partial(open_pipeline, str(whole()), engine="vllm"),
-            partial(card.check_engine, "vllm"),
-        ):
-            with pytest.raises(ConfigError, match="Triton") as caught:
-                opening()
-            assert caught.value.advice == "Set SPEECH_ENGINE__KIND to native, or unset it."
-        monkeypatch.setattr(engine_choice, "entry_points", lambda **_: ["cpu"])
-        card.check_engine("vllm")
 
     @pytest.mark.parametrize("engine", ["auto", "native", "vllm"])
     def test_an_unknown_option_is_named(self, engine: str) -> None:

@@ -107,7 +107,7 @@ class LoudVoice:
 
 def spoken(voice: LoudVoice, pieces: int) -> tuple[Utterance, list[Outcome]]:
     heard: list[Outcome] = []
-    utterance = Utterance(request("x"), "x", Listener(heard.append, lambda _done: None), True, lambda: 0.0)
+    utterance = Utterance(request("x"), "x", Listener(heard.append, lambda _done: None), True)
     utterance.pieces = iter([[0, 1, 0]] * pieces)
     while utterance.advance(voice):  # type: ignore[arg-type]
         continue

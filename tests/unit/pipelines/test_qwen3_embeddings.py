@@ -21,8 +21,8 @@ def test_prompts_embedded_together_are_embedded_as_each_alone(
     rng, model = random.Random(kind), golden_model(kind)
     prompts: list[Any] = [random_request(rng, model, str(index)).prompt for index in range(12)]
     sets: list[int] = []
-    one_set = model._embedded
-    monkeypatch.setattr(model, "_embedded", lambda group: sets.append(len(group)) or one_set(group))
+    one_set = model.embed
+    monkeypatch.setattr(model, "embed", lambda *group: sets.append(len(group)) or one_set(*group))
     with torch.inference_mode():
         found = model.embed_all(prompts)
         assert sum(sets) == len(prompts)

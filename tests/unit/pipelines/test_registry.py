@@ -230,6 +230,13 @@ def test_a_published_checkpoint_without_a_hub_says_what_to_do(tmp_path: Path) ->
     assert "download the folder elsewhere" in result.stderr
 
 
+def test_a_published_checkpoint_without_the_hubs_library_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert code_of("qwen3-tts-0.6b-base") is ErrorCode.MODEL_MISSING_EXTRA
+
+
 def test_a_published_card_lists_no_dialect_as_a_language() -> None:
     for card in list_models():
         assert not any("dialect" in language for language in card.capabilities.languages), card.name

@@ -15,7 +15,6 @@ from pipelines.serving.text_units import (
     MAX_PASSAGE_CHARACTERS,
     MAX_UNIT_CHARACTERS,
     PASSAGE_CHARACTERS,
-    TextPassages,
     TextUnits,
     has_words,
     units_of,
@@ -62,7 +61,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 
 def texts(pieces: list[tuple[str, bool]]) -> list[str]:
     assert all(complete for _, complete in pieces)
-    return [text for text, _ in pieces]
+    return [text for text, _ in pieces if has_words(text)]
 
 
 def in_pieces(text: str, cuts: list[int]) -> list[str]:
@@ -202,7 +201,7 @@ def test_no_passage_ends_inside_a_word_whatever_the_pieces_and_the_delays(
     text: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
-    passages, pieces = TextPassages(), list[tuple[str, bool]]()
+    passages, pieces = TextUnits(by_word=True), list[tuple[str, bool]]()
     for begin, end in pairwise([0, *cuts, len(text)]):
         pieces += passages.add(text[begin:end])
         for _ in range(data.draw(st.integers(0, 2))):
@@ -241,7 +240,7 @@ def joined_passages(pieces: list[tuple[str, bool]]) -> list[str]:
 
 
 def passages_of(pieces: list[str]) -> list[str]:
-    passages = TextPassages()
+    passages = TextUnits(by_word=True)
     found = [one for piece in pieces for one in passages.add(piece)]
     return joined_passages(found + passages.add("", final=True))
 

@@ -131,5 +131,8 @@ def test_the_vector_is_that_of_the_reference() -> None:
     """It takes the latent index first, then the token's."""
     ids = arrays("ids_len30")["global_ids"].reshape(1, -1)
     check_near(
-        "vector", bicodec()[1].vector(torch.from_numpy(ids))[0], arrays("detokenize_len30")["d_vector"], LIMIT
+        "vector",
+        bicodec()[1].speaker.vector(torch.from_numpy(ids))[0],
+        arrays("detokenize_len30")["d_vector"],
+        LIMIT,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,13 @@ from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.registry import describe
 from pipelines.request import Listener, Message
-from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
+from pipelines.speechlm.audio_encoder import (
+    AudioEncoder,
+    check_length,
+    feature_count,
+    load_tower,
+    window_ends,
+)
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import (
@@ -36,7 +43,7 @@ from pipelines.speechlm.lm import (
 from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
+from pipelines.vllm_engine.pairs import Half, half_of, match
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
 
@@ -98,7 +105,7 @@ def test_the_assistants_messages_are_skipped_for_audio_alone() -> None:
 def test_pairs_are_matched_by_name_place_and_wholeness() -> None:
     main, null = Half("a", "main", 3.0), Half("a", "null", 3.0)
     assert half_of({}) is None
-    assert half_of(pair_extra("a", "main", 3)) == main
+    assert half_of({"pair": ["a", "main", 3.0]}) == main
 
     def matched(positions: list[int], whole: list[bool]) -> tuple[list[int], list[int], list[int]]:
         found = match([None, null, main], np.array(positions), np.array(whole))
@@ -220,13 +227,15 @@ def test_windows_of_the_tower_can_be_chosen(config: SpeechLmConfig) -> None:
     samples = np.sin(np.arange(32_000) / 7).astype(np.float32)
     with Checkpoint.open(CHECKPOINT) as checkpoint:
         cpu = torch.device("cpu")
-        found = [
-            load_tower(checkpoint, config, cpu, torch.float32, *windows, False).encode(samples)
-            for windows in ((None, None), (50, 800))
-        ]
+
+        def tower(**windows: int) -> AudioEncoder:
+            changed = replace(config, tower={**config.tower, **windows})
+            return load_tower(checkpoint, changed, cpu, torch.float32, False)
+
+        found = [tower().encode(samples), tower(n_window=50, n_window_infer=800).encode(samples)]
         assert [len(one) for one in found] == [25, 26]
         with pytest.raises(ModelError, match="n_window_infer"):
-            load_tower(checkpoint, config, cpu, torch.float32, 100, 100, False)
+            tower(n_window=100, n_window_infer=100)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jobs.ledger.records import Job, Ticket
 from pipelines.errors import ErrorCode, StoreError
@@ -29,12 +30,14 @@ class Keeper:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.clock, self.asked = rig, FakeClock(), 0
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
+        broker: Any = NoBroker()
+        counted: Any = self
         self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
         self.maintenance = Maintenance(
-            rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job
-        )  # type: ignore[arg-type]
+            rig.ledger, settings, WORKER, leases, metrics, self.clock, broker, counted
+        )
 
-    def end_job(self, job_id: str) -> None:
+    def put_if_over(self, job_id: str) -> None:
         self.asked += 1
         self.manifests.put_if_over(job_id)
 

@@ -1,23 +1,20 @@
-"""The pool of meters: what waits, what is dropped, what a hang, a full disk and an empty file lead to."""
+"""The pool of meters: what waits, what is dropped, what a hang leads to."""
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jobs.checks import Option
-from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
+from pipelines.errors import ErrorCode, ModelError, NightjarError
+from worker.quality import pool as pool_module
 from worker.quality.meters import Readings, Utterance
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Spool, SpooledSamples
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask
 from worker.quality.process import MeterHangError
 
 RATE = 16_000
@@ -46,20 +43,20 @@ class Blocked:
 
 
 class TestPool:
-    def test_submitting_never_waits_and_every_sample_comes_back_whole(self) -> None:
+    def test_submitting_never_waits_and_a_full_pool_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_module, "MAX_WAITING", 19)
         go = threading.Event()
         host = Blocked(go)
-        pool = MeterPool(in_memory=3, open_host=lambda: host)
+        pool = MeterPool(open_host=lambda: host)
         measured = [
             pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, "")))
             for number in range(20)
         ]
-        assert (host.measured, pool.waiting >= 19) == (0, True)
+        assert (host.measured, pool.full) == (0, True)
         go.set()
         for number, future in enumerate(measured):
-            samples, readings = future.result(240)
-            assert np.array_equal(samples, np.full(100 + number, number, np.float32))
-            assert readings == {"sum": (number * (100.0 + number), "")}
+            assert future.result(240) == {"sum": (number * (100.0 + number), "")}
+        assert not pool.full
         pool.close()
 
     def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
@@ -83,25 +80,6 @@ class TestPool:
         assert 1 in dropped
         assert host.measured + len(dropped) == 4
 
-    def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-        def bytes_on_disk() -> int:
-            files = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-            ours = [file for file in files if file.is_symlink() and str(tmp_path) in str(file.readlink())]
-            return sum(file.stat().st_size for file in ours)
-
-        spool, waiting = Spool(file_bytes=100), deque[SpooledSamples]()
-        for number in range(200):
-            waiting.append(spool.put(np.full(10, number, np.float32)))
-            if len(waiting) > 4:
-                assert waiting.popleft().read().tolist() == [number - 4] * 10
-        assert 0 < bytes_on_disk() <= 3 * 120
-        del waiting, spool
-        assert bytes_on_disk() == 0
-
 
 class TestPoolFaults:
     def results(self, pool: MeterPool, items: list[str]) -> list[Readings | NightjarError]:
@@ -112,9 +90,7 @@ class TestPoolFaults:
                 found.append(
                     pool.submit(
                         MeterTask({"asr": {}}, Utterance(np.zeros(4, np.float32), RATE, ""), item=item)
-                    )
-                    .result(240)
-                    .readings
+                    ).result(240)
                 )
             except (ModelError, MeterHangError) as error:
                 found.append(error)
@@ -161,35 +137,6 @@ class TestPoolFaults:
             assert set(codes[HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW :]) == {ErrorCode.QA_METER}
             host.fail = None
             assert self.results(pool, ["d"]) == [{"sum": (0.0, "")}]
-        pool.close()
-
-    @pytest.mark.parametrize(
-        ("number", "code"), [(errno.ENOSPC, ErrorCode.STORE_FULL), (errno.EACCES, ErrorCode.STORE_FORBIDDEN)]
-    )
-    def test_a_disk_without_room_for_draws_is_told_and_ends_no_thread(
-        self, number: int, code: ErrorCode, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(**_: object) -> None:
-            raise OSError(number, "no")
-
-        go = threading.Event()
-        go.set()
-        pool = MeterPool(in_memory=0, open_host=lambda: Blocked(go))
-        with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.pool.tempfile.TemporaryFile", refuse)
-            with pytest.raises(StoreError) as caught:
-                self.results(pool, ["a"])
-        assert caught.value.code is code
-        assert self.results(pool, ["a"]) == [{"sum": (0.0, "")}]
-
-        def unreadable(*_: object) -> bytes:
-            raise OSError(number, "no")
-
-        with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.pool.os.pread", unreadable)
-            with pytest.raises(StoreError):
-                self.results(pool, ["b"])
-        assert self.results(pool, ["c"]) == [{"sum": (0.0, "")}]
         pool.close()
 
 

@@ -35,6 +35,7 @@ OWN = {
     "input_uri",
     "input_sha256",
     "store_identity",
+    "idempotency_key",
 }
 #: What the exports read, what a refused line does, the file and what is read of it: other tests have them.
 #: The last two are the night's.

@@ -19,7 +19,6 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
 )
-from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
@@ -112,26 +111,6 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
             with pytest.raises(type(error)) as caught:
                 runtime.start()
             assert caught.value is error
-    finally:
-        runtime.drain()
-        runtime.stop()
-
-
-def test_a_worker_says_once_which_settings_it_does_not_use(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch)
-    monkeypatch.setattr(runtime_module, "describe", lambda _: replace(fake_card(), engine="native"))
-    settings = settings_of(build()).model_copy(update={"vllm": VllmSettings(tensor_parallel=2)})
-    runtime = Runtime(settings)
-    try:
-        with capture_logs() as logs:
-            for model in ("fake", "fake-two", "fake"):
-                with runtime.pipelines.use(model):
-                    pass
-        noted = [one for one in logs if "SPEECH_VLLM__TENSOR_PARALLEL is not used" in one["event"]]
-        assert [one["log_level"] for one in noted] == ["warning"]
-        assert len([one for one in logs if one["event"].startswith("engine ready")]) == 3
     finally:
         runtime.drain()
         runtime.stop()

@@ -28,7 +28,7 @@ from worker.quality.verdict import check_speech
 SPEC = JobSpec("fake", seed=3, generation=Generation(voice="sine", temperature=0.5))
 JOB = Job(
     id="job", name="", state=JobState.RUNNING, state_reason="", spec=SPEC, spec_sha="sha", input_uri="", input_sha256="",
-    store_url="memory://", owner="", priority=0, weight=1, max_attempts=3, max_in_flight=None, error_budget=None, labels={},
+    idempotency_key="", store_url="memory://", owner="", priority=0, weight=1, max_attempts=3, max_in_flight=None, error_budget=None, labels={},
     total_items=1, total_shards=1, rejected_lines=0, lines_read=1, created_at=0, started_at=None, finished_at=None,
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from tests.support.ledger_kit import failed, lease_next, rows, states, submit
 from tests.support.worker_rig import WORKER, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
 from worker.maintenance import Maintenance
-from worker.result_writer import Answer, ItemDraw, ShardOutput
+from worker.result_writer import Answer, ItemDraw
 from worker.runtime import Handling, Runtime
 
 
@@ -70,7 +70,7 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(
 
     monkeypatch.setattr(runtime.ledger, "claim", claim)
     monkeypatch.setattr(runtime.runner, "run", run)
-    monkeypatch.setattr(runtime, "_end_job", lambda job_id: None)
+    monkeypatch.setattr(runtime.maintenance, "end_job", lambda job_id: None)
     ended: list[Handling] = []
     threads = [
         threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0))))
@@ -109,7 +109,8 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     draw = ItemDraw(ShardLine(0, 1, "item-0", request.messages, Generation(), 0))
     draw.request = request
     answers: list[Answer] = []
-    shard = ShardOutput(held, rig.store, None, lambda _, answer: answers.append(answer))
+    settle = lambda _, answer: answers.append(answer)  # noqa: E731
+    shard: Any = SimpleNamespace(held=held, store=rig.store, packs=None, settle=settle, abandoned=False)
     rig.writer.work(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
     wait_for(lambda: answers)
     assert isinstance(answers[0], LeaseGoneError)
@@ -157,7 +158,8 @@ def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(
 
     monkeypatch.setattr(rig.ledger, "heartbeat", slow)
     clock.advance(30)
-    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, SimpleNamespace()).beat()  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing).beat()
     clock.advance(5)
     assert held.gone is None
     clock.advance(10)
