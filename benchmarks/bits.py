@@ -45,8 +45,7 @@ from benchmarks.speech import prepare_all
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import EagerExecutor, FrameExecutor, FrameSettings, PrefillRun
-from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.executor import EagerExecutor, FrameExecutor, FrameModel, FrameSettings, PrefillRun
 from pipelines.engine.opening import open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import Placement, SamplingParams
