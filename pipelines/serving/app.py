@@ -138,13 +138,13 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
-        """A text in Cartesia's words; its speech as bytes."""
+        """A text, as Cartesia's clients send it; its speech as bytes."""
         cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
-        """A text in Cartesia's words; its speech as events."""
+        """A text, as Cartesia's clients send it; its speech as events."""
         cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
@@ -164,7 +164,7 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
 
     app.get("/voices", description="Voices as Cartesia's clients list them.")(voices.page)
-    app.get("/voices/{name}", description="One voice in Cartesia's words.")(voices.card)
+    app.get("/voices/{name}", description="One voice, as Cartesia's clients read it.")(voices.card)
 
 
 def _add_pages(app: FastAPI, options: ServeOptions) -> None:
