@@ -26,7 +26,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu import Bench, Row, parser
+from benchmarks.common import Bench, Row, parser, words
+from benchmarks.report import ROOT
 from pipelines.errors import NightjarError
 from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
@@ -42,27 +43,16 @@ if TYPE_CHECKING:
 STOCK, AIM, MUST = 18_147, 15_000, 9_000
 #: The entry point by which vLLM's processes find our models.
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nightjar"
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "speechlm" / "checkpoint"
+GOLDEN = ROOT / "tests/golden/speechlm/checkpoint"
 #: `text_config` and offsets as published (speechlm-qwen3-8b).
 PUBLISHED_TEXT = {
-    "vocab_size": 160_392,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-}
+    "vocab_size": 160_392, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+}  # fmt: skip
 PUBLISHED = {
-    "vocab_size": 160_392,
-    "hidden_size": 4096,
-    "codec_base_offset": 152_192,
-    "codec_layer_size": 1025,
-    "text_token_offset": 256,
-    "text_token_end": 152_192,
-    "adaptor_input_dim": 2048,
-}
+    "vocab_size": 160_392, "hidden_size": 4096, "codec_base_offset": 152_192, "codec_layer_size": 1025, "text_token_offset": 256,
+    "text_token_end": 152_192, "adaptor_input_dim": 2048,
+}  # fmt: skip
 
 
 def write_shape(folder: Path, published: bool) -> SpeechLmConfig:
@@ -86,7 +76,7 @@ def make_plugin_known(folder: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[{PLUGIN_GROUP}]\n{PLUGIN} = pipelines.vllm_engine.plugin:register\n"
     )
-    places = [str(folder), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
     sys.path.insert(0, str(folder))
 
@@ -169,23 +159,13 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
     done = threading.Semaphore(0)
     draw = StreamSampling(0.8, 20)
-    span = config.text_end - config.text_start
-    talks = []
+    first, span = config.text_start, config.text_end - config.text_start
+    talks: list[_Talk] = []
     for number in range(load.requests):
-        prompt = [
-            config.specials.bos,
-            *((config.text_start + (number * 7919 + n * 104_729) % span) for n in range(load.prompt - 1)),
-        ]
-        script = Script(
-            f"{load.name}-{number}",
-            prompt,
-            1 << 20,
-            number,
-            StreamSampling(0.6, 20),
-            draw,
-            load.rows > 0,
-            load.cfg,
-        )
+        body = (first + (number * 7919 + n * 104_729) % span for n in range(load.prompt - 1))
+        name, written = f"{load.name}-{number}", StreamSampling(0.6, 20)
+        prompt = [config.specials.bos, *body]
+        script = Script(name, prompt, 1 << 20, number, written, draw, load.rows > 0, load.cfg)
         talks.append(_Talk(load, config, host, script, done))
     moment = host._moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
@@ -196,13 +176,10 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     failures = [failure for talk in talks for failure in talk.failures]
     tokens = load.requests * (load.text + load.rows)
+    names = ("requests", "prompt", "text", "rows", "cfg")
     return {
         "load": load.name,
-        "requests": load.requests,
-        "prompt": load.prompt,
-        "text": load.text,
-        "rows": load.rows,
-        "cfg": load.cfg,
+        **{name: getattr(load, name) for name in names},
         "tokens_per_s": tokens / seconds,
         "seconds": seconds,
         "engine_steps": moment.steps - steps,
@@ -223,7 +200,7 @@ def loads(options: argparse.Namespace) -> list[Load]:
     for name, requests in (("", count), ("16", 16), ("64", 64)):
         for kind, cfg in (("mixed", 1.0), ("pairs", 3.0)):
             known[kind + name] = Load(kind + name, requests, prompt, steps - third, third, cfg)
-    return [known[name] for name in options.parts.split(",")]
+    return [known[name] for name in options.parts]
 
 
 def guidance_costs(rows: Sequence[Row]) -> list[str]:
@@ -248,7 +225,9 @@ def main() -> int:
     made.add_argument("--requests", type=int, default=512)
     made.add_argument("--prompt", type=int, default=120)
     made.add_argument("--steps", type=int, default=300)
-    made.add_argument("--parts", default="text,streams,mixed,pairs,mixed16,pairs16,mixed64,pairs64")
+    made.add_argument(
+        "--parts", type=words, default="text,streams,mixed,pairs,mixed16,pairs16,mixed64,pairs64"
+    )
     made.add_argument("--tensor-parallel", type=int, default=1)
     made.add_argument("--memory-share", type=float, default=0.9)
     options = made.parse_args()
@@ -280,13 +259,10 @@ def main() -> int:
                 bench.attempt(load.name, lambda load=load: bench.add(run(load, config, host)))
         finally:
             host.close()
-    for row in bench.rows:
-        share = row["tokens_per_s"] / STOCK
-        print(
-            f"{row['load']:8} {row['tokens_per_s']:9,.0f} tokens/s ({share:.2f} of stock text), {len(row['failures'])} failed"
-        )
     print("\n".join(guidance_costs(bench.rows)))
-    return bench.end()
+    return bench.end(
+        "load", "requests", "tokens_per_s", "seconds", "engine_steps", "sequence_steps", "broken_pairs"
+    )
 
 
 if __name__ == "__main__":

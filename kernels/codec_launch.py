@@ -43,7 +43,7 @@ class Shape:
     taps: int
 
 
-#: The fastest of `benchmarks.codec_shapes.tiles` on an H200 at 32 x 100 frames; other shapes get `tile_for`'s
+#: The fastest of those that were tried on an H200 at 32 x 100 frames; other shapes get `tile_for`'s
 #: general rule.
 TILES: dict[Shape, Tile] = {
     Shape("conv", 1024, 1536, 7): Tile(128, 256, 64, 3, 8),

@@ -27,7 +27,7 @@ def describe() -> ModelCard:
         revision=version("hibari-tts"),
         seconds_per_character=0.068,
         rtf=0.0038,
-        # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long.
+        # 200 generated sentences of 4 to 25 words: 0.85 to 1.19 times as long.
         # Numbers, initials and single words are up to 1.5 times as long, which the slack covers.
         check_text=check_text,
         pace=Pace(base_seconds=0.33, seconds_per_unit=0.0558, low=0.7, high=1.5),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
+from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.errors import NightjarError

@@ -355,7 +355,7 @@ def test_split() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes in the interpreter")
 def test_reproducible_audio_is_the_same_bits_in_any_company() -> None:
-    from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
+    from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder
 
     decoder = dummy_decoder(PUBLISHED_CODEC, torch.device("cuda"), torch.bfloat16, reproducible=True)
     draw = torch.Generator().manual_seed(0)
@@ -384,7 +384,7 @@ def unwritten_is_no_number() -> Iterator[None]:
 def test_a_mixed_batch_gives_each_what_it_decodes_to_alone(fused_front: bool) -> None:
     """The same bits as rows without ends, and as close to float32 as each alone, which may meet other
     kernels."""
-    from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
+    from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder
 
     cuda = torch.device("cuda")
     decoder = dummy_decoder(PUBLISHED_CODEC, cuda, torch.bfloat16, fused_front=fused_front)

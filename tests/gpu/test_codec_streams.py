@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
+from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.graphs import StreamGraphs
 from pipelines.codec.stage import CodecStage

@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from benchmarks.gpu import captured
+from benchmarks.common import captured
 from kernels import codec_cuda
 from kernels.codec_cuda import Cut
 from tests.support.codec_unit_kit import CUTS, UNITS, Unit, check

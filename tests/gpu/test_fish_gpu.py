@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_models.fish_speech import dummy_codec, dummy_frames, write_checkpoint
+from benchmarks.checkpoint import dummy_fish_codec, dummy_fish_frames, fish_config
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN
 
@@ -29,8 +29,8 @@ def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool
     """In float32, at batches between buckets, whose other rows must not matter; every frame looks back at
     the ones before."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    config, device = write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
-    plain, fused = (dummy_frames(config, 12, device, torch.float32, graphed) for _ in range(2))
+    config, device = fish_config(tmp_path, tiny=True), torch.device("cuda")
+    plain, fused = (dummy_fish_frames(config, 12, device, torch.float32, graphed) for _ in range(2))
     plain._buckets = ()
     with torch.inference_mode():
         fused.capture()
@@ -44,15 +44,15 @@ def test_frames_on_vllm_are_those_of_the_plain_ops(tmp_path: Path, graphed: bool
 
 def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
     """Both in bfloat16 against float32: the fused ops round no worse."""
-    config, device = write_checkpoint(tmp_path), torch.device("cuda")
+    config, device = fish_config(tmp_path), torch.device("cuda")
     codes = [
         torch.randint(1024, (frames, 10), generator=torch.Generator().manual_seed(frames))
         for frames in (40, 25)
     ]
-    exact = dummy_codec(config, device, torch.float32, fused=False).decoder.decode(codes)
+    exact = dummy_fish_codec(config, device, torch.float32, fused=False).decoder.decode(codes)
     errors = []
     for fused in (False, True):
-        decoder = dummy_codec(config, device, torch.bfloat16, fused).decoder
+        decoder = dummy_fish_codec(config, device, torch.bfloat16, fused).decoder
         waves = decoder.decode(codes)
         errors.append(sum(float((one - other).square().mean()) for one, other in zip(waves, exact)) ** 0.5)
         state = decoder.new_state()

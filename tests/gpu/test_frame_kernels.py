@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.random_models.frames import (
+from benchmarks.checkpoint import dummy_model
+from benchmarks.shapes import (
     FISH,
     LARGE,
     SMALL,
@@ -26,7 +27,6 @@ from benchmarks.random_models.frames import (
     Maker,
     Shape,
 )
-from benchmarks.random_models.qwen3_tts import dummy_model
 from kernels import layers, lm_frame, lm_products
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder, dummy_model
+from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder, dummy_model
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.buckets import ASKS
 from pipelines.engine.core import EngineOptions

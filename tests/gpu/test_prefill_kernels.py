@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.random_models.frames import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
-from benchmarks.random_models.qwen3_tts import dummy_model
+from benchmarks.checkpoint import dummy_model
+from benchmarks.shapes import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels import lm_products, prefill
 from kernels.attention import PackedPrompts, attend_packed
 from kernels.cuda_driver import available, processors

@@ -14,8 +14,8 @@ from torch import Tensor
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from benchmarks.gpu import captured
-from benchmarks.random_models.frames import Maker
+from benchmarks.common import captured
+from benchmarks.shapes import Maker
 from kernels.lm_products import CUTS, PLAIN, RESIDUAL, SWIGLU, Cut, cut_for, product
 from tests.support.lm_checks import error, layer_product
 

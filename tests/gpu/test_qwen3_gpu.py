@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_models.qwen3_tts import dummy_model
+from benchmarks.checkpoint import dummy_model
 from kernels.attention import paged_decode_attention
 from kernels.sampler import draw, frame_noise, token_weights
 from tests.conformance.__main__ import main

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.spark_tts import dummy_codecs, published_config
+from benchmarks.checkpoint import dummy_bicodec, spark_config
 from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice
 from pipelines.spark_tts.wave_generator import FusedWave
@@ -37,7 +37,7 @@ def exact_products() -> Iterator[None]:
 
 
 def codec(dtype: torch.dtype, fused: bool | None = None) -> BiCodec:
-    return dummy_codecs(published_config(Path()), torch.device("cuda"), dtype, fused)[1]
+    return dummy_bicodec(spark_config(Path()), torch.device("cuda"), dtype, fused)[1]
 
 
 def tokens(lengths: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.random_models.qwen3_tts import dummy_model
+from benchmarks.checkpoint import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.opening import graph_executor, open_executor

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.random_models.frames import Maker
+from benchmarks.shapes import Maker
 from kernels import binaries, lm_cuda, toolchain
 from kernels.cuda_driver import Source
 from tests.support import lm_checks
@@ -29,7 +29,7 @@ read = binaries._read
 binaries._read = lambda path: None if path.parent == binaries.SOURCES else read(path)  # a wheel may have brought code
 if sys.argv[1] == "no nvrtc":
     toolchain.nvrtc = lambda: None
-from benchmarks.random_models.qwen3_tts import dummy_model
+from benchmarks.checkpoint import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.codec.fused import codec_kernels
 from pipelines.engine.opening import open_executor

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_models.qwen3_tts import dummy_model
+from benchmarks.checkpoint import dummy_model
 from kernels.reference import FrameOutput
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor

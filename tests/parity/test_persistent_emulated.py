@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_models.frames import SMALL, Maker, Shape
+from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.frame import DepthTensors
 from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, all_blocks_speak, kernel_name, predictor_cut

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_models.frames import SMALL, Maker, Shape
+from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Talker, Trial, kernel_name, talker_cut
 from tests.support import persistent_kit, persistent_talker_kit

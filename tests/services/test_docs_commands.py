@@ -63,11 +63,11 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speechlm",
-        "a benchmark of minutes, or for a GPU; benchmarks/test_benchmarks.py runs its parts",
+        "a benchmark of minutes, or for a GPU; benchmarks/test_smoke.py runs its parts",
     ),
     (
-        r"python -m benchmarks\.stream_load .*",
-        "a measurement of minutes; benchmarks/test_stream_load.py runs it",
+        r"python -m benchmarks\.stream .*",
+        "a measurement of minutes; benchmarks/test_smoke.py runs it",
     ),
     (
         r"nightjar run dialogues\.jsonl --qa strict",

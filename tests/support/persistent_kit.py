@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.random_models.frames import TINY, Maker, Shape
+from benchmarks.shapes import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, reference, toolchain
 from kernels.cuda_driver import Kernel, Module, Source
 from kernels.frame import FrameTensors, StateTensors

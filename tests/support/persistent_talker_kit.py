@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.frames import Maker, Shape
+from benchmarks.shapes import Maker, Shape
 from kernels import reference
 from kernels.attention import gather_pages
 from kernels.frame import FrameTensors, StateTensors

@@ -1,8 +1,7 @@
 """Real servers for tests, each from a PyPI package, on a free loopback port, in a temporary folder.
 
 `Valkey`, `Postgres`, `SeaweedFS` and `MotoS3` start, stop, are killed (SIGKILL) and come back with the
-data they had. `python -m tests.support.services NAME COMMAND...` runs a command beside a PostgreSQL whose
-address is its variable NAME.
+data they had. `python -m tests.support.services COMMAND...` runs a command beside PostgreSQL, Valkey and S3.
 """
 
 from __future__ import annotations
@@ -417,10 +416,26 @@ class SeaweedFS(S3):
         return True
 
 
+def main(command: list[str]) -> int:
+    """Runs a command beside PostgreSQL, Valkey and SeaweedFS; the variables that name them are in its
+    environment."""
+    with running_postgres() as postgres, tempfile.TemporaryDirectory(prefix="nightjar-services-") as folder:
+        valkey, s3 = Valkey(Path(folder, "valkey")), SeaweedFS(Path(folder, "s3"))
+        try:
+            valkey.start()
+            s3.start()
+            store = f"s3://{s3.create_bucket('nightjar')}"
+            variables = {
+                "BENCH_POSTGRES": postgres.admin_url,
+                "BENCH_BROKER": valkey.url,
+                "BENCH_STORE": store,
+            }
+            environment = {**os.environ, **variables, **s3.environment()}
+            return subprocess.run(command, env=environment, check=False).returncode
+        finally:
+            valkey.stop()
+            s3.stop()
+
+
 if __name__ == "__main__":
-    with running_postgres() as beside:
-        sys.exit(
-            subprocess.run(
-                sys.argv[2:], env={**os.environ, sys.argv[1]: beside.admin_url}, check=False
-            ).returncode
-        )
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def test_the_draw_of_spark_tts_spills_no_registers() -> None:
-    command = [sys.executable, "-m", "benchmarks.draw_code", "--only", "spark", "--json"]
+    command = [sys.executable, "-m", "tests.support.draw_code", "--only", "spark", "--json"]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=240, check=False
     )

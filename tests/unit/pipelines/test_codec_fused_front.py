@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder
+from benchmarks.checkpoint import TINY_CODEC, dummy_decoder
 from pipelines.codec.graphs import UtteranceGraphs
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState

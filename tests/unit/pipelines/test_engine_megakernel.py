@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.random_models.frames import Maker
+from benchmarks.shapes import Maker
 from kernels import binaries, lm_persistent
 from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.random_models.frames import Shape
-from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
+from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, qwen3_config
+from benchmarks.shapes import Shape
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
@@ -51,7 +51,7 @@ GIGABYTES = (16, 24, 40, 80, 141)
 
 
 def published_needs(folder: Path, size: str) -> MemoryNeeds:
-    (folder / "config.json").write_text(json.dumps(published_config(size)))
+    (folder / "config.json").write_text(json.dumps(qwen3_config(size)))
     weight_bytes = 2 * (MODEL_VALUES[size] + CODEC_VALUES)
     return memory_needs(Qwen3TTSConfig.from_folder(folder), torch.bfloat16, PAGE_SIZE, CONTEXT, weight_bytes)
 

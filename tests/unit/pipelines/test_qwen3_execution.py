@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder, published_config
+from benchmarks.checkpoint import TINY_CODEC, dummy_decoder, qwen3_config
 from kernels import lm_cuda, lm_persistent, toolchain
 from kernels.cuda_driver import Source, available
 from kernels.frame import Layer, StackTensors
@@ -297,7 +297,7 @@ def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
 def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(
     size: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published_config(size)))
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_config(size)))
     config = Qwen3TTSConfig.from_folder(tmp_path)
     predictor = config.predictor
     key = (predictor.hidden, predictor.intermediate, predictor.heads, predictor.kv_heads, predictor.head_dim)

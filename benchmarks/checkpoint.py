@@ -1,0 +1,479 @@
+"""Models of random weights: the work of a checkpoint, and no speech; and `python -m benchmarks.checkpoint 0b6 FOLDER`,
+which writes one of Qwen3-TTS.
+
+Shapes are those of the published checkpoints, or `tiny` ones that a CPU can run. What is written has their layout too,
+so a loader has all of its work. Its speech is noise, and ends at the first frame that a request's `min_new_tokens`
+allows; with `--seconds` never before a request's `max_seconds`, and at this length without one. The tokenizer is
+small, but its special tokens have the published ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor, nn
+
+from kernels.frame import StackTensors
+from pipelines.engine.state import Placement, SamplingParams, SlotState
+from pipelines.fish_speech.codec import Codec, codec_from
+from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
+from pipelines.fish_speech.config import CodecStackConfig, FishConfig
+from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
+from pipelines.nn.checkpoint import Loader, open_device
+from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
+from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
+from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
+from pipelines.spark_tts.bicodec import BiCodec, Encoder, Prenet, SemanticQuantizer
+from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
+from pipelines.spark_tts.config import (
+    BiCodecConfig,
+    LmConfig,
+    MelConfig,
+    SparkConfig,
+    SpeakerConfig,
+    VocosConfig,
+    WaveConfig,
+)
+from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
+from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
+from pipelines.vllm_engine.engine_frames import EngineFrames
+
+#: The value of a tensor from its name and standard normal noise of its shape.
+Rule = Callable[[str, Tensor], Tensor]
+
+
+def in_range(name: str, noise: Tensor) -> Tensor:
+    """Scales of one, matrices that let a signal fade slowly, small vectors: what keeps the signals of most
+    models in range."""
+    if name.endswith(("running_var", "norm.weight", "bn.weight", "alpha")) or ".bns." in name:
+        return torch.ones_like(noise)
+    if name.endswith("gamma"):
+        return torch.full_like(noise, 0.1)
+    return noise * (0.6 * noise[0].numel() ** -0.5 if noise.dim() > 1 else 0.02)
+
+
+class DummyWeights:
+    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is
+    taken.
+
+    The noise of a tensor depends on its name and shape alone.
+    """
+
+    def __init__(self, device: torch.device | str, rule: Rule = in_range) -> None:
+        self._device = torch.device(device)
+        self._rule = rule
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        dice = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(tuple(shape), generator=dice, device=self._device)
+        return self._rule(name, noise).to(device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, rule: Rule = in_range, seed: int = 0) -> None:
+    """Gives every float tensor of a module its dummy values, and every other tensor zeros."""
+    dice: dict[torch.device, torch.Generator] = {}
+    for name, tensor in module.state_dict().items():
+        if not tensor.is_floating_point():
+            tensor.zero_()
+            continue
+        drawn = dice.setdefault(tensor.device, torch.Generator(tensor.device).manual_seed(seed))
+        tensor.copy_(rule(name, torch.randn(tensor.shape, generator=drawn, device=tensor.device)))
+
+
+_QWEN3_STACK = {
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+    "num_code_groups": 16, "hidden_act": "silu",
+}  # fmt: skip
+_WIDTHS = {"0b6": (1024, 3072), "1b7": (2048, 6144), "tiny": (64, 64)}
+_CODEC_IDS = {"pad": 2148, "bos": 2149, "think": 2154, "nothink": 2155, "think_bos": 2156, "think_eos": 2157}
+
+
+def qwen3_config(size: str) -> dict[str, Any]:
+    """The keys of config.json that inference reads, of the CustomVoice checkpoint of this size ("0b6" or
+    "1b7").
+
+    "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark
+    on a CPU.
+    """
+    hidden, intermediate = _WIDTHS[size]
+    tiny = size == "tiny"
+    predictor = {
+        **_QWEN3_STACK,
+        "hidden_size": hidden if tiny else 1024,
+        "intermediate_size": 3072 // (48 if tiny else 1),
+        "num_hidden_layers": 1 if tiny else 5,
+        "vocab_size": 2048,
+        "max_position_embeddings": 65536,
+    }
+    talker = {
+        **_QWEN3_STACK,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 1 if tiny else 28,
+        "vocab_size": 3072,
+        "max_position_embeddings": 32768,
+        "text_vocab_size": 151936,
+        "text_hidden_size": 16 if tiny else 2048,
+        "codec_eos_token_id": 2150,
+        **{f"codec_{name}_id": value for name, value in _CODEC_IDS.items()},
+        "codec_language_id": {"english": 2050},
+        "spk_id": {"ryan": 3061},
+        "spk_is_dialect": {"ryan": False},
+        "code_predictor_config": predictor,
+    }
+    return {
+        "model_type": "qwen3_tts",
+        "tokenizer_type": "qwen3_tts_tokenizer_12hz",
+        "tts_model_size": size,
+        "tts_model_type": "custom_voice",
+        "im_start_token_id": 151644,
+        "im_end_token_id": 151645,
+        "assistant_token_id": 77091,
+        "tts_pad_token_id": 151671,
+        "tts_bos_token_id": 151672,
+        "tts_eos_token_id": 151673,
+        "talker_config": talker,
+    }
+
+
+#: The published 12 Hz decoder.
+PUBLISHED_CODEC = CodecDecoderConfig(
+    codebook_size=2048, codebook_dim=512, num_quantizers=16, latent_dim=1024, hidden_size=512,
+    intermediate_size=1024, head_dim=64, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=8, sliding_window=72,
+    rope_theta=10_000.0, rms_norm_eps=1e-5, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
+)  # fmt: skip
+#: The same with next to no width, to try things on a CPU.
+TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16,
+                     num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
+
+
+@torch.inference_mode()
+def dummy_model(
+    size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False
+) -> Qwen3TTSModel:
+    """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens`
+    lets it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
+        config = Qwen3TTSConfig.from_folder(folder)
+    rule = ends_when_allowed(config.ids.eos) if ends else as_published
+    return Qwen3TTSModel(config, take_weights(DummyWeights(device, rule), config, dtype, device), max_context)
+
+
+@torch.inference_mode()
+def dummy_decoder(
+    shape: CodecDecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool | None = None,
+    *,
+    reproducible: bool = False,
+    fused_front: bool | None = None,
+) -> CodecDecoder:
+    """A codec decoder of this shape."""
+    front = fuses_front(device, dtype, reproducible, 0) if fused_front is None else fused_front
+    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible, front)
+
+
+def as_published(name: str, noise: Tensor) -> Tensor:
+    """Norms around 1, matrices scaled to keep the variance; rounded to bfloat16, so that models of both
+    types hold the same values."""
+    return (1 + 0.1 * noise if "norm" in name else noise * noise.shape[-1] ** -0.5).to(torch.bfloat16)
+
+
+def codec_values(name: str, noise: Tensor) -> Tensor:
+    """A spread that keeps the decoder's activations near one."""
+    last = name.rsplit(".", 1)[1]
+    if last == "cluster_usage":
+        return noise.abs() + 0.5
+    if last in ("alpha", "beta"):
+        return 0.3 * noise
+    if last in ("gamma", "scale"):
+        return 0.5 * noise
+    if last == "bias":
+        return 0.02 * noise
+    if noise.dim() == 1:
+        return 1.0 + 0.1 * noise
+    transposed = ".block.1.conv." in name or name.startswith(("decoder.upsample.0.0", "decoder.upsample.1.0"))
+    fan = 2 * noise.shape[0] if transposed else math.prod(noise.shape[1:])
+    return noise if last == "embedding_sum" else 0.8 / math.sqrt(fan) * noise
+
+
+def ends_when_allowed(end: int, never: bool = False) -> Rule:
+    """Values of a model that draws the id `end` wherever `min_new_tokens` lets it, or `never`.
+
+    Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only
+    the end's logit reads it.
+    """
+
+    def values(name: str, noise: Tensor) -> Tensor:
+        made = as_published(name, noise)
+        if ".codec_embedding." in name:
+            made[:, 0] = 0.1
+        elif name.startswith("talker.model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            made[0] = 0
+        elif name == "talker.codec_head.weight":
+            made[end] = 0
+            made[end, 0] = -200 if never else 200
+        return made
+
+    return values
+
+
+Module = TypeVar("Module", bound=nn.Module)
+SPARK_LM = LmConfig(
+    hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, eps=1e-6, rope_theta=1e6, vocab=166_000,
+    max_positions=32_768, tied=True, eos=151_645,
+)  # fmt: skip
+_VOCOS = VocosConfig(1024, 384, 2048, 12, 1024, (1, 1))
+SPARK_CODEC = BiCodecConfig(
+    MelConfig(16_000, 1024, 640, 320, 10.0, 128), _VOCOS, _VOCOS, SpeakerConfig(128, 1024, 128, 32, (4,) * 6),
+    WaveConfig(1024, 1536, (8, 5, 4, 2), (16, 11, 8, 4)), 8192, 8,
+)  # fmt: skip
+
+
+def spark_config(folder: Path) -> SparkConfig:
+    """The config of a checkpoint that would lie in this folder."""
+    return SparkConfig(folder, 16_000, 96_000, SPARK_CODEC, SPARK_LM, volume_normalize=True)
+
+
+def dummy_bicodec(
+    settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+) -> tuple[AudioTokenizer, BiCodec]:
+    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for
+    `pipelines.spark_tts.wave_generator.prepared`."""
+
+    def made(make: Callable[[], Module]) -> Module:
+        with torch.device("meta"):
+            module = make()
+        module.to_empty(device=device).requires_grad_(False).eval()
+        fill(module)
+        return module
+
+    codec = SPARK_CODEC
+    quantizer = made(lambda: SemanticQuantizer(codec.encoder.output, codec.codebook_size, codec.codebook_dim))
+    speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
+    prenet = made(lambda: Prenet(codec.prenet, codec.speaker.output)).to(dtype)
+    wave = made(lambda: WaveGenerator(codec.wave))
+    mel = MelMagnitudes(codec.mel, settings.sample_rate, device)
+    decoder = BiCodec(codec, quantizer, speaker, prenet, prepared(wave, dtype, fused))
+    return AudioTokenizer(encoder, quantizer, speaker, mel), decoder
+
+
+_TEXT_IDS = 151_643
+FISH_CONTROLS = (
+    "<|pad|>", "<|phoneme_start|>", "<|phoneme_end|>", "<|text|>", "<|voice|>", "<|interleave|>", "<|audio_start|>", "<|audio_end|>",
+    "<|audio_pad|>",
+)  # fmt: skip
+_FISH_STACK = CodecStackConfig(1, 32, 1, 32, 48, 8)
+TINY_FISH_CODEC = FishCodecConfig(
+    encoder_dim=2, encoder_stacks=(None,) * 4, decoder_dim=16, latent=32, residual_codes=16, semantic_codes=64, pre=_FISH_STACK,
+    post=_FISH_STACK,
+)  # fmt: skip
+_FISH_SIZES = ("dim", "n_layer", "n_head", "n_local_heads", "head_dim", "intermediate_size")
+
+
+def fish_config(folder: Path, tiny: bool = False) -> FishConfig:
+    """A folder with the published config.json and no weights, for vLLM's `load_format="dummy"`; `tiny` is for
+    trying things out."""
+    sizes = (64, 2, 2, 1, 32, 96) if tiny else (2560, 36, 32, 8, 128, 9728)
+    slow = dict(zip(_FISH_SIZES, sizes, strict=True))
+    fast, codes, text = (
+        {**slow, "n_layer": 1 if tiny else 4},
+        64 if tiny else 4096,
+        300 if tiny else _TEXT_IDS,
+    )
+    first = text + 3 + len(FISH_CONTROLS)
+    shared = {"rope_base": 1_000_000, "norm_eps": 1e-6}
+    # The published vocabulary has two spare ids behind the semantic tokens.
+    text_config = {
+        **slow,
+        **shared,
+        "vocab_size": first + codes + 2,
+        "max_seq_len": 32_768,
+        "attention_qk_norm": True,
+    }
+    decoder = {**fast, **shared, "vocab_size": codes, "num_codebooks": 10, "text_dim": slow["dim"]}
+    content = {
+        "model_type": "fish_qwen3_omni",
+        "eos_token_id": text + 2,
+        "semantic_start_token_id": first,
+        "semantic_end_token_id": first + codes - 1,
+        "text_config": text_config,
+        "audio_decoder_config": decoder,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    config = FishConfig.from_folder(folder)
+    return replace(config, codec=TINY_FISH_CODEC) if tiny else config
+
+
+def dummy_fish_codec(
+    config: FishConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+) -> Codec:
+    return codec_from(config.codec, DummyWeights(device), device, dtype, fused)
+
+
+def dummy_fish_frames(
+    config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True
+) -> EngineFrames:
+    """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a
+    seed of its own."""
+    weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
+    norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
+    slow = config.slow
+    backbone = StackTensors(
+        (), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
+    )
+    drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
+    tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
+    state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
+    defaults = config.sampling
+    how = defaults.temperature, defaults.top_k, defaults.top_p
+    sampling, nothing = SamplingParams(*how, 1.0, *how, min_new_tokens=0), np.zeros(0, np.int64)
+    state.place([Placement(slot, (), slot, sampling, nothing, norm, 0) for slot in range(slots)])
+    return EngineFrames(tensors, state, graphed)
+
+
+def _keeping_variance(name: str, noise: Tensor) -> Tensor:
+    return torch.ones_like(noise) if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
+
+
+#: Ids of the published tokenizer.
+_START, _END, _ASSISTANT = 151644, 151645, 77091
+FRAMES_PER_SECOND = 12.5
+SENTENCE = "The birch canoe slid on the smooth planks."
+#: What a codec's encoder has next to nothing of, to try a benchmark on a CPU.
+_TINY_ENCODER = {
+    "hidden_size": 32, "num_filters": 4, "codebook_dim": 6, "vector_quantization_hidden_dimension": 6, "num_hidden_layers": 1,
+    "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+class _Noted(DummyWeights):
+    """Dummy weights that are kept by name, on the host."""
+
+    def __init__(self, device: torch.device, rule: Rule) -> None:
+        super().__init__(device, rule)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        made = super().take(name, shape, dtype, device)
+        self.tensors[name] = made.to("cpu").contiguous()
+        return made
+
+
+@torch.inference_mode()
+def write_checkpoint(
+    folder: Path, size: str, device: torch.device, texts: Sequence[str], seconds: float | None = None
+) -> None:
+    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from
+    `texts`.
+
+    With `seconds` it never draws the end; that is the length of every speech whose request asks for no
+    shorter one.
+    """
+    from pipelines.qwen3_tts.speaker import CodecEncoder  # transformers takes seconds to import
+
+    codec_folder = folder / "speech_tokenizer"
+    codec_folder.mkdir(parents=True)
+    _write_json(folder / "config.json", qwen3_config(size))
+    _write_json(codec_folder / "config.json", _codec_config(size))
+    _write_tokenizer(folder / "tokenizer.json", texts)
+    if seconds is not None:
+        frames = round(seconds * FRAMES_PER_SECOND)
+        # One more than its frames: the last draw would be the end.
+        _write_json(folder / "generation_config.json", {"max_new_tokens": frames + 1})
+    config = Qwen3TTSConfig.from_folder(folder)
+    main = _Noted(device, ends_when_allowed(config.ids.eos, never=seconds is not None))
+    take_weights(main, config, torch.bfloat16, device)
+    save_file(main.tensors, folder / "model.safetensors")
+
+    shape = CodecConfig.load(codec_folder)
+    codec = _Noted(device, codec_values)
+    CodecDecoder(shape.decoder, codec, device, torch.float32, fused=False)
+    CodecEncoder(shape, codec, device)
+    save_file(codec.tensors, codec_folder / "model.safetensors")
+
+
+def _codec_config(size: str) -> dict[str, Any]:
+    """The keys of speech_tokenizer/config.json that inference reads; the encoder's defaults are the
+    published sizes."""
+    tiny = size == "tiny"
+    return {
+        "model_type": "qwen3_tts_tokenizer_12hz",
+        "encoder_valid_num_quantizers": 16,
+        "input_sample_rate": 24_000,
+        "output_sample_rate": 24_000,
+        "decode_upsample_rate": 1920,
+        "encode_downsample_rate": 1920,
+        "decoder_config": {**asdict(TINY_CODEC if tiny else PUBLISHED_CODEC), "hidden_act": "silu"},
+        "encoder_config": _TINY_ENCODER if tiny else {},
+    }
+
+
+def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    )
+    made = json.loads(tokenizer.to_str())
+    specials = {"<|im_start|>": _START, "<|im_end|>": _END, "assistant": _ASSISTANT}
+    made["model"]["vocab"] |= specials
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
+    tokenizer.save(str(path))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("size", choices=("0b6", "1b7", "tiny"))
+    made.add_argument("folder", type=Path)
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")
+    made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it")
+    options = made.parse_args()
+    texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else [SENTENCE]
+    write_checkpoint(options.folder, options.size, open_device(options.device), texts, options.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,502 @@
+"""The figures that need no GPU, each beside what this machine does for the bare work, measured in the same run.
+
+    python -m benchmarks [--postgres URL]           # the job system: ingest, ledger, the whole path, the embedded voice
+    python -m benchmarks.cpu packs [--items N]      # a job with packs beside the same job without
+    python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
+
+They write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
+the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import psycopg
+import sqlalchemy as sa
+
+from benchmarks import voices
+from benchmarks.report import ROOT, Figure, report
+from benchmarks.stream_clients import SENTENCES
+from jobs.checks import Quality
+from jobs.ingest import submit
+from jobs.ledger import Ledger
+from jobs.ledger.records import Artifact, Done, Job, JobSpec, NewJob, NewShard
+from jobs.settings import load_settings
+from jobs.store import open_store
+from jobs.where import parse_where
+from pipelines.audio import encode
+
+if TYPE_CHECKING:
+    from hibari import Hibari
+
+SHARD_ITEMS, STAGE_ITEMS, COMMIT_ITEMS, COMMITTED_SHARDS = 256, 10_240, 64, 40
+#: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
+FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
+#: Larger jobs are read whole only where a filter keeps few items.
+WHOLE_ITEMS = 2_000_000
+#: The columns of a row of item `i` of `filters`, as both databases write them: scores that are spread evenly.
+_SPREAD = "((i * {0} + {1}) % 1000003) / 1000003.0"
+_SCORES = ", ".join(
+    (_SPREAD.format(48271, 11), f"1 + 4 * {_SPREAD.format(69621, 7)}", _SPREAD.format(39373, 5))
+)
+_SERIES = {
+    "sqlite": "(WITH RECURSIVE series(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM series WHERE i + 1 < {0}) SELECT i FROM series)",
+    "postgresql": "(SELECT i::bigint AS i FROM generate_series(0, {0} - 1) AS series(i)) AS numbers",
+}
+_NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
+_SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
+
+
+def write_lines(path: Path, count: int) -> None:
+    """A file of `count` dialogues of about 200 bytes."""
+    with path.open("w") as file:
+        for number, text in enumerate(islice(cycle(SENTENCES), count)):
+            system, audio = ["system", "text", "Read it calmly."], ["assistant", "audio", f"wav/{number}.wav"]
+            line = {
+                "example_id": f"utterance-{number:09d}",
+                "messages": [system, ["user", "text", text], audio],
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def run_job(
+    source: Path, home: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> tuple[Any, Job]:
+    """`nightjar run` over a file: what it printed, and the job in its ledger."""
+    command = [sys.executable, "-m", "jobs", "run", str(source), "--out", str(home), "--json", *options]
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=False)
+    status = json.loads(done.stdout.splitlines()[-1])
+    with closing(Ledger.open(f"sqlite:///{home}/.nightjar/ledger.sqlite")) as ledger:
+        return status, ledger.job(status["job"])
+
+
+def run_seconds(job: Job) -> float:
+    """From the first claim of a shard to the end of the job."""
+    if job.started_at is None or job.finished_at is None:
+        raise RuntimeError(f"The job {job.id} has not ended.")
+    return job.finished_at - job.started_at
+
+
+def new_database(server: str, name: str) -> str:
+    """The URL of a new empty database of a PostgreSQL server."""
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"'.encode())
+    return f"{server.rpartition('/')[0]}/{name}"
+
+
+def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
+    """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
+    source = folder / "input.jsonl"
+    write_lines(source, lines)
+    figures: list[Figure] = []
+    bare_sqlite = lambda: _bare_sqlite(folder / "bare.sqlite", lines)  # noqa: E731
+    databases = [("SQLite", f"sqlite:///{folder}/ledger.sqlite", "150,000", bare_sqlite)]
+    if postgres is not None:
+        bare = new_database(postgres, "bare")
+        databases.append(
+            ("PostgreSQL", new_database(postgres, "ingest"), "100,000", lambda: _bare_postgres(bare, lines))
+        )
+    for name, url, aim, bare_rate in databases:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.cpu",
+            "ingest-once",
+            url,
+            str(folder / name),
+            str(source),
+        ]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        result, limit = json.loads(done.stdout), bare_rate()
+        rate, bare_name = lines / result["seconds"], "bare insert of the item rows"
+        figures += [
+            Figure(f"ingest into {name}", rate, "lines/s", f">= {aim}", limit, bare_name),
+            Figure(f"ingest into {name}, memory", result["rss_mb"], "MB RSS", "<= 200"),
+            Figure(f"status at {lines:,} items, {name}", _status_ms(url, result["job"]), "ms", "<= 50"),
+        ]
+    return figures
+
+
+def _bare_sqlite(path: Path, lines: int) -> float:
+    """Rows a second of the driver's executemany into a table with the items' keys."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(
+            "CREATE TABLE items (job INT, idx INT, example_id TEXT, UNIQUE (job, example_id), PRIMARY KEY (job, idx)) WITHOUT ROWID"
+        )
+        start = time.perf_counter()
+        for first in range(0, lines, 10_000):
+            rows = [
+                (1, index, f"utterance-{index:09d}") for index in range(first, min(first + 10_000, lines))
+            ]
+            with connection:
+                connection.executemany("INSERT INTO items VALUES (?, ?, ?)", rows)
+        return lines / (time.perf_counter() - start)
+
+
+def _bare_postgres(url: str, lines: int) -> float:
+    """Rows a second of COPY into a table with the items' keys."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "CREATE TABLE items (job INT, idx BIGINT, example_id TEXT, PRIMARY KEY (job, idx), UNIQUE (job, example_id))"
+        )
+        start = time.perf_counter()
+        for first in range(0, lines, 10_000):
+            with connection.cursor().copy("COPY items FROM STDIN") as copy:
+                for index in range(first, min(first + 10_000, lines)):
+                    copy.write_row((1, index, f"utterance-{index:09d}"))
+        return lines / (time.perf_counter() - start)
+
+
+def _status_ms(url: str, job: str) -> float:
+    """Median milliseconds of the ledger's status call."""
+    times: list[float] = []
+    with closing(Ledger.open(url)) as ledger:
+        for _ in range(21):
+            start = time.perf_counter()
+            ledger.status(job)
+            times.append((time.perf_counter() - start) * 1000)
+    return statistics.median(times)
+
+
+def ledger_alone(url: str, name: str, items: int) -> list[Figure]:
+    """Staging of items, and commits of outcomes in micro-batches, in an empty database."""
+    with closing(Ledger.open(url)) as ledger:
+        ledger.migrate()
+        job = ledger.begin_job(NewJob(JobSpec("fake"), "spec", "input", "sha", "key", "file:///store"))
+        firsts = range(0, items, STAGE_ITEMS)
+        staged = sum(_stage(ledger, job.id, first, min(items, first + STAGE_ITEMS)) for first in firsts)
+        ledger.seal_job(job.id)
+        shards = min(COMMITTED_SHARDS, items // SHARD_ITEMS)
+        committed = sum(_commit_next(ledger) for _ in range(shards))
+    aim = ">= 250,000" if name == "SQLite" else ">= 200,000"
+    about = f"items committed by {COMMIT_ITEMS}, one worker, {name}"
+    return [
+        Figure(f"items staged, {name}", items / staged, "items/s", aim),
+        Figure(about, shards * SHARD_ITEMS / committed, "items/s"),
+    ]
+
+
+def _stage(ledger: Ledger, job_id: str, first: int, end: int) -> float:
+    shards = [
+        NewShard(
+            no=start // SHARD_ITEMS,
+            items=tuple((n, f"utterance-{n:09d}") for n in range(start, min(end, start + SHARD_ITEMS))),
+            input_key=f"jobs/{job_id}/input/{start // SHARD_ITEMS:06d}.jsonl.zst",
+            input_sha256="0" * 64,
+            estimated_ms=60_000,
+        )
+        for start in range(first, end, SHARD_ITEMS)
+    ]
+    start_at = time.perf_counter()
+    ledger.stage(job_id, shards, [], end)
+    return time.perf_counter() - start_at
+
+
+def _commit_next(ledger: Ledger) -> float:
+    """Seconds from claim to finish of one shard."""
+    (ticket,) = ledger.take_ready(1)
+    start_at = time.perf_counter()
+    lease = ledger.claim(ticket, "worker", 60)
+    assert lease is not None
+    audio = ("0" * 64, 480_000, 10_000, 24_000, 240_000)
+    done = [
+        Done(index, (Artifact(index, "audio", f"{index}.wav", *audio, index),)) for index in lease.open_items
+    ]
+    for first in range(0, len(done), COMMIT_ITEMS):
+        ledger.commit(lease.ticket, done[first : first + COMMIT_ITEMS])
+    ledger.finish_shard(lease.ticket)
+    return time.perf_counter() - start_at
+
+
+def whole_path(folder: Path, items: int) -> Figure:
+    """Items a second from the first claim to the end of `nightjar run` with an engine that costs nothing, on SQLite and
+    a folder."""
+    source = folder / "path.jsonl"
+    write_lines(source, items)
+    voice = voices.install(folder / "voice")
+    options = ("--model", voices.INSTANT, "--qa", "off")
+    status, job = run_job(source, folder / "home", *options, environment=voice)
+    assert status["items"]["done"] == items
+    limit, name = _bare_writes(folder / "bare", items), "encode, hash and write, one thread"
+    return Figure("whole path, free engine", items / run_seconds(job), "items/s", ">= 5,000", limit, name)
+
+
+def _bare_writes(folder: Path, items: int) -> float:
+    """Files a second of a loop that encodes, hashes and writes the same audio."""
+    folder.mkdir()
+    samples, start = voices.sound(0.12), time.perf_counter()
+    for index in range(items):
+        data = encode(samples, voices.RATE, "wav")
+        hashlib.sha256(data).hexdigest()
+        with io.FileIO(folder / f"{index}.wav", "xb") as file:
+            file.write(data)
+    return items / (time.perf_counter() - start)
+
+
+def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Figure:
+    """`nightjar run` with the embedded voice against the bare voice on as many threads, the bare one before and
+    after."""
+    from hibari import Hibari
+
+    source = folder / "voice.jsonl"
+    write_lines(source, sentences)
+    voice, threads = Hibari(), len(os.sched_getaffinity(0))
+    voice("Warm up.")
+    before = _bare_rtfx(voice, threads, bare_seconds)
+    status, job = run_job(source, folder / "voice-home")
+    limit = (before + _bare_rtfx(voice, threads, bare_seconds)) / 2
+    kept, name = status["audio_seconds"] / run_seconds(job), f"bare hibari, {threads} threads"
+    return Figure("hibari through nightjar run", kept, "RTFx", ">= 90 % of bare", limit, name)
+
+
+def _bare_rtfx(voice: Hibari, threads: int, seconds: float) -> float:
+    """Audio seconds a second that `threads` make of separate sentences with one stock voice, and nothing else."""
+    made = [0.0] * threads
+    start = time.perf_counter()
+
+    def work(number: int) -> None:
+        for index, text in enumerate(cycle(SENTENCES)):
+            if time.perf_counter() - start >= seconds:
+                return
+            made[number] += len(voice(text, seed=index)) / voice.sample_rate
+
+    crew = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    return sum(made) / (time.perf_counter() - start)
+
+
+def load_figure() -> Figure:
+    return Figure(
+        "load of the machine at the end", os.getloadavg()[0], "processes", f"{os.cpu_count()} cores"
+    )
+
+
+def packs_once(
+    folder: Path, source: Path, items: int, variables: Mapping[str, str], *, pack: bool
+) -> tuple[float, ...]:
+    """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new home."""
+    from benchmarks.job import s3_settings
+
+    home, packed = folder / "home", ["--pack"] if pack else []
+    status, job = run_job(
+        source, home, "--model", voices.INSTANT, "--qa", "off", *packed, environment=variables
+    )
+    assert status["items"]["done"] == items
+
+    def timed(command: str, *words: str) -> float:
+        whole = [sys.executable, "-m", "jobs", command, job.id, "--out", str(home), "-q", *words]
+        start = time.perf_counter()
+        subprocess.run(whole, cwd=ROOT, env={**os.environ, **variables}, check=True)
+        return time.perf_counter() - start
+
+    verify_seconds = timed("verify", "--sample", "0")
+    export_seconds = timed("export", "--format", "webdataset", "--to", str(folder / "exported"))
+    store = open_store(job.store_url, s3_settings())
+    objects = sum(1 for kind in ("audio", "packs") for _ in store.list(f"jobs/{job.id}/{kind}/"))
+    for made in (home, folder / "exported"):
+        shutil.rmtree(made)
+    return items / run_seconds(job), verify_seconds, export_seconds, float(objects)
+
+
+def packs_figures(folder: Path, items: int, seconds: float, rounds: int) -> list[Figure]:
+    """Jobs with and without packs take turns, and the median of the rounds counts, so that both meet the same load of the
+    machine."""
+    source, voice = folder / "input.jsonl", voices.install(folder / "voice", seconds=seconds)
+    write_lines(source, items)
+    figures: list[Figure] = []
+    for name in ["folder", *(["S3"] if "BENCH_STORE" in os.environ else [])]:
+        made: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+        for number in range(rounds):
+            for pack in (False, True):
+                bucket = f"{os.environ.get('BENCH_STORE')}/{number}-{pack}"
+                variables = {**voice, **({"SPEECH_STORE_URL": bucket} if name == "S3" else {})}
+                made[pack].append(packs_once(folder, source, items, variables, pack=pack))
+        loose, packed = (
+            [statistics.median(one) for one in zip(*made[pack], strict=True)] for pack in (False, True)
+        )
+        about = "one object per item"
+        figures += [
+            Figure(f"{name}, {about}", loose[0], "items/s"),
+            Figure(f"{name}, packs", packed[0], "items/s", "", loose[0], about),
+            Figure(f"{name}, verify of {about}", loose[1], "s"),
+            Figure(f"{name}, verify of packs", packed[1], "s"),
+            Figure(f"{name}, export of {about} (webdataset)", loose[2], "s"),
+            Figure(f"{name}, export of packs (webdataset)", packed[2], "s"),
+            Figure(f"{name}, objects with audio, one per item", loose[3], "objects"),
+            Figure(f"{name}, objects with audio, packs", packed[3], "objects"),
+        ]
+    return [*figures, load_figure()]
+
+
+def made_job(ledger: Ledger, items: int) -> str:
+    """A job of `items` items that are done, made by the database from a series of numbers, with an artifact and three
+    scores each; its id."""
+    ledger.migrate()
+    spec = JobSpec("instant", quality=Quality(meters={"asr": {}}), pack=True)
+    job = ledger.begin_job(NewJob(spec, "spec", "input", "input", "key", "file:///store"))
+    kind = ledger.database.engine.dialect.name
+    name, shard = _NAME[kind], 10_000
+    artifact = "sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at"
+    values = f"{_SHA[kind]}, 500, 10000, 24000, 240000, i, 1, '{{}}', 1.0"
+    rows = {
+        "items (job_no, idx, example_id, shard_no, state, attempts)": f"1, i, {name}, i / {shard}, 1, 1",
+        f"artifacts (job_no, idx, kind, key, {artifact})": f"1, i, 'audio', 'audio/' || {name}, {values}",
+        "scores (job_no, idx, draw, wer, distillmos, pause)": f"1, i, 0, {_SCORES}",
+    }
+    shards = "shards (job_id, job_no, no, state, first_index, last_index, n_items, n_done, estimated_ms, input_key, input_sha256)"
+    numbers = f"i, 'done', i * {shard}, (i + 1) * {shard} - 1, {shard}, {shard}, 1, 'key', ''"
+    statements = [
+        f"INSERT INTO {shards} SELECT '{job.id}', 1, {numbers} FROM {_SERIES[kind].format(-(-items // shard))}",
+        *(
+            f"INSERT INTO {into} SELECT {row} FROM {_SERIES[kind].format(items)}"
+            for into, row in rows.items()
+        ),
+        f"UPDATE jobs SET state = 'completed', total_items = {items}, finished_at = 1",
+        "ANALYZE",
+    ]
+    for statement in statements:
+        with ledger.database.engine.begin() as connection:
+            connection.execute(sa.text(statement))
+    return job.id
+
+
+def filter_figures(url: str, items: int, name: str) -> list[Figure]:
+    """The time to the first page and the whole time of each filter, beside those without one."""
+    figures: list[Figure] = []
+    about = f"{items:,} items, {name}"
+    with closing(Ledger.open(url)) as ledger:
+        job_id = made_job(ledger, items)
+
+        def read(text: str, whole: bool) -> tuple[float, float, int]:
+            start = time.perf_counter()
+            rows = ledger.items(job_id, where=parse_where(text) if text else None)
+            first = next(rows, None)
+            first_ms = (time.perf_counter() - start) * 1000
+            count = int(first is not None) + (sum(1 for _ in rows) if whole else 0)
+            return first_ms, time.perf_counter() - start, count
+
+        read("wer < 0.001", True)
+        bare_ms, bare_seconds, _ = read("", items <= WHOLE_ITEMS)
+        figures.append(Figure(f"no filter, first page, {about}", bare_ms, "ms"))
+        bare = bare_seconds if items <= WHOLE_ITEMS else None
+        for share, text in FILTERS.items():
+            first_ms, seconds, kept = read(text, True)
+            figures += [
+                Figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter"),
+                Figure(
+                    f"keeps {share}, all pages, {about}", seconds, "s", f"{kept:,} items", bare, "no filter"
+                ),
+            ]
+    return figures
+
+
+@contextmanager
+def in_folder() -> Iterator[Path]:
+    """A temporary folder that other users may read: some servers run as another one."""
+    with tempfile.TemporaryDirectory(prefix="nightjar-bench-", ignore_cleanup_errors=True) as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+POSTGRES = click.option(
+    "--postgres",
+    envvar="BENCH_POSTGRES",
+    metavar="URL",
+    help="A PostgreSQL server, as in postgresql://user@host/postgres.",
+)
+
+
+@click.group()
+def main() -> None:
+    """Measures Nightjar on this machine."""
+
+
+@main.command()
+@click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
+@click.option("--items", default=30_000, show_default=True, help="Items of the whole path.")
+@click.option("--sentences", default=4000, show_default=True, help="Sentences of the embedded voice.")
+@click.option("--name", default="cpu", show_default=True, help="Name of the file of results.")
+@POSTGRES
+def jobs(lines: int, items: int, sentences: int, name: str, postgres: str | None) -> None:
+    """The job system's own cost, and what a run keeps of hibari."""
+    with in_folder() as folder:
+        figures = ingest(folder, lines, postgres)
+        figures += ledger_alone(f"sqlite:///{folder}/alone.sqlite", "SQLite", lines)
+        if postgres is not None:
+            figures += ledger_alone(new_database(postgres, "ledger"), "PostgreSQL", lines)
+        figures += [whole_path(folder, items), voice_share(folder, sentences)]
+    report("Nightjar on this machine", name, figures)
+
+
+@main.command()
+@click.argument("url")
+@click.argument("store")
+@click.argument("source")
+def ingest_once(url: str, store: str, source: str) -> None:
+    """Ingests one file: prints seconds, the most memory that this process held, and the job."""
+    with closing(Ledger.open(url)) as ledger:
+        ledger.migrate()
+        start = time.perf_counter()
+        result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))
+        seconds = time.perf_counter() - start
+    # Unlike `ru_maxrss` it does not begin with the memory of the parent.
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1000
+    print(json.dumps({"seconds": seconds, "rss_mb": peak, "job": result.job.id}))
+
+
+@main.command()
+@click.option("--items", default=5000, show_default=True, help="Items of each job.")
+@click.option("--seconds", default=2.0, show_default=True, help="Audio of each item.")
+@click.option("--rounds", default=3, show_default=True, help="Jobs of each kind.")
+@click.option("--name", default="packs", show_default=True, help="Name of the file of results.")
+def packs(items: int, seconds: float, rounds: int, name: str) -> None:
+    """Jobs with packs beside jobs without, into a folder and into an S3 server."""
+    with in_folder() as folder:
+        figures = packs_figures(folder, items, seconds, rounds)
+    report(f"{items:,} items of {seconds:g} s, with and without packs", name, figures)
+
+
+@main.command()
+@click.option(
+    "--items", "sizes", multiple=True, type=int, default=(1_000_000,), show_default=True, help="Of a ledger."
+)
+@click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
+@POSTGRES
+def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
+    """Filters of items beside no filter, on each ledger."""
+    figures: list[Figure] = []
+    with in_folder() as folder:
+        for items in sizes:
+            figures += filter_figures(f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
+            if postgres is not None:
+                figures += filter_figures(new_database(postgres, f"filters{items}"), items, "PostgreSQL")
+    report("Filters on this machine", name, [*figures, load_figure()])
+
+
+if __name__ == "__main__":
+    main()

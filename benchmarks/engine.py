@@ -1,0 +1,613 @@
+"""Qwen3-TTS end to end on random weights of full size: prompt ids in, float32 samples on the host out, through the
+real engine.
+
+    python -m benchmarks.engine --sizes 0b6 1b7 --slots 1024 512 128 --codec --reproducible 512 --long-prompts 1024
+    python -m benchmarks.engine --device cpu --tiny --slots 4
+
+A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the
+engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice
+as many utterances are out as there are slots: the whole, the language model without the codec, and the codec alone;
+each row has its share of the floor. What is quoted is sustained: the smaller of what the language model made and what
+was heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
+codec takes alone, where it was measured, and `lm` the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
+from benchmarks.common import Bench, GpuUse, Row, ThreadUse, memory, parser, serves
+from benchmarks.floors import device_named, floor_ms, mean_context
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
+from pipelines.engine.core import EngineOptions, Finish
+from pipelines.engine.engine import Engine
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.opening import NativeModelOptions, open_executor
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.engine.state import SamplingParams
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
+from pipelines.qwen3_tts.execution import engine_options, open_stage
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.pipeline import FrameRequestInfo
+from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
+from pipelines.request import Done, Event, Failed, Listener
+from pipelines.results import Utterance
+
+SAMPLE_RATE = 24_000
+#: Text tokens of a second of speech.
+TOKENS_PER_SECOND = 3.3
+MAX_TOKENS, MAX_CONTEXT, PAGE_SIZE = 2048, 4096, 64
+#: Positions that long prompts have more: a mean context of 300.
+MORE_TEXT = 192
+#: Seconds at most until a loop has settled, compilation of kernels included.
+SETTLE_SECONDS = 60.0
+
+Pool = Sequence[tuple[GenerationRequest, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for: seconds of the shortest and the longest utterance, and of a window that is measured."""
+
+    shortest: float
+    longest: float
+    seconds: float
+    #: Text tokens of every prompt beside those of its speech.
+    more_text: int = 0
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest utterance, its prompt included."""
+        return round(self.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32 + self.more_text
+
+    def lengths(self, count: int, seed: int = 0) -> list[int]:
+        """Frames of so many utterances."""
+        draw = np.random.default_rng(seed)
+        drawn = (float(draw.uniform(self.shortest, self.longest)) for _ in range(count))
+        return [max(round(seconds * FRAMES_PER_SECOND), 3) for seconds in drawn]
+
+
+def requests(model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MAX_TOKENS) -> Pool:
+    """Requests with the frames each will have; texts as long as the speech suggests."""
+    draw = np.random.default_rng(0)
+    made: list[tuple[GenerationRequest, int]] = []
+    for index in range(count):
+        seconds = float(draw.uniform(load.shortest, load.longest))
+        frames = max(round(seconds * FRAMES_PER_SECOND), 3)
+        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1) + load.more_text).tolist()
+        task = TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
+        prompt, sampling = build_prompt(model.config, task), SamplingParams(min_new_tokens=frames)
+        made.append((GenerationRequest(str(index), prompt, sampling, index, most_tokens), frames))
+    return made
+
+
+class Watched(FrameExecutor):
+    """A stopwatch around an executor, between `start` and `stop`: the host's time in it, and the time of its work
+    on the device's stream."""
+
+    def __init__(self, executor: FrameExecutor) -> None:
+        self._executor = executor
+        for name in (
+            "name",
+            "lag",
+            "kernels",
+            "packed",
+            "reproducible",
+            "state",
+            "kv",
+            "batch_sizes",
+            "stream",
+        ):
+            setattr(self, name, getattr(executor, name))
+        self.device, self._on, self._began = executor.kv.k.device, False, 0.0
+        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self._host: dict[str, float] = {}
+        self._turns = self._admitted = 0
+
+    def start(self) -> None:
+        self._spans = {"prefill": [], "frames": []}
+        self._host = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
+        self._turns = self._admitted = 0
+        self._began, self._on = time.perf_counter(), True
+
+    def stop(self) -> dict[str, Any]:
+        """Shares of the time between: what the host did, `host_other` being the scheduler; the device's stream with
+        this executor."""
+        self._on, seconds = False, time.perf_counter() - self._began
+        found: dict[str, Any] = {f"host_{name}": spent / seconds for name, spent in self._host.items()}
+        found["host_other"] = 1 - sum(found.values())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            for name, spans in self._spans.items():
+                took = sum(begin.elapsed_time(end) for begin, end in spans)
+                found[f"stream_{name}"] = took / 1000 / seconds
+            found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
+        counts = {"turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
+        return found | counts
+
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        begin = time.perf_counter()
+        found = self._executor.embed_all(prompts)
+        self._spent("embed", begin)
+        return found
+
+    def embed(self, prompt: object) -> Tensor:
+        begin = time.perf_counter()
+        found = self._executor.embed(prompt)
+        self._spent("embed", begin)
+        self._admitted += 1
+        return found
+
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        self._executor.take_text(ids)
+
+    def prefill(self, runs: Sequence[PrefillRun]) -> None:
+        begin, first = time.perf_counter(), self._mark()
+        self._executor.prefill(runs)
+        self._between("prefill", first)
+        self._spent("prefill", begin)
+
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
+        begin, first = time.perf_counter(), self._mark()
+        pending = self._executor.frames(slots, count, settings)
+        self._between("frames", first)
+        self._spent("frames", begin)
+        self._turns += 1
+
+        def waited() -> FrameCodes:
+            begin = time.perf_counter()
+            found = pending()
+            self._spent("wait", begin)
+            return found
+
+        return waited
+
+    def prepare(self) -> bool:
+        return self._executor.prepare()
+
+    def _spent(self, name: str, begin: float) -> None:
+        if self._on:
+            self._host[name] += time.perf_counter() - begin
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._on or self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, name: str, first: torch.cuda.Event | None) -> None:
+        if first is not None and (last := self._mark()) is not None:
+            self._spans[name].append((first, last))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came out so far. Threads add to it under its lock; reading one field needs none."""
+
+    utterances: int = 0
+    frames: int = 0
+    wrong: int = 0
+    #: Checksums of the probes' codes, and how often each came.
+    probes: dict[int, int] = field(default_factory=dict[int, int])
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def heard(self, frames: int, right: bool) -> None:
+        with self.lock:
+            self.utterances += 1
+            self.frames += frames
+            self.wrong += not right
+
+    def probed(self, codes: NDArray[np.int64]) -> None:
+        found = zlib.crc32(np.ascontiguousarray(codes).tobytes())
+        with self.lock:
+            self.probes[found] = self.probes.get(found, 0) + 1
+
+    def failed(self, error: BaseException | None) -> None:
+        if not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED):
+            with self.lock:
+                self.wrong += 1
+
+
+class Counter:
+    """A receiver that only counts: the language model without the codec."""
+
+    def __init__(self, loop: ClosedLoop, wanted: int) -> None:
+        self._loop, self._wanted = loop, wanted
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        """Counted at the end."""
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        self._loop.tally.heard(len(codes), finish == "eos" and len(codes) == self._wanted)
+        self._loop.room.release()
+
+    def failed(self, error: NightjarError) -> None:
+        self._loop.tally.failed(error)
+        self._loop.room.release()
+
+
+class Heard(Utterance[CodecState]):
+    """The receiver of the real pipeline, whose speech is counted. A `probe` is asked for again and again; its codes
+    must not depend on when."""
+
+    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool) -> None:
+        self._loop, self._wanted, self._probe = loop, wanted, probe
+        info = FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True)
+        super().__init__(info, stage, Listener(self._heard, lambda _done: None))
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        if self._probe:
+            self._loop.tally.probed(codes)
+        super().finished(codes, finish)
+
+    def _heard(self, event: Event) -> None:
+        tally = self._loop.tally
+        if isinstance(event, Failed):
+            tally.failed(event.error)
+        elif isinstance(event, Done):
+            speech = event.speech
+            frames = int(speech.meta["frames"])
+            whole = len(speech.samples) == frames * SAMPLE_RATE / FRAMES_PER_SECOND
+            tally.heard(frames, whole and frames == self._wanted and speech.meta["finish"] == "eos")
+        self._loop.room.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The counts at one moment: frames that the language model made, frames that were heard."""
+
+    at: float
+    made: int
+    heard: int
+    utterances: int
+    running: int
+
+
+def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
+    """What is sustained over the windows between marks: no more than was made, and no more than was heard."""
+    first, last = marks[0], marks[-1]
+    seconds = last.at - first.at
+    made, heard = last.made - first.made, last.heard - first.heard
+    sustained = min(made, heard) / seconds
+    each = [(b.made - a.made) / (b.at - a.at) for a, b in itertools.pairwise(marks)]
+    return {
+        "audio_s_per_s": sustained / FRAMES_PER_SECOND,
+        "frames_per_s": sustained,
+        "made_per_s": made / seconds,
+        "heard_per_s": heard / seconds,
+        "ms_per_frame": 1000 * slots / sustained if sustained else None,
+        "seconds": seconds,
+        "utterances": last.utterances - first.utterances,
+        "windows_made_per_s": each,
+        "spread": (max(each) - min(each)) * len(each) / sum(each) if sum(each) else None,
+        "running": sum(mark.running for mark in marks) / len(marks),
+    }
+
+
+class ClosedLoop:
+    """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
+
+    The engine rests while the codec is behind, as in the real pipeline, and a bounded number is on its way at a time.
+    With the codec, every `probe_every`-th request is the pool's first one with one seed.
+    """
+
+    def __init__(
+        self,
+        executor: Watched,
+        options: EngineOptions,
+        pool: Pool,
+        decoder: CodecDecoder | None,
+        probe_every: int = 0,
+    ) -> None:
+        self.tally, self.slots = Tally(), options.slots
+        self._places = 2 * options.slots + 1024
+        self.room = threading.Semaphore(self._places)
+        self._probe_every, self._executor = probe_every, executor
+        self._stage = None if decoder is None else open_stage(decoder)
+        # As many requests wait as a pipeline lets wait on a GPU.
+        self.engine = Engine(executor, options, options.slots, self._stage)
+        self._stop = threading.Event()
+        self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
+        self._feeder.start()
+
+    def _feed(self, pool: Pool) -> None:
+        for number, (request, frames) in enumerate(itertools.cycle(pool)):
+            self.room.acquire()
+            if self._stop.is_set():
+                self.room.release()
+                return
+            probe = bool(self._probe_every) and number % self._probe_every == 0
+            if probe:
+                request, frames = pool[0]
+            stage = self._stage
+            receiver = Counter(self, frames) if stage is None else Heard(self, frames, stage, probe)
+            named = replace(request, request_id=str(number), seed=0 if probe else number)
+            try:
+                self.engine.submit(named, receiver)
+            except SynthesisError:  # closed
+                return
+
+    def mark(self) -> Mark:
+        core = self.engine.core
+        made = core.frames_made
+        heard = made if self._stage is None else self.tally.frames
+        return Mark(time.perf_counter(), made, heard, self.tally.utterances, len(core.scheduler.running))
+
+    def settle(self, utterances: int, most_seconds: float) -> bool:
+        """Waits until that many utterances are out; whether they came in time and right."""
+        until = time.perf_counter() + most_seconds
+        while self.tally.utterances < utterances and self.tally.wrong == 0 and time.perf_counter() < until:
+            time.sleep(0.02)
+        return self.tally.utterances >= utterances and self.tally.wrong == 0
+
+    def measure(self, seconds: float, windows: int) -> dict[str, Any]:
+        """The figures of so many windows one after the other."""
+        use, threads, began = GpuUse(self._executor.device), ThreadUse(), time.process_time()
+        self._executor.start()
+        marks = [self.mark()]
+        for _ in range(windows):
+            time.sleep(max(marks[0].at + seconds * len(marks) - time.perf_counter(), 0))
+            marks.append(self.mark())
+        watched = self._executor.stop()
+        found, busy, shares = rates(marks, self.slots), use.stop(), threads.shares()
+        return {
+            **found,
+            "wrong_lengths": self.tally.wrong,
+            "process_cpu_share": (time.process_time() - began) / found["seconds"],
+            "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
+            "gpu_busy_nvml": busy,
+            **({"clocks": clocks} if (clocks := use.clocks()) else {}),
+            **watched,
+        }
+
+    def drain(self, most_seconds: float) -> bool:
+        """Asks for nothing more and waits for what is on its way; whether all of it came."""
+        self._stop.set()
+        until = time.perf_counter() + most_seconds
+        left = (max(until - time.perf_counter(), 0.001) for _ in range(self._places))
+        return all(self.room.acquire(timeout=seconds) for seconds in left)
+
+    def close(self) -> None:
+        """Ends everything; what is on its way is dropped."""
+        self._stop.set()
+        self.engine.close()
+        if self._stage is not None:
+            self._stage.close()
+        self.room.release()
+        self._feeder.join()
+
+
+def codec_alone(
+    decoder: CodecDecoder, lengths: Sequence[int], seconds: float, at_once: int = 512
+) -> dict[str, Any]:
+    """Whole utterances of these frames from codes on the host to samples on the host, through the engine's own
+    stage, which always has more to do."""
+    draw, size = np.random.default_rng(0), decoder.config.codebook_size
+    codes = [draw.integers(0, size, (frames, decoder.config.num_quantizers)) for frames in lengths]
+    stage, tally, room = open_stage(decoder), Tally(), threading.Semaphore(at_once)
+
+    def order(one: NDArray[np.int64]) -> None:
+        def done(samples: NDArray[np.float32] | NightjarError) -> None:
+            failed = isinstance(samples, NightjarError)
+            tally.heard(len(one), not failed and len(samples) == len(one) * decoder.samples_per_frame)
+            room.release()
+
+        room.acquire()
+        stage.decode(one, done)
+
+    for one in codes:
+        order(one)
+    while tally.utterances < len(codes):  # kernels are built
+        time.sleep(0.001)
+    feed = itertools.cycle(codes)
+    for one in itertools.islice(feed, 2 * at_once):
+        order(one)
+    before, began, threads = tally.frames, time.perf_counter(), ThreadUse()
+    for one in feed:
+        if tally.frames > before and time.perf_counter() - began >= seconds:
+            break
+        order(one)
+    took, frames, shares = time.perf_counter() - began, tally.frames - before, threads.shares()
+    stage.close()
+    rate = frames / took
+    return {
+        "us_per_frame": 1e6 / rate,
+        "ms_per_frame": 1000 / rate,
+        "frames_per_s": rate,
+        "audio_s_per_s": rate / FRAMES_PER_SECOND,
+        "seconds": took,
+        "wrong_lengths": tally.wrong,
+        "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
+    }
+
+
+class Throughput:
+    """One model and one decoder on one device, and the rows that they give."""
+
+    def __init__(self, bench: Bench, size: str, load: Load) -> None:
+        self.bench, self.size, self.load = bench, size, load
+        self.config = TINY_CODEC if size == "tiny" else PUBLISHED_CODEC
+        self.decoder = dummy_decoder(self.config, bench.device, bench.dtype)
+        self.limits = device_named(bench.found["device"])
+        self.model = dummy_model(size, bench.device, bench.dtype, MAX_CONTEXT, ends=True)
+        #: What the codec takes alone, where it was measured.
+        self.codec_us: float | None = None
+        chosen = (one.partition("=") for one in bench.options.option)
+        self.overrides = {name: int(number) for name, _, number in chosen}
+
+    def measure(
+        self,
+        slots: int,
+        parts: Sequence[str],
+        windows: int,
+        *,
+        reproducible: bool = False,
+        more_text: int = 0,
+    ) -> None:
+        """Rows of the parts "all" (with the codec) and "lm" (without it) with so many slots."""
+        gc.collect()
+        self.bench.clean()
+        load = replace(self.load, more_text=more_text)
+        executor, options, opened = self.open(slots, load, reproducible)
+        most = min(MAX_TOKENS, options.pages * PAGE_SIZE - 64 - more_text)
+        pool = requests(self.model, load, max(4 * slots, 64), most)
+        context = mean_context((len(request.prompt), frames) for request, frames in pool)
+        decoder = self.fixed_decoder() if reproducible else self.decoder
+        about: Row = {"frames_per_turn": options.frames_per_turn, "admit_turns": options.admit_turns}
+        about |= {"reproducible": reproducible, "more_text": more_text, "open_s": opened, "context": context}
+        about |= {"spare_slots": options.spare_slots}
+        for part in parts:
+            loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
+            try:
+                settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
+                row: Row = {"size": self.size, "part": part, "slots": slots, **about, "settled": settled}
+                row |= loop.measure(load.seconds, windows) | memory(self.bench.device)
+            finally:
+                loop.close()
+            row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
+            self.bench.add(row | {"floor_share": share(row), "split_ms": self.split_ms(row)})
+
+    def open(
+        self, slots: int, load: Load, reproducible: bool = False, wide: bool = True
+    ) -> tuple[Watched, EngineOptions, float]:
+        """The executor of so many slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
+        job has it, with spare slots."""
+        each, model = -(-load.positions // PAGE_SIZE), self.model
+        asked = NativeModelOptions(
+            slots=slots, pages=slots * each, page_size=PAGE_SIZE, max_context=MAX_CONTEXT
+        )
+        wide &= not reproducible
+        options = engine_options(model.config, model.device, model.dtype, asked, wide=wide)
+        options = replace(options, **self.overrides)
+        options = replace(options, pages=(slots + options.spare_slots) * each)
+        began = time.perf_counter()
+        executor = open_executor(model, options, reproducible=reproducible and self.bench.on_gpu)
+        return Watched(executor), options, time.perf_counter() - began
+
+    def fixed_decoder(self) -> CodecDecoder:
+        """The decoder of reproducible mode."""
+        device, dtype, rows = self.bench.device, self.decoder.dtype, self.bench.options.codec_rows
+        front = fuses_front(device, dtype, True, rows)
+        made = dummy_decoder(self.config, device, dtype, reproducible=True, fused_front=front)
+        made.prepare_utterances(rows)
+        return made
+
+    def codec(self) -> None:
+        """The row of the codec alone."""
+        tiny = self.size == "tiny"
+        lengths = [frames for _, frames in requests(self.model, self.load, 16 if tiny else 1024)]
+        found = codec_alone(self.decoder, lengths, self.load.seconds, 8 if tiny else 512)
+        row: Row = {"part": "codec", "size": "", **found, **memory(self.bench.device)}
+        row["floor_ms"] = floor_ms("codec", self.size, 1, 0, self.limits)
+        self.bench.add(row | {"floor_share": share(row)})
+        self.codec_us = found["us_per_frame"]
+
+    def split_ms(self, row: Row) -> dict[str, float]:
+        """Milliseconds of a frame of all slots by what the device did; together they are `ms_per_frame`. Empty where
+        no device was watched."""
+        if "stream_frames" not in row or not row.get("ms_per_frame"):
+            return {}
+        whole = row["ms_per_frame"]
+        codec = 0.0 if row["part"] == "lm" else row["slots"] * (self.codec_us or 0.0) / 1000
+        found = {"prefill": whole * row["stream_prefill"], "idle": whole * row["stream_idle"], "codec": codec}
+        return {"lm": whole - sum(found.values()), **found}
+
+
+def share(row: Row) -> float | None:
+    """The floor's part of the time that a frame took."""
+    return row["floor_ms"] / row["ms_per_frame"] if row.get("floor_ms") and row.get("ms_per_frame") else None
+
+
+def headlines(rows: Sequence[Row]) -> list[str]:
+    """What the rows say together: against the reference at the best of its batches that were measured, and what
+    reproducible mode costs."""
+    lines: list[str] = []
+    known = [row for row in rows if "audio_s_per_s" in row and not row.get("more_text")]
+    for size in dict.fromkeys(row["size"] for row in known if row["size"]):
+        ours = [row for row in known if row["size"] == size and row["part"] == "all"]
+        theirs = [row["audio_s_per_s"] for row in known if row["size"] == size and row["part"] == "reference"]
+        free = {row["slots"]: row["audio_s_per_s"] for row in ours if not row["reproducible"]}
+        if free and theirs:
+            best, other = max(free.values()), max(theirs)
+            lines.append(f"{size}: {best:,.0f} RTFx, the reference {other:,.0f}: {best / other:.1f} times")
+        for row in ours:
+            if row["reproducible"] and (usual := free.get(row["slots"])):
+                kept = row["audio_s_per_s"] / usual
+                lines.append(f"{size}, {row['slots']} slots: reproducible mode keeps {kept:.0%}")
+    return lines
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
+    made.add_argument("--slots", nargs="*", type=int, default=[512, 128])
+    made.add_argument("--parts", nargs="*", default=["all", "lm"], choices=("all", "lm"))
+    made.add_argument(
+        "--sweep", nargs="*", type=int, default=[], help="more numbers of slots, only the whole"
+    )
+    made.add_argument(
+        "--reproducible", nargs="*", type=int, default=[], help="the whole in reproducible mode"
+    )
+    made.add_argument("--codec-rows", type=int, default=256, help="of its codec; 0: batches of one length")
+    made.add_argument(
+        "--long-prompts", nargs="*", type=int, default=[], help="the whole at a mean context of 300"
+    )
+    made.add_argument("--codec", action="store_true", help="the codec alone first")
+    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
+    made.add_argument("--windows", type=int, default=5)
+    made.add_argument(
+        "--option", nargs="*", default=[], metavar="NAME=NUMBER", help="options of the engine: admit_turns=2"
+    )
+    made.add_argument(
+        "--also", nargs="*", type=Path, default=[], help="results whose rows stand first: the reference's"
+    )
+    options = made.parse_args()
+    load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
+    sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
+    about = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds}
+    bench = Bench("qwen3_tts", options, load={**about, "windows": windows}, switch_ms=serves())
+    for path in options.also:
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+            if row["size"] in sizes:
+                bench.add(row)
+    for size in sizes:
+        work = Throughput(bench, size, load)
+        if options.codec:
+            work.codec()
+        for slots in options.slots:
+            work.measure(slots, options.parts, windows)
+        for slots in options.reproducible:
+            work.measure(slots, ["all"], windows, reproducible=True)
+        for slots in options.sweep:
+            work.measure(slots, ["all"], windows)
+        for slots in options.long_prompts:
+            work.measure(slots, ["all"], windows, more_text=MORE_TEXT)
+        del work
+    bench.keep(headlines=headlines(bench.rows))
+    print("\n".join(bench.found["headlines"]))
+    return bench.end(
+        "size", "part", "slots", "reproducible", "more_text", "context", "audio_s_per_s", "frames_per_s",
+        "ms_per_frame", "floor_ms", "floor_share", "spread", "split_ms.lm", "split_ms.codec", "peak_gib",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,451 @@
+"""A job as a user types it, beside the engine alone: Qwen3-TTS at full size with random weights, utterances of 3 to 15
+seconds.
+
+    python -m benchmarks.job --sizes 0b6 1b7 --gpus 1 2 --slots 512
+    python -m tests.support.services python -m benchmarks.job --paths folder s3 --gpus 1 8 --minutes 9
+    python -m benchmarks.job --tree ../nightjar-before             # another version of the packages
+    python -m benchmarks.job --device cpu --tiny
+    python -m benchmarks.job --device cpu --instant 9 --gpus 1 8 --items 3000
+
+Rows of the path "engine" are `benchmarks.engine`, the closed loop, one process for each GPU. Those of "folder" are
+`nightjar run` with no setting, those of "s3" `nightjar submit` and `nightjar worker` with the services that the
+environment names. The jobs read a checkpoint from disk; their texts say how long each utterance is
+(`benchmarks.voices`), and their lengths are drawn as the engine's are. `--instant` runs jobs with a voice that costs
+nothing, for the path around the engine.
+
+`job_audio_s_per_s` is steady: the audio that was committed between two commits, the first after which twice as many items
+were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
+times; over the time between them. `first_audio_s` is the time from the start of the command to the first audio file in the
+store. Cores, memory and the use of GPUs are of the same span. With `--minutes`, what no longer fits is left out, and a job
+that does not end in time is interrupted; its row has what was committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import voices
+from benchmarks.common import Bench, Row, parser
+from benchmarks.engine import FRAMES_PER_SECOND, Load
+from benchmarks.process_use import ProcessUse
+from benchmarks.report import ROOT
+from benchmarks.stream_clients import words_of
+from jobs.settings import S3Settings
+from jobs.store import open_store
+
+_COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
+_FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
+_REPEATED = "SELECT count(*) FROM draws WHERE draw > 0"
+_ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
+#: Where caches of kernels are kept; new folders make a start cold.
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+)
+#: Seconds that a part should have left at least to be begun, and that an interrupted command gets to end.
+LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
+COLUMNS = (
+    "path", "size", "gpus", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
+    "first_audio_s", "cpu_cores", "failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one commit of the ledger added: items and their seconds of audio."""
+
+    at: float
+    items: int
+    audio_seconds: float
+
+
+@dataclass(slots=True)
+class Made:
+    """What came of a command, and what a ledger says of its one job."""
+
+    status: int
+    seconds: float
+    first_audio: float | None
+    use: ProcessUse
+    commits: list[Commit]
+    failed: int
+    repeated: int
+    #: Lines of the worker's log that say how it runs.
+    said: list[str]
+
+
+def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
+    """The rate between the ramp and the tail, and the span it was measured in; {} where the job was too short for one.
+
+    The ramp are the first 2 * slots items, the tail the last 1.5 * slots. Both ends of the span are commits, so that what
+    one commit gathered is never counted without its time.
+    """
+    total, done = sum(commit.items for commit in commits), 0
+    first = last = None
+    for index, commit in enumerate(commits):
+        done += commit.items
+        if first is None and done >= 2 * slots:
+            first = index
+        if total - done >= 1.5 * slots:
+            last = index
+    if first is None or last is None or last <= first:
+        return {}
+    since, until, span = commits[first].at, commits[last].at, commits[first + 1 : last + 1]
+    found = {"since": since, "until": until, "steady_s": until - since}
+    found["job_audio_s_per_s"] = sum(commit.audio_seconds for commit in span) / (until - since)
+    return found | {"items_per_s": sum(commit.items for commit in span) / (until - since)}
+
+
+def write_input(path: Path, frames: Sequence[int]) -> None:
+    """A text for each utterance about as long as its speech, whose first word is the number of its frames."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, count in enumerate(frames):
+            text = words_of(count / FRAMES_PER_SECOND, number, str(count))
+            messages = [["user", "text", text], ["assistant", "audio", f"wav/{number}.wav"]]
+            file.write(json.dumps({"example_id": f"utterance-{number:07d}", "messages": messages}) + "\n")
+
+
+def slots_of(said: Sequence[str]) -> int | None:
+    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does not say."""
+    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in said)
+    return next((int(one[1]) for one in found if one), None)
+
+
+def start_lines(log: Path) -> list[str]:
+    """What a worker says of itself before its first shard, and its warnings."""
+    words = ("worker up", "model ready", "model open", "engine", "warning", "error")
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line[:400] for line in lines if any(word in line for word in words)][:12]
+
+
+class Command:
+    """`nightjar ...` of the packages in PYTHONPATH, which the working directory must not shadow: what its processes use,
+    and when its first audio is there."""
+
+    def __init__(
+        self, folder: Path, words: Sequence[str], environment: dict[str, str], there: Callable[[], bool]
+    ) -> None:
+        self.began, self.seconds, self.first_audio = time.perf_counter(), 0.0, None
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as error:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jobs", *words],
+                cwd=folder,
+                env=environment,
+                stdout=out,
+                stderr=error,
+            )
+        self.use, self._over = ProcessUse([self.process.pid]), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
+        self._watcher.start()
+
+    def wait(self, most_seconds: float) -> int:
+        """The exit status; a command that takes longer is interrupted, and then killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(most_seconds)
+                break
+            self.process.send_signal(number)
+            most_seconds = DRAIN_SECONDS
+        status = self.process.wait()
+        self.seconds = self.seconds or time.perf_counter() - self.began
+        self._over.set()
+        self._watcher.join()
+        self.use.stop()
+        return status
+
+    def _watch(self, there: Callable[[], bool]) -> None:
+        while not self._over.wait(0.05):
+            if there():
+                self.first_audio = time.perf_counter() - self.began
+                return
+
+
+def made_of(
+    command: Command, status: int, execute: Callable[[str], Any] | None, logs: Sequence[Path]
+) -> Made:
+    """What came of a command that has ended. `execute`: runs a statement on its ledger. Raises `RuntimeError` with the last
+    words of one that made nothing."""
+    found = execute(_COMMITS).fetchall() if execute is not None else []
+    if not found:
+        said = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
+        raise RuntimeError(f"The command ended with status {status} and made nothing: {said}")
+    commits = [Commit(float(at), int(items), float(audio)) for at, items, audio in found]
+    failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
+    said = [line for log in logs for line in start_lines(log)]
+    return Made(status, command.seconds, command.first_audio, command.use, commits, failed, repeated, said)
+
+
+class JobBench:
+    """One machine, one version of the packages, and the rows that they give."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder, self.tree = options, folder, options.tree.resolve()
+        self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.window_seconds)
+        if options.instant:
+            self.load = Load(options.instant, options.instant, 1.0)
+        self.slots = 8 if options.tiny or options.instant else options.slots
+        self.ends_at = time.monotonic() + 60 * options.minutes
+        tree = options.tree.name if options.tree != ROOT else ""
+        lengths = [self.load.shortest, self.load.longest]
+        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths, left_out=[])
+        path = [str(folder / "voices"), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        self.engine_rates: dict[tuple[str, int], float] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def attempt(self, part: str, work: Callable[..., None], *given: Any) -> None:
+        """Does a part, if there is time for it."""
+        if self.seconds_left < LEAST_SECONDS:
+            self.bench.found["left_out"].append(part)
+            self.bench.write()
+        else:
+            self.bench.attempt(part, lambda: work(*given))
+
+    def prepare(self, size: str) -> None:
+        """Writes the checkpoint of a size in a process that leaves no memory of the device taken, and the voice that opens
+        it."""
+        place = self.folder / "voices"
+        if self.options.instant:
+            voices.install(place, seconds=self.options.instant)
+            return
+        texts, checkpoint, began = self.folder / "texts", self.folder / size, time.perf_counter()
+        lengths = self.load.lengths(400)
+        lines = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
+        texts.write_text("\n".join(lines), encoding="utf-8")
+        words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(checkpoint), "--texts", str(texts)]
+        subprocess.run([*words, "--device", self.options.device], cwd=ROOT, check=True)
+        device = "" if self.bench.on_gpu else "cpu"
+        voices.install(place, f"planted-{size}", checkpoint, device=device)
+        gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
+        self.bench.keep(**{f"checkpoint_{size}": {"written_s": time.perf_counter() - began, "gb": gigabytes}})
+
+    def engine(self, size: str, gpus: int) -> None:
+        """The row of the engine alone: one closed loop for each GPU, all at once."""
+        words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
+        words += ["--slots", str(self.slots), "--parts", "all"]
+        words += (
+            ["--tiny"]
+            if size == "tiny"
+            else ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
+        )
+        found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
+        running: list[subprocess.Popen[bytes]] = []
+        for gpu, path in enumerate(found):
+            chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.on_gpu else {}
+            given = {"cwd": self.tree, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
+            running.append(subprocess.Popen([*words, "--json", str(path)], **given))
+        try:
+            failed = [process.wait(max(self.seconds_left, 1.0)) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        if any(failed):
+            raise RuntimeError(f"The engine alone ended with status {failed}.")
+        rows = [json.loads(path.read_text(encoding="utf-8"))["rows"][-1] for path in found]
+        rate = sum(row["audio_s_per_s"] for row in rows)
+        self.engine_rates[size, gpus] = rate
+        kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")
+        row: Row = {
+            "path": "engine",
+            "size": size,
+            "gpus": gpus,
+            "slots": self.slots,
+            "engine_audio_s_per_s": rate,
+        }
+        self.add(row | {name: rows[0].get(name) for name in kept})
+
+    def job(self, path: str, size: str, gpus: int, cold: bool = False) -> None:
+        """The row of one job."""
+        frames = self._lengths(size, gpus, cold)
+        write_input(self.folder / "input.jsonl", frames)
+        with tempfile.TemporaryDirectory(
+            prefix=f"{path}-", dir=self.folder, ignore_cleanup_errors=True
+        ) as name:
+            folder = Path(name)
+            caches = {one: str(folder / "cache" / one) for one in CACHES} if cold else {}
+            run = self._with_services if path == "s3" else self._into_folder
+            made = run(folder, size, gpus, self.environment | caches)
+        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots_of(made.said), "qa": "off"}
+        row |= {
+            "start": "cold" if cold else "warm",
+            "items": len(frames),
+            "status": made.status,
+            "failed": made.failed,
+        }
+        row |= {"repeated_draws": made.repeated, "asked_audio_s": sum(frames) / FRAMES_PER_SECOND}
+        row |= {"made_audio_s": sum(commit.audio_seconds for commit in made.commits)}
+        row |= {"first_audio_s": made.first_audio, "command_s": made.seconds}
+        if found := {} if cold else steady(made.commits, self.slots * gpus):
+            row |= {name: value for name, value in found.items() if name not in ("since", "until")}
+            row |= made.use.between(found["since"], found["until"])
+            row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
+        self.add(row | {"worker_said": made.said})
+
+    def add(self, row: Row) -> None:
+        """Keeps a row, beside what the engine alone and one GPU do where that was measured."""
+        rows = [*self.bench.rows, row]
+        engines = {
+            (one["size"], one["gpus"]): one["engine_audio_s_per_s"] for one in rows if one["path"] == "engine"
+        }
+        jobs = [one for one in rows if "job_audio_s_per_s" in one]
+        ones = {(one["path"], one["size"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
+        for one in jobs:
+            rate = one["job_audio_s_per_s"]
+            if alone := engines.get((one["size"], one["gpus"])):
+                one |= {"engine_audio_s_per_s": alone, "share": rate / alone}
+            if one["gpus"] > 1 and (single := ones.get((one["path"], one["size"]))):
+                one["times_one_gpu"] = rate / single
+        self.bench.add(row)
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that a command may take; what comes after it takes some too."""
+        return max(1.0, min(self.options.limit, self.seconds_left - LEAST_SECONDS / 2))
+
+    def _lengths(self, size: str, gpus: int, cold: bool) -> list[int]:
+        """Frames of each item of a job that takes the engine so long."""
+        if self.options.items:
+            return self.load.lengths(self.options.items)
+        rate = self.engine_rates.get((size, gpus)) or self.options.expected * gpus
+        seconds, beside = (2.0, 0) if cold else (self.options.seconds, 3 * self.slots * gpus)
+        return self.load.lengths(
+            round(2 * seconds * rate / (self.load.shortest + self.load.longest)) + beside
+        )
+
+    def _words(self, size: str, gpus: int) -> tuple[list[str], list[str]]:
+        """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
+        spoken = ["--voice", "ryan", "--language", "english"]
+        model = (
+            ["--model", voices.INSTANT] if self.options.instant else ["--model", f"planted-{size}", *spoken]
+        )
+        job = [str(self.folder / "input.jsonl"), *model, "--qa", "off", "--json"]
+        return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []
+
+    def _into_folder(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Made:
+        """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
+        home, (job, worker) = folder / "out", self._words(size, gpus)
+        words = ["run", *job, "--out", str(home), *(worker if gpus > 1 else [])]
+        command = Command(folder, words, environment, lambda: any(home.glob("jobs/*/audio/*/*.wav")))
+        status, state = command.wait(self._limit), home / ".nightjar"
+        logs = [folder / "stderr", *sorted(state.glob("worker*.log"))]
+        if not (state / "ledger.sqlite").is_file():
+            return made_of(command, status, None, logs)
+        with closing(sqlite3.connect(f"file:{state / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
+            return made_of(command, status, connection.execute, logs)
+
+    def _with_services(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Made:
+        """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their own."""
+        import psycopg
+        import redis
+
+        name, server = folder.name.replace("_", "x"), os.environ["BENCH_POSTGRES"]
+        with psycopg.connect(server, autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+        redis.Redis.from_url(os.environ["BENCH_BROKER"]).flushall()
+        database, place = f"{server.rpartition('/')[0]}/{name}", f"{os.environ['BENCH_STORE']}/{name}"
+        environment |= {"SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": place}
+        environment |= {"SPEECH_BROKER_URL": os.environ["BENCH_BROKER"]}
+        store, (job, worker) = open_store(place, s3_settings()), self._words(size, gpus)
+        for words in (["db", "upgrade"], ["submit", *job]):
+            whole = [sys.executable, "-P", "-m", "jobs", *words]
+            subprocess.run(whole, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        there = lambda: any("/audio/" in entry.key for entry in store.list("jobs/"))  # noqa: E731
+        with psycopg.connect(database, autocommit=True) as connection:
+            execute = lambda text: connection.execute(text.encode())  # noqa: E731
+            command = Command(folder, ["worker", *worker], environment, there)
+            until = command.began + self._limit
+            while (
+                command.process.poll() is None
+                and time.perf_counter() < until
+                and not execute(_ENDED).fetchall()
+            ):
+                time.sleep(0.25)
+            command.seconds = time.perf_counter() - command.began
+            command.process.terminate()
+            return made_of(command, command.wait(60.0), execute, [folder / "stderr"])
+
+    def measure(self) -> int:
+        options = self.options
+        for size in ["instant"] if options.instant else ["tiny"] if options.tiny else options.sizes:
+            self.attempt(f"checkpoint {size}", self.prepare, size)
+            if options.cold:
+                self.attempt(f"cold {size}", self.job, "folder", size, 1, True)
+            alone = not (options.skip_engine or options.instant)
+            for gpus in options.gpus if alone else ():
+                self.attempt(f"engine {size} {gpus}", self.engine, size, gpus)
+            for gpus in options.gpus:
+                for path in options.paths:
+                    self.attempt(f"{path} {size} {gpus}", self.job, path, size, gpus)
+            shutil.rmtree(self.folder / size, ignore_errors=True)
+        print(f"left out: {', '.join(self.bench.found['left_out']) or 'nothing'}")
+        return self.bench.end(*COLUMNS)
+
+
+def s3_settings() -> S3Settings:
+    """The S3 server that the environment names."""
+    names = ("endpoint_url", "access_key_id", "secret_access_key", "region")
+    return S3Settings.model_validate({name: os.environ.get(f"SPEECH_S3__{name.upper()}") for name in names})
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--sizes", nargs="*", default=["0b6"], choices=("0b6", "1b7"))
+    add("--gpus", nargs="*", type=int, default=[1])
+    add("--paths", nargs="*", default=["folder"], choices=("folder", "s3"))
+    add("--slots", type=int, default=1024, help="slots of the engine alone, and of the ramp and the tail")
+    add("--seconds", type=float, default=40.0, help="seconds a job would take at the engine's speed")
+    add("--items", type=int, help="items of a job, instead of --seconds")
+    add("--window-seconds", type=float, default=3.0, help="of each of three windows of the engine alone")
+    add(
+        "--expected",
+        type=float,
+        default=3000.0,
+        help="audio-s/s of one GPU, where the engine is not measured",
+    )
+    add(
+        "--instant",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="a voice that costs nothing, with so long a sound",
+    )
+    add("--minutes", type=float, default=60.0, help="minutes for everything")
+    add("--skip-engine", action="store_true", help="leave the engine alone out")
+    add("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")
+    add("--limit", type=float, default=300.0, help="seconds after which a command is interrupted")
+    add("--tree", type=Path, default=ROOT, help="checkout whose packages run the jobs and the engine")
+    add("--folder", type=Path, help="where checkpoints and stores are written; default: a temporary folder")
+    options = made.parse_args(given)
+    if options.tiny:
+        options.items = options.items or 200
+    with tempfile.TemporaryDirectory(
+        prefix="nightjar-job-", dir=options.folder, ignore_cleanup_errors=True
+    ) as folder:
+        return JobBench(options, Path(folder)).measure()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

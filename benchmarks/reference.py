@@ -1,0 +1,328 @@
+"""What Nightjar is compared with, on random weights of the published sizes: frames and audio a second by batch.
+
+    NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.reference qwen3 --sizes 0b6 1b7 --batches 256 512
+    python -m benchmarks.reference spark --batches 256 1024
+    python -m benchmarks.reference fish --batches 64 256
+    python -m benchmarks.reference fish --device cpu --tiny
+
+`qwen3` is the reference implementation (`qwen-tts` 0.1.1). `NIGHTJAR_REFERENCE_SITE` is a folder with the packages of
+`requirements-reference.txt`, which pin an older transformers than ours: a process of its own runs with that folder
+before all others. It favours the reference: all rows of a batch have one length, contexts are short, the decoder runs
+in the better of two batch sizes with cudnn.benchmark. Language model and decoder run one after the other, as in the
+package.
+
+`spark` is transformers' `generate`, then BiCodec one utterance after the other, its wave generator unfused as
+published. `fish` is the same model as a plain loop: transformers' Qwen3 with a KV cache, the fast AR's kernels called
+one by one, the codec one utterance after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from benchmarks.checkpoint import (
+    FRAMES_PER_SECOND,
+    PUBLISHED_CODEC,
+    dummy_bicodec,
+    dummy_fish_codec,
+    dummy_fish_frames,
+    fill,
+    fish_config,
+    qwen3_config,
+    spark_config,
+)
+from benchmarks.common import Bench, Row, parser
+from benchmarks.report import ROOT
+
+SITE = "NIGHTJAR_REFERENCE_SITE"
+ROLE, TAIL = [151644, 77091, 198], [151645, 198, 151644, 77091, 198]
+#: What the package imports and the 12 Hz models never use.
+STUBS = (
+    "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi", "sox", "onnxruntime", "librosa", "librosa.filters",
+    "soundfile",
+)  # fmt: skip
+#: Of a codec decoder with next to no width.
+TINY_SIZES = {
+    "codebook_dim": 32, "hidden_size": 24, "latent_dim": 40, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "decoder_dim": 64,
+}  # fmt: skip
+#: Positions before the speech of the loops, and frames of Fish's.
+PROMPT_TOKENS, FISH_FRAMES = 120, 40
+
+
+def reference_config(size: str) -> dict[str, Any]:
+    """The package's keyword arguments of its config, for "0b6", "1b7" or "tiny"."""
+    config = qwen3_config(size)
+    for key in ("model_type", "assistant_token_id"):
+        del config[key]
+    talker = config["talker_config"]
+    half = talker["head_dim"] // 2
+    part = half * 5 // 16
+    rope = {"rope_type": "default", "type": "default", "interleaved": True}
+    talker["rope_scaling"] = rope | {"mrope_section": [half - 2 * part, part, part]}
+    talker["pad_token_id"] = talker["codec_pad_id"]
+    talker["code_predictor_config"] = {**talker["code_predictor_config"], "rope_scaling": None}
+    return {**config, "speaker_encoder_config": {}}
+
+
+def decoder_config(size: str) -> dict[str, Any]:
+    """The package's keyword arguments of its codec decoder's config, which knows three of ours by itself."""
+    config = asdict(PUBLISHED_CODEC) | {
+        "num_semantic_quantizers": 1,
+        "vector_quantization_hidden_dimension": 512,
+    }
+    for ours in ("rms_norm_eps", "upsample_rates", "upsampling_ratios"):
+        del config[ours]
+    return config | (TINY_SIZES if size == "tiny" else {})
+
+
+@contextmanager
+def made_in(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """New parameters are of this type on this device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def values(name: str, noise: Tensor) -> Tensor:
+    """Random weights: norms and scales around one, matrices that keep the variance."""
+    if name.endswith("cluster_usage"):
+        return noise.abs() + 0.5
+    if name.endswith(("alpha", "beta", "bias")):
+        return 0.1 * noise
+    if noise.dim() == 1:
+        return 1 + 0.1 * noise
+    return noise if name.endswith("embedding_sum") else noise * noise[0].numel() ** -0.5
+
+
+def open_reference(size: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The package's model with random weights that never draw the end, and its codec decoder."""
+    from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSConfig
+    from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSForConditionalGeneration
+    from qwen_tts.core.tokenizer_12hz import configuration_qwen3_tts_tokenizer_v2 as configuration
+    from qwen_tts.core.tokenizer_12hz import modeling_qwen3_tts_tokenizer_v2 as modeling
+    from transformers.modeling_utils import no_init_weights
+
+    config = reference_config(size)
+    codec = configuration.Qwen3TTSTokenizerV2DecoderConfig(**decoder_config(size))
+    with made_in(device, dtype), no_init_weights():
+        model = Qwen3TTSForConditionalGeneration._from_config(
+            Qwen3TTSConfig(**config), attn_implementation="sdpa"
+        )
+        decoder = modeling.Qwen3TTSTokenizerV2Decoder._from_config(codec, attn_implementation="sdpa")
+    fill(model.eval(), values)
+    fill(decoder.eval(), values, 1)
+    with torch.no_grad():
+        model.talker.codec_head.weight[config["talker_config"]["codec_eos_token_id"]] = 0
+    return model, decoder
+
+
+def generated(model: Any, batch: int, frames: int, text_tokens: int = 30) -> list[Tensor]:
+    """Codes [frames, 16] of every row of a batch, by the package's own loop; the pad, which is suppressed, stands for
+    the end."""
+    draw, device = torch.Generator().manual_seed(0), model.talker.device
+    bodies = torch.randint(0, 150_000, (batch, text_tokens), generator=draw).tolist()
+    codes, _ = model.generate(
+        input_ids=[torch.tensor([[*ROLE, *body, *TAIL]], device=device) for body in bodies],
+        languages=["English"] * batch,
+        speakers=["ryan"] * batch,
+        non_streaming_mode=True,
+        max_new_tokens=frames + 1,
+        eos_token_id=model.config.talker_config.codec_pad_id,
+    )
+    return codes
+
+
+def codec_us(bench: Bench, decoder: Any, codes: Sequence[Tensor], rows: int, least_seconds: float) -> float:
+    """Microseconds a frame of the package's whole-utterance decoding, `rows` utterances at a time."""
+    batch = torch.stack(list(codes[:rows])).transpose(1, 2)
+    decoder.chunked_decode(batch)
+    bench.wait()
+    began, rounds = time.perf_counter(), 0
+    while rounds == 0 or time.perf_counter() - began < least_seconds:
+        decoder.chunked_decode(batch).float().cpu()
+        rounds += 1
+    return 1e6 * (time.perf_counter() - began) / (rounds * batch.shape[0] * batch.shape[2])
+
+
+def reference_row(batch: int, frames: int, lm_seconds: float, decode_us: float) -> Row:
+    """The figures of one batch: language model and decoder one after the other."""
+    made = batch * frames
+    seconds = lm_seconds + made * decode_us / 1e6
+    return {
+        "part": "reference",
+        "slots": batch,
+        "frames": frames,
+        "lm_ms_per_frame": 1000 * lm_seconds / frames,
+        "lm_frames_per_s": made / lm_seconds,
+        "codec_us_per_frame": decode_us,
+        "ms_per_frame": 1000 * seconds / frames,
+        "frames_per_s": made / seconds,
+        "audio_s_per_s": made / seconds / FRAMES_PER_SECOND,
+    }
+
+
+@torch.inference_mode()
+def qwen3(bench: Bench, size: str, batches: Sequence[int], frames: int) -> None:
+    """One row a batch, smallest first; ends at the first that does not fit the device's memory."""
+    model, decoder = open_reference(size, bench.device, bench.dtype)
+    for batch in sorted(batches):
+        try:
+            if bench.on_gpu:
+                torch.cuda.reset_peak_memory_stats(bench.device)
+            generated(model, batch, 2)
+            bench.wait()
+            began = time.perf_counter()
+            codes = generated(model, batch, frames)
+            bench.wait()
+            seconds = time.perf_counter() - began
+            assert all(len(one) == frames for one in codes), sorted({len(one) for one in codes})
+            us = min(codec_us(bench, decoder, codes, min(rows, batch), 0.5) for rows in (16, 64))
+        except torch.OutOfMemoryError:
+            bench.add({"size": size, "part": "reference", "slots": batch, "error": "out of memory"})
+            return
+        peak = torch.cuda.max_memory_allocated(bench.device) / 2**30 if bench.on_gpu else None
+        bench.add({"size": size, **reference_row(batch, frames, seconds, us), "peak_gib": peak})
+
+
+@torch.inference_mode()
+def spark(bench: Bench, folder: Path, batches: Sequence[int], seconds: float) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from benchmarks.families import TINY_LM, write_lm
+
+    config, dtype = spark_config(folder), bench.options.codec_dtype
+    if bench.options.tiny:
+        config = replace(config, lm=replace(config.lm, **TINY_LM))
+    write_lm(folder / "lm", config.lm)
+    codec = dummy_bicodec(config, bench.device, dtype, fused=False)[1]
+    with bench.device:
+        model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(folder / "lm")).to(bench.dtype).eval()
+    length = int(seconds * config.tokens_per_second)
+    fixed = {"max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
+    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+    for batch in batches:
+        ids = torch.randint(config.lm.vocab, (batch, PROMPT_TOKENS), device=bench.device)
+        bench.wait()
+        begin = time.perf_counter()
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **fixed, **drawn)
+        for row in out[:, PROMPT_TOKENS:].tolist():
+            # Any id is a semantic token: random weights do not write speech.
+            codec.decode([torch.tensor(row) % 8192], [torch.zeros(32, dtype=torch.long)])
+        bench.wait()
+        bench.timed("transformers loop", batch, 1000 * (time.perf_counter() - begin), batch * seconds)
+
+
+@torch.inference_mode()
+def fish(bench: Bench, folder: Path, batches: Sequence[int], seconds: float) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from pipelines.fish_speech.engines import qwen3_config as backbone_config
+
+    config, device = fish_config(folder, bench.options.tiny), bench.device
+    with torch.device(device):
+        slow = Qwen3ForCausalLM(Qwen3Config(**backbone_config(config))).to(bench.dtype).eval()
+        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.hidden) * 0.02).to(bench.dtype)
+    drawer = dummy_fish_frames(config, max(batches), device, bench.dtype, graphed=False)
+    decoder = dummy_fish_codec(config, device, bench.options.codec_dtype).decoder
+    offsets = torch.arange(config.codebooks, device=device) * config.fast.vocab
+    ids = torch.tensor([*config.semantic, *[config.end] * config.fast.vocab], device=device)
+    frames = min(FISH_FRAMES, max(2, int(seconds * config.frames_per_second)))
+    embed, scale = slow.get_input_embeddings(), (config.codebooks + 1) ** -0.5
+
+    def work(batch: int) -> None:
+        """`frames` steps of every row, then the codec."""
+        rows, kept, cache = torch.arange(batch, device=device), [], None
+        x: Tensor = embed(torch.randint(config.end - 2, (batch, PROMPT_TOKENS), device=device))
+        for _ in range(frames):
+            out = slow.model(inputs_embeds=x, past_key_values=cache, use_cache=True)
+            cache, hidden = out.past_key_values, out.last_hidden_state[:, -1]
+            codes = drawer(hidden, rows)
+            kept.append(codes)
+            spoken = embedding_bag(codes + offsets, books, mode="sum")
+            x = ((embed(ids[codes[:, 0]]) + spoken) * scale)[:, None]
+        for codes in torch.stack(kept, dim=1).cpu():
+            decoder.decode([codes])
+
+    for batch in batches:
+        ms, audio = bench.milliseconds(lambda batch=batch: work(batch), runs=1), batch * frames
+        audio_seconds = audio / config.frames_per_second
+        bench.timed("plain loop, end to end", batch, ms, audio_seconds, ms_a_step=ms / frames)
+
+
+LOOPS: dict[str, Callable[[Bench, Path, Sequence[int], float], None]] = {"spark": spark, "fish": fish}
+
+
+def in_its_own_site(arguments: Sequence[str]) -> int:
+    """Runs this module again with the reference's packages before all others."""
+    site = os.environ.get(SITE, "")
+    if not Path(site, "qwen_tts").is_dir():
+        print(
+            f"{SITE} names no folder with the packages of benchmarks/requirements-reference.txt",
+            file=sys.stderr,
+        )
+        return 2
+    paths = [site, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "benchmarks.reference", *arguments, "--here"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("model", choices=("qwen3", *LOOPS))
+    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"], help="of qwen3")
+    made.add_argument("--batches", nargs="+", type=int, default=[256, 512])
+    made.add_argument("--frames", type=int, default=48, help="frames of each row of qwen3")
+    made.add_argument("--seconds", type=float, default=10.0, help="of an utterance of the loops")
+    made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_args()
+    batches, frames, seconds = options.batches, options.frames, options.seconds
+    if options.tiny:
+        batches, frames, seconds = [1, 2], 4, 0.2
+    if options.model in LOOPS:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.model == "spark"
+        options.codec_dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+        bench = Bench(f"{options.model}_loop", options, seconds=seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            loop = LOOPS[options.model]
+            bench.attempt(options.model, lambda: loop(bench, Path(folder) / "checkpoint", batches, seconds))
+        return bench.end("part", "batch", "ms", "audio_s_per_s")
+    if not options.here:
+        return in_its_own_site(sys.argv[1:])
+    for name in STUBS:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = MagicMock(__path__=[], __spec__=spec)
+    import transformers
+
+    torch.backends.cudnn.benchmark = True
+    # The loop is bound by launches, and tiny models by the hand-over between threads.
+    torch.set_num_threads(1)
+    bench = Bench("reference", options, transformers=transformers.__version__)
+    for size in ["tiny"] if options.tiny else options.sizes:
+        bench.attempt(size, lambda size=size: qwen3(bench, size, batches, frames))
+    return bench.end("size", "slots", "lm_ms_per_frame", "codec_us_per_frame", "audio_s_per_s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

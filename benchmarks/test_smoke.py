@@ -1,0 +1,99 @@
+"""Each benchmark on a CPU at sizes whose figures mean nothing: it runs to its end, nothing fails, and what it counts is
+right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report import ROOT
+
+TINY = ("--device", "cpu", "--tiny")
+
+
+def run(folder: Path, module: str, *words: str) -> dict[str, Any]:
+    """The result of a benchmark."""
+    path = folder / "found.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return json.loads(path.read_text())
+
+
+def test_the_engine(tmp_path: Path) -> None:
+    more = ("--slots", "4", "--codec", "--reproducible", "4", "--codec-rows", "4", "--long-prompts", "4")
+    found = run(tmp_path, "engine", *TINY, *more)
+    rows = [(row["part"], row.get("reproducible"), row.get("more_text")) for row in found["rows"]]
+    assert rows == [
+        ("codec", None, None),
+        ("all", False, 0),
+        ("lm", False, 0),
+        ("all", True, 0),
+        ("all", False, 192),
+    ]
+    assert all(row["wrong_lengths"] == 0 for row in found["rows"])
+
+
+@pytest.mark.parametrize("family", ["spark", "fish"])
+def test_both_families(tmp_path: Path, family: str) -> None:
+    more = ("--engines", "native", "--requests", "2", "--streams", "1", "--seconds", "0.2")
+    found = run(tmp_path, "speech", family, *TINY, *more)
+    assert found["faults"] == {}
+    parts = {row["part"] for row in found["rows"]}
+    assert parts == {"frame alone", "LM alone", "speech, end to end", "first chunk"}
+    loop = run(tmp_path, "reference", family, *TINY)
+    assert [row["batch"] for row in loop["rows"]] == [1, 2]
+
+
+def test_bits_frames_and_a_soak(tmp_path: Path) -> None:
+    assert run(tmp_path, "bits", *TINY)["same_bits"]
+    agreement = run(tmp_path, "bits", *TINY, "--agreement", "spark,fish", "--rows", "2")
+    assert [row["verdict"] for row in agreement["rows"]] == ["ok", "ok"]
+    assert run(tmp_path, "soak", *TINY, "--count", "20")["problems"] == []
+
+
+def test_the_codec(tmp_path: Path) -> None:
+    rows = run(tmp_path, "codec", *TINY)["rows"]
+    assert {row["part"] for row in rows} == {"error", "decode", "host to host"}
+    assert max(row["relative_rms"] for row in rows if row["part"] == "error") < 1e-4, (
+        "in float32 all ways are one"
+    )
+
+
+def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> None:
+    engine, job = run(tmp_path, "job", *TINY, "--items", "40")["rows"]
+    assert engine["engine_audio_s_per_s"] > 0
+    assert (job["failed"], job["made_audio_s"]) == (0, pytest.approx(job["asked_audio_s"]))
+    (job,) = run(tmp_path, "job", "--device", "cpu", "--instant", "1", "--items", "60")["rows"]
+    assert (job["failed"], job["items"]) == (0, 60)
+
+
+def test_streams(tmp_path: Path) -> None:
+    parts = ("--parts", "client", "first", "closed", "mixed", "cancel", "--protocols", "http", "websocket")
+    more = ("--clients", "2", "--mixed", "1", "1", "--rates", "5", "--cancels", "3", "--short")
+    found = run(tmp_path, "stream", "--tiny", *parts, *more)
+    assert all(
+        (row["failures"], row.get("too_short"), row["left_over"]) == ({}, 0, 0) for row in found["rows"]
+    )
+    assert all(row["requests"] > 0 for row in found["rows"])
+    assert found["facts_tiny"]["cancel"]["stuck"] == 0
+
+
+def test_what_a_processor_does(tmp_path: Path) -> None:
+    for words in (("jobs", "--lines", "3000", "--items", "60", "--sentences", "8"), ("packs", "--items", "20", "--rounds", "1"),
+                  ("filters", "--items", "3000")):  # fmt: skip
+        name = str(tmp_path / words[0])
+        command = [sys.executable, "-m", "benchmarks.cpu", *words, "--name", name]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        assert json.loads(Path(f"{name}.json").read_text())["figures"]
+
+
+def test_kernels_need_a_gpu() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "benchmarks.kernel", "--device", "cpu"]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
