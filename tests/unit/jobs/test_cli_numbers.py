@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.job_options import job_of, checked_options
+from jobs.job_options import checked_options, job_of
 from pipelines.errors import ConfigError, InputError
 from worker.__main__ import cli as worker_cli
 
