@@ -80,6 +80,7 @@ def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
 
 
 @click.command()
+@click.option("--by", type=click.Choice(["code"]), help="Count errors by code.")
 @code_option("Only errors with this code.")
 @limit_option
 @of_job
@@ -88,17 +89,24 @@ def errors(
     ledger: Ledger,
     job: Job,
     output: Output,
+    by: str | None,
     codes: list[ErrorCode] | None,
     limit: int | None,
 ) -> None:
-    """List the refused input lines (the first 10,000) and the failed items of JOB. `nightjar status` counts
-    them by code.
+    """List the refused input lines (the first 10,000) and the failed items of JOB.
 
     \b
     Examples:
       nightjar errors JOB
-      nightjar errors JOB --code synth.no_eos
+      nightjar errors JOB --by code
     """
+    if by:
+        counts = ledger.error_counts(job.id)
+        for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
+            if codes is None or code in codes:
+                view = {"schema": "nightjar.error_count/1", "job": job.id, "code": code, "count": count}
+                output.say(view, f"{count}\t{code.value}")
+        return
     lines = _lines(settings, ledger, job)
     refused = (line for line in ledger.rejected_lines(job.id) if codes is None or line.code in codes)
     ended = (ItemState.FAILED, ItemState.DEAD)

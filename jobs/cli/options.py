@@ -227,8 +227,14 @@ def _newest(ctx: click.Context, _param: click.Parameter, incomplete: str) -> lis
     return [CompletionItem(job, help=text) for job, text in found.items() if job.startswith(incomplete)]
 
 
+def _some_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    if not text.strip():
+        raise click.BadParameter("the job id is empty")
+    return text.strip()
+
+
 #: A job's id, or a prefix that no other job has.
-job_argument = click.argument("job", metavar="JOB", shell_complete=_newest)
+job_argument = click.argument("job", metavar="JOB", callback=_some_id, shell_complete=_newest)
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:

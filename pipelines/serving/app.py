@@ -1,17 +1,23 @@
-"""The routes of a server, and the list of them."""
+"""The routes of a server, and the page that lists them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from html import escape
+from importlib.resources import files
 from typing import Any
 
+import jinja2
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from markupsafe import Markup
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
@@ -62,7 +68,7 @@ def create_app(
     _add_info_routes(app, serving)
     _add_synthesis_routes(app, serving)
     _add_voice_routes(app, serving.voices)
-    _add_list(app, options)
+    _add_pages(app, options)
     return RequestMiddleware(app, options, gate, serving.metrics)
 
 
@@ -132,13 +138,13 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
-        """A text in Cartesia's words; its speech as bytes."""
+        """A text, as Cartesia's clients send it; its speech as bytes."""
         cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
-        """A text in Cartesia's words; its speech as events."""
+        """A text, as Cartesia's clients send it; its speech as events."""
         cartesia.check(serving, body)
         return await reply(request, cartesia.answer, body)
 
@@ -158,18 +164,36 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
 
     app.get("/voices", description="Voices as Cartesia's clients list them.")(voices.page)
-    app.get("/voices/{name}", description="One voice in Cartesia's words.")(voices.card)
+    app.get("/voices/{name}", description="One voice, as Cartesia's clients read it.")(voices.card)
 
 
-def _add_list(app: FastAPI, options: ServeOptions) -> None:
-    """What the server is, for who meets it."""
+def _add_pages(app: FastAPI, options: ServeOptions) -> None:
+    """What the server is, for who meets it: `/`, `/docs` and the schema behind it."""
     schema = app.openapi()
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {
         "name": "Nightjar",
         "about": "Speech over HTTP and WebSocket.",
         "models": list(options.names),
+        "docs": "/docs",
         "openapi": "/openapi.json",
         "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"],
     }
+    pages = jinja2.Environment(autoescape=True, trim_blocks=True)
+    pages.filters["linked"] = _linked
+    html = pages.from_string(files("pipelines.serving").joinpath("docs.html").read_text("utf-8")).render(
+        names=", ".join(options.names),
+        paths=schema["paths"],
+        bodies=schema["components"]["schemas"],
+        websocket=WEBSOCKET,
+    )
     app.add_api_route("/", lambda: about, include_in_schema=False)
+    app.add_api_route("/docs", lambda: HTMLResponse(html), include_in_schema=False)
+
+
+def _linked(schema: Mapping[str, Any]) -> Markup:
+    """A part of the schema as HTML, with links to the bodies that it names."""
+    facts = {name: value for name, value in schema.items() if name != "title"}
+    html = escape(json.dumps(facts), quote=False)
+    linked = re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html)
+    return Markup(f"<code>{linked}</code>")  # noqa: S704 - escaped above

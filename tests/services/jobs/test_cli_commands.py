@@ -70,7 +70,10 @@ def test_views_of_a_job(submitted: tuple[Path, str, str]) -> None:
     assert call(folder, "list", "--state", "completed").stdout == ""
     (error,) = [json.loads(line) for line in call(folder, "errors", job, "--json").stdout.splitlines()]
     assert (error["line"], error["code"]) == (3, "input.bad_json")
-    assert json.loads(call(folder, "status", job, "--json").stdout)["errors"] == {"input.bad_json": 1}
+    (count,) = [
+        json.loads(line) for line in call(folder, "errors", job, "--by", "code", "--json").stdout.splitlines()
+    ]
+    assert count["count"] == 1
 
 
 def test_pause_resume_wait_cancel(submitted: tuple[Path, str, str]) -> None:

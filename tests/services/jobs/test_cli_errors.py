@@ -23,7 +23,7 @@ def test_a_job_that_is_not_there(submitted: tuple[Path, str, str]) -> None:
     ]:
         done = call(folder, command, job, "--json")
         assert (done.returncode, error_code(done)) == (3, "ledger.not_found"), (command, job)
-    assert call(folder, "status", "").returncode == 3
+    assert call(folder, "status", "").returncode == 2
     other = call(
         folder, "submit", "in.jsonl", "-q", "--seed", "1", SPEECH_BROKER_URL=submitted[1]
     ).stdout.strip()

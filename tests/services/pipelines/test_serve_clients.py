@@ -147,15 +147,22 @@ def test_voices_are_one_page_of_cartesias(server: Running) -> None:
     assert (refused.status_code, error_of(refused)["param"]) == (404, "name")
 
 
-def test_a_server_says_what_it_is(server: Running) -> None:
+def test_a_server_says_what_it_is_and_has_a_page_that_loads_nothing(server: Running) -> None:
     about = server.http.get("/").json()
-    assert (about["name"], about["models"], about["openapi"]) == ("Nightjar", ["tone"], "/openapi.json")
+    assert (about["name"], about["models"], about["docs"]) == ("Nightjar", ["tone"], "/docs")
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "Nightjar serves tone" in page.text
     assert "GET /tts/websocket (WebSocket)" in about["routes"]
+    for route in about["routes"]:
+        assert f"</b> <code>{route.split()[1]}</code>" in page.text
+    # Every body that a route names, with its fields; nothing comes from another host, or is run.
+    links = set(re.findall(r'href="#(\w+)"', page.text))
+    assert {"SpeechBody", "ChatBody", "VoiceBody", "SpeechFields", "EventsRequest", "OutputFormat"} <= links
+    assert links <= set(re.findall(r'id="(\w+)"', page.text))
+    assert not re.search(r"<script|<link|<img|https?://|@import|url\(", page.text)
     schema = server.http.get("/openapi.json").json()
     named = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schema))
-    assert {"SpeechBody", "ChatBody", "VoiceBody", "SpeechFields", "EventsRequest", "OutputFormat"} <= set(
-        named
-    )
     assert set(named) <= set(schema["components"]["schemas"])
     for method, path in (("GET", "/nowhere"), ("POST", "/voices/clone"), ("GET", "/accents")):
         refused = server.http.request(method, path)
