@@ -356,7 +356,7 @@ def made_job(ledger: Ledger, items: int) -> str:
     """A job of `items` items that are done, made by the database from a series of numbers, with an artifact and three
     scores each; its id."""
     ledger.migrate()
-    spec = JobSpec("instant", quality=Quality(meters={"asr": {}}), pack=True)
+    spec = JobSpec("instant", quality=Quality(meters={"asr": {}, "distillmos": {}}), pack=True)
     job = ledger.begin_job(NewJob(spec, "spec", "input", "input", "key", "file:///store"))
     kind = ledger.database.engine.dialect.name
     name, shard = _NAME[kind], 10_000

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.ledger.records import JobSpec, NewJob
+from jobs.job_options import checked_options, job_of
 from pipelines.errors import ConfigError, InputError
 from worker.__main__ import cli as worker_cli
 
@@ -52,16 +52,15 @@ def test_of_the_worker_too(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), -0.1, 1.1])
-def test_the_ledger_takes_no_budget_that_is_none(budget: float) -> None:
-    with pytest.raises(ConfigError):
-        NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget)
+def test_no_budget_that_is_none_is_an_option_of_a_job(budget: float) -> None:
+    """In Python, nights and the command line alike."""
+    with pytest.raises(ConfigError, match="error_budget"):
+        checked_options({"error_budget": budget})
 
 
-def test_budgets_that_are_some_are_taken() -> None:
-    assert [
-        NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget).error_budget
-        for budget in (None, 0.0, 1.0)
-    ] == [None, 0.0, 1.0]
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_budgets_that_are_some_are_taken(budget: float) -> None:
+    assert job_of(checked_options({"error_budget": budget}))[1].error_budget == budget
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
