@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -188,7 +188,8 @@ _CHAT_FAULTS: Faults = (
 )
 
 
-class _Part(msgspec.Struct, frozen=True, tag="text"):
+class _Part(msgspec.Struct, frozen=True):
+    type: Literal["text"]
     text: str = ""
 
 
@@ -339,7 +340,8 @@ def row_dialogue(
     said: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
     if "seed" in said:
         try:
-            check_seed(seed := int(said["seed"]))
+            # `int` also reads `1_000` and digits of other scripts.
+            check_seed(seed := int(said["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else ""))
         except ValueError:
             message = f"The seed is {clean(values['seed'], 40)!r}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None

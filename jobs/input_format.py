@@ -37,6 +37,16 @@ CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
+class _Keys(msgspec.Struct, frozen=True):
+    """The keys by which kinds of JSON lines are told apart; whatever else a line holds is not read."""
+
+    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_keys = msgspec.json.Decoder(_Keys).decode
+
+
 def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     """The format of an input: the one that was asked for; of `auto` by its first lines where they are JSON,
     by its first bytes where it is Parquet, else by its name.
@@ -115,18 +125,14 @@ def _looks_like(head: bytes) -> InputFormat | None:
 
 def _json_kind(line: bytes) -> InputFormat | None:
     try:
-        found = msgspec.json.decode(line)
+        found = _decode_keys(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    match found:
-        case {"custom_id": _}:
-            return "openai-batch"
-        case {"messages": [{}, *_]}:
-            return "messages"
-        case {"messages": _}:
-            return "dialogues"
-        case _:
-            return None
+    if found.custom_id is not msgspec.UNSET:
+        return "openai-batch"
+    if found.messages is msgspec.UNSET:
+        return None
+    return "messages" if bytes(found.messages).lstrip(b"[ \t").startswith(b"{") else "dialogues"
 
 
 def _extension(uri: str) -> str:

@@ -253,8 +253,16 @@ def _csv(records: Records) -> Iterator[Record]:
 
 
 def _tsv(records: Records) -> Iterator[Record]:
-    """TSV with a header: fields are between tabs, and quotes are characters like others."""
-    return _table(_csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE), records)
+    """TSV with a header: fields are between tabs, and quotes are characters like others. A line of tabs and
+    spaces alone, as spreadsheets leave below a table, is blank."""
+    rows = _csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE)
+    return _table(
+        (
+            (number, [] if isinstance(fields, list) and not "".join(fields).strip() else fields, more)
+            for number, fields, more in rows
+        ),
+        records,
+    )
 
 
 def _parquet(records: Records) -> Iterator[Record]:

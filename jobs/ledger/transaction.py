@@ -110,7 +110,7 @@ class Transaction:
             if isinstance(value, Enum):
                 values[name] = value.value
             elif isinstance(value, list | tuple | set):
-                listed = msgspec.to_builtins(value)
+                listed = list(msgspec.to_builtins(value))
                 values[name] = msgspec.json.encode(listed).decode() if self.engine == "sqlite" else listed
         return self.execute(_for_engine(statement, self.engine), values)
 

@@ -151,13 +151,7 @@ class FolderStore(ObjectStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
         time."""
-        segments, stem = split_prefix(prefix)
-        for name, size, modified_at in self._entries(segments):
-            key = "/".join([*segments, name])
-            if name.endswith("/") and name.startswith(stem):
-                yield from self.list(key)
-            elif name.startswith(stem):
-                yield ObjectInfo(key, size, modified_at=modified_at)
+        yield from self._below(*split_prefix(prefix))
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -219,6 +213,14 @@ class FolderStore(ObjectStore):
         if identity is not None and found != identity:
             raise store_away(str(self._root), found, identity)
         return top
+
+    def _below(self, segments: list[str], stem: str = "") -> Iterator[ObjectInfo]:
+        # Folders that others made may have names that no key has.
+        for name, size, modified_at in self._entries(segments):
+            if name.endswith("/") and name.startswith(stem):
+                yield from self._below([*segments, name[:-1]])
+            elif name.startswith(stem):
+                yield ObjectInfo("/".join([*segments, name]), size, modified_at=modified_at)
 
     def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
         """Names, sizes and times of change in a folder, nothing where it is gone; folders have a slash at

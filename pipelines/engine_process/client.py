@@ -172,6 +172,8 @@ class EngineProcess:
                 self._send(Start(number, record, stream, [self._numbered(one) for one in recordings]))
             except (ValueError, OverflowError) as error:
                 self._take_out(number)
+                # The child did not see what this request used: they are sent anew.
+                self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
                 raise _unsendable(error) from error
             self._recordings.forget()
         return _OpenText(number, heard, pieces, self._send) if text_open else heard

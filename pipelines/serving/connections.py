@@ -157,9 +157,10 @@ class Connection(asyncio.Protocol):
     def _read_some(self) -> None:
         self._turn = None
         if not self._holds():
-            piece = bytes(self._unread[: self._turn_bytes()])
-            del self._unread[: len(piece)]
-            self._read(piece)
+            # No bytes at all would say that the client has ended.
+            if piece := bytes(self._unread[: self._turn_bytes()]):
+                del self._unread[: len(piece)]
+                self._read(piece)
             self._read_on()
 
     def _read_on(self) -> None:

@@ -19,9 +19,9 @@ from worker.quality.process import MeterHangError, MeterProcess
 
 log = structlog.get_logger(__name__)
 
-#: The maximum number of draws that wait, 1 GB of speech of ten seconds each; then the engine waits for the
-#: meters.
-MAX_WAITING = 1024
+#: The maximum number of draws that wait, and of the samples of all that are here, 1 GiB: a draw may be an
+#: hour long. Then the engine waits for the meters.
+MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: When meters hang on so many items without an answer in between, the fault is the meters' and not the
 #: items'.
 HANGS_IN_A_ROW = 3
@@ -59,20 +59,26 @@ class MeterPool:
         #: By meters: items on which they hung since their last answer, and how many outages were reported.
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
+        #: Of the draws that wait or are measured.
+        self._samples = 0
         self._closing = False
 
     @property
     def full(self) -> bool:
-        return self._threads.waiting >= MAX_WAITING
+        return self._threads.waiting >= MAX_WAITING or self._samples >= MAX_SAMPLES
 
     def submit(self, task: MeterTask) -> Future[Readings]:
         """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
         `ModelError` for an outage, and `CancelledError` where the task was abandoned or the pool was
         closed first. Raises `CancelledError` once the pool is closed."""
         try:
-            return self._threads.submit(self._measured, task)
+            future = self._threads.submit(self._measured, task)
         except RuntimeError:
             raise CancelledError from None
+        samples = len(task.utterance.samples)
+        self._count_samples(samples)
+        future.add_done_callback(lambda _: self._count_samples(-samples))
+        return future
 
     def close(self) -> None:
         """Cancels what waits and what is measured now, and ends the processes."""
@@ -82,6 +88,10 @@ class MeterPool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for host in self._hosts:
             host.close()
+
+    def _count_samples(self, more: int) -> None:
+        with self._lock:
+            self._samples += more
 
     def _measured(self, task: MeterTask) -> Readings:
         if self._closing or task.abandoned():

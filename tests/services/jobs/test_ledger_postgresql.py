@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import psycopg
 import pytest
@@ -105,3 +105,10 @@ def test_a_wrong_password_or_database_is_unreachable_and_hides_the_password(post
         ledger.check_schema()
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [[], ["it's"], ("it's", 'a "b\\c}'), {"it's"}])
+def test_any_list_stands_in_an_in(ledger: Ledger, listed: Collection[str]) -> None:
+    statement = "SELECT name FROM (SELECT 'it''s' AS name) AS names WHERE name IN (:listed)"
+    found = ledger.database.read(lambda sql: sql.column(statement, listed=listed))
+    assert found == [name for name in listed if name == "it's"]

@@ -96,6 +96,27 @@ def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, forma
         assert format_of(source, "auto") == format
 
 
+@pytest.mark.parametrize("value", [b"9" * 5000, b"1e999"])
+def test_a_key_that_is_not_read_hides_no_format(tmp_path: Path, value: bytes) -> None:
+    line = b'{"x":%b,"messages":[ {"role":"user","content":"Hi"}]}\n' % value
+    with open_source(str(write(tmp_path, line))) as source:
+        assert format_of(source, "auto") == "messages"
+
+
+@pytest.mark.parametrize("seed", ["1_000", "\u0661\u0662", "\u00b2", "+5", "1.0", "9" * 5000])
+def test_a_seed_of_a_table_is_a_number_in_ascii_digits(tmp_path: Path, seed: str) -> None:
+    path = write(tmp_path, f"id,text,seed\na,Hello, 12 \nb,Hello,{seed}\n")
+    assert read(path, "csv") == {
+        2: ("a", "Hello", {"seed": 12}),
+        3: ErrorCode.INPUT_BAD_GENERATION,
+    }
+
+
+def test_lines_of_white_space_in_tsv_are_blank(tmp_path: Path) -> None:
+    path = write(tmp_path, "\t\t\n  \nid\ttext\n\t\na\tHello\r\n \n\t\n")
+    assert read(path, "tsv") == {5: ("a", "Hello", None)}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -405,6 +426,7 @@ def test_a_row_with_two_ids_that_differ_is_refused_unless_one_is_chosen(
             ("line-3", None),
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ErrorCode.INPUT_BAD_MODALITY),
+        ({"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, ErrorCode.INPUT_BAD_LINE),
         ({"messages": [{"role": "assistant", "content": None}]}, ErrorCode.INPUT_BAD_LINE),
         ({"messages": [["user", "text", "hi"]]}, ErrorCode.INPUT_BAD_LINE),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', ErrorCode.INPUT_BAD_JSON),

@@ -162,6 +162,16 @@ def test_list_is_in_key_order_and_hides_what_is_not_an_object(store: FolderStore
     assert list(store.list("none/")) == []
 
 
+def test_folders_of_others_with_odd_names_do_not_end_a_listing(store: FolderStore) -> None:
+    store.put("jobs/a/x.wav", b"x")
+    root = Path(store.uri("jobs"))
+    for name in ("b\\c", "d\u00a0e", "f\ng"):
+        (root / name).mkdir()
+    (root / "d\u00a0e" / "notes").touch()
+    os.mkdir(os.fsencode(root) + b"/\xff")
+    assert [info.key for info in store.list("jobs/")] == ["jobs/a/x.wav", "jobs/d\u00a0e/notes"]
+
+
 @pytest.mark.parametrize("link", ["out", "a/out"])
 def test_a_symbolic_link_does_not_lead_out(store: FolderStore, tmp_path: Path, link: str) -> None:
     outside = tmp_path / "outside"

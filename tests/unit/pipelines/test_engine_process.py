@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,26 @@ def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process
         submit(process, wrong)
     heard = submit(process, SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
     assert heard.text_out == hashlib.sha256(b"recording").hexdigest()
+
+
+def test_a_request_that_cannot_be_sent_leaves_the_recordings_of_others_known(
+    open_process: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.engine_process.client.RECORDING_BYTES", 2_500_000)
+    process = open_process()
+    first, second, third = (os.urandom(1_000_000) for _ in range(3))
+    for recording, text in (
+        (first, ""),
+        (second, ""),
+        (first, "\ud800"),
+        (third, ""),
+        (first, ""),
+        (second, ""),
+    ):
+        messages = Message("user", "audio", recording), Message("user", "text", f"[[hears]]{text}")
+        with pytest.raises(InputError) if text else nullcontext():
+            heard = submit(process, SynthesisRequest("r", messages)).result(60).text_out
+            assert heard == hashlib.sha256(recording).hexdigest()
 
 
 def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_process: Open) -> None:

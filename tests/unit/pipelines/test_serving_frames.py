@@ -1,4 +1,5 @@
-"""Frames of a WebSocket are read in turn with what other clients send, and no faster than their rate."""
+"""Frames of a WebSocket and chunks of a body are read in turn with what other clients send, and no faster than
+their rate."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from pipelines.serving.connections import MAX_FRAMES, PIECES_A_SECOND, Connections, WebSocketProtocol
+from pipelines.serving.connections import (
+    MAX_FRAMES,
+    PIECES_A_SECOND,
+    Connections,
+    HttpProtocol,
+    WebSocketProtocol,
+)
 from tests.support.fakes import FakeClock
 
 UPGRADE = (
@@ -54,6 +61,12 @@ class Transport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.reads = True
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self.protocol
 
     def is_closing(self) -> bool:
         return False
@@ -132,5 +145,50 @@ def test_a_message_has_a_maximum_of_frames(pieces: int) -> None:
             assert protocol.queue.get_nowait() == {"type": "websocket.receive", "text": ""}
         else:
             assert (transport.written[:1], transport.written[2:4]) == (b"\x88", b"\x03\xf1")
+
+    asyncio.run(play())
+
+
+def test_a_client_that_pauses_behind_more_chunks_than_its_rate_has_not_ended() -> None:
+    async def play() -> None:
+        bodies: list[bytes] = []
+
+        async def reading(_scope: Any, receive: Any, send: Any) -> None:
+            more = True
+            while more:
+                message = await receive()
+                bodies.append(message["body"])
+                more = message["more_body"]
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        loop, transport = Loop(), Transport()
+        config = Config(reading, log_config=None)
+        config.load()
+        given: dict[str, Any] = {
+            "config": config,
+            "server_state": ServerState(),
+            "app_state": {},
+            "_loop": loop,
+        }
+        protocol = HttpProtocol(Connections(8, header_seconds=1.0), **given)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        loop.timers.clear()
+        protocol.data_received(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        protocol.data_received(b"1\r\na\r\n" * 3000)
+        while loop.timers:
+            ((seconds, call),) = loop.timers
+            loop.timers.clear()
+            loop.clock.advance(seconds)
+            call()
+            await asyncio.sleep(0)
+        assert transport.reads
+        assert not transport.written
+        protocol.data_received(b"0\r\n\r\n")
+        while not transport.written:
+            await asyncio.sleep(0)
+        assert transport.written.startswith(b"HTTP/1.1 200")
+        assert b"".join(bodies) == b"a" * 3000
 
     asyncio.run(play())

@@ -59,6 +59,21 @@ class TestPool:
         assert not pool.full
         pool.close()
 
+    def test_a_few_long_draws_fill_it_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_module, "MAX_SAMPLES", 2000)
+        go = threading.Event()
+        pool = MeterPool(open_host=lambda: Blocked(go))
+        task, full, measured = MeterTask({}, Utterance(np.zeros(1000, np.float32), RATE, "")), [], []
+        for _ in range(2):
+            measured.append(pool.submit(task))
+            full.append(pool.full)
+        assert full == [False, True]
+        go.set()
+        for future in measured:
+            future.result(240)
+        pool.close()
+        assert not pool.full
+
     def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
         go = threading.Event()
         host = Blocked(go)
