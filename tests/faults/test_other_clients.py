@@ -25,7 +25,7 @@ from tests.faults.cluster import REPOSITORY
 from tests.support.websocket_kit import PATH, Talk, talk
 
 #: How long each wait is measured, alone and beside, at least; and how often that is tried before it counts.
-ALONE_SECONDS, BESIDE_SECONDS, ROUNDS = 2.0, 6.0, 3
+ALONE_SECONDS, BESIDE_SECONDS, ROUNDS = 2.0, 6.0, 5
 #: What a busy machine may add to any wait.
 GRAIN_SECONDS = 0.25
 #: A wait that is longer is as good as none.
