@@ -438,6 +438,8 @@ WORKER_FAULTS = frozenset(
 
 #: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
+#: What the id of a worker on the broker of a home begins with: it ends with that broker. No host has such a name.
+OF_A_HOME = "home:"
 #: State of the place of a worker that keeps failing, reported by the process that starts it.
 QUARANTINED = "quarantined"
 #: A worker whose last heartbeat is older is not counted as live.

@@ -10,6 +10,7 @@ from itertools import islice
 from jobs.ledger.records import (
     LIVE_SECONDS,
     LOST,
+    OF_A_HOME,
     OUTAGES,
     QUARANTINED,
     RETIRED,
@@ -50,7 +51,7 @@ _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :
 #: Workers that live and take shards of :model, of any state but those that have ended; without those that
 #: refused :job the last time.
 _LIVE_WORKERS = f"""
-SELECT state FROM workers
+SELECT id, state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
 AND id NOT IN (
     SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
@@ -238,7 +239,8 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
     if job.state.final:
         return status
     killed = was_killed(sql.place)
-    states = [] if killed else sql.column(_LIVE_WORKERS, model=job.spec.model, job=job.id)
+    live = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
+    states = [row.state for row in live if not (killed and row.id.startswith(OF_A_HOME))]
     quarantined = states.count(QUARANTINED)
     outage = sql.row(_OUTAGE, job=job.id)
     return replace(
@@ -362,7 +364,7 @@ def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerS
     for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
         silent_seconds = max(0.0, now - row.heartbeat_at)
         # The next pass of a reconciler says so too; there may be no worker left that makes one.
-        gone = killed or silent_seconds > LIVE_SECONDS
+        gone = (killed and row.id.startswith(OF_A_HOME)) or silent_seconds > LIVE_SECONDS
         found.append(
             record(
                 WorkerStatus,

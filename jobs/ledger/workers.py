@@ -13,6 +13,7 @@ from jobs.ledger.records import (
     DISPATCHED,
     LIVE_SECONDS,
     LOST,
+    OF_A_HOME,
     QUARANTINED,
     RETIRED,
     UP,
@@ -126,9 +127,10 @@ def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
 
 
 def lose_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
-    """Ends the leases of workers whose processes are known to be dead, of all or of one, so that the next
-    `reconcile` need not wait for their end; returns how many. If one lives after all, the epoch fences it."""
-    dead = f"state <> '{RETIRED}'{'' if host is None else ' AND host = :host AND pid = :pid'}"
+    """Ends the leases of workers whose processes are known to be dead, of a home's own or of one, so that the
+    next `reconcile` need not wait for their end; returns how many. If one lives after all, the epoch fences it."""
+    of_home = f"substr(id, 1, {len(OF_A_HOME)}) = '{OF_A_HOME}'"
+    dead = f"state <> '{RETIRED}' AND {of_home if host is None else 'host = :host AND pid = :pid'}"
     process = {} if host is None else {"host": clean(host), "pid": pid}
     ended = sql.change(
         f"""

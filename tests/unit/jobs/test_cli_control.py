@@ -165,19 +165,25 @@ def test_a_job_that_no_live_worker_takes_says_so(rig: Rig) -> None:
 
 
 def test_workers_that_were_killed_with_their_broker_are_dead_at_once(rig: Rig) -> None:
+    """Those of another broker that share the ledger live on."""
     job = rig.submit(["hello", "again"])
     rig.claim_next()
+    rig.ledger.register_worker(WORKER.__class__("home:worker-2", "host", 1, "", "", "test", 2))
 
-    def seen() -> tuple[int, bool, str]:
-        workers = json.loads(call(rig, "workers", "--json").stdout)["state"]
+    def seen() -> tuple[int, bool, dict[str, str]]:
+        lines = map(json.loads, call(rig, "workers", "--json").stdout.splitlines())
+        workers = {line["worker"]: line["state"] for line in lines}
         count = json.loads(call(rig, "status", job.id, "--json").stdout)["workers"]
         return count, "o live worker takes this job" in call(rig, "status", job.id).output, workers
 
-    assert seen() == (1, False, "up")
+    both = {WORKER.id: "up", "home:worker-2": "up"}
+    assert seen() == (2, False, both)
     with listening_broker(rig.folder):
-        assert seen() == (1, False, "up")
+        assert seen() == (2, False, both)
     # Its record is left, as after a kill.
-    assert seen() == (0, True, "lost")
+    assert seen() == (1, False, {WORKER.id: "up", "home:worker-2": "lost"})
+    rig.ledger.retire_worker(WORKER.id)
+    assert seen() == (0, True, {"home:worker-2": "lost"})
     assert rig.ledger.status(job.id).workers == 0
 
 

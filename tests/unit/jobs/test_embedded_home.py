@@ -200,20 +200,21 @@ def test_a_record_is_there_whole_while_it_is_written(state: Path) -> None:
 def test_leases_of_workers_that_are_dead_end_at_once(state: Path) -> None:
     with closing(ledger_of(state)) as ledger:
         ledger.migrate()
-        for number, name in enumerate(("dead", "other", "gone")):
+        for number, name in enumerate(("dead", "home:own", "gone", "fleet")):
             ledger.register_worker(replace(worker(name, "here"), pid=41 + number))
         ledger.retire_worker("gone")
         job = submit(ledger, (2, 2, 2))
-        for worker_id in ("dead", "dead", "other"):
+        for worker_id in ("dead", "dead", "home:own"):
             lease_next(ledger, worker_id)
         execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
-        assert (ledger.lose_workers("here", 41), ledger.lose_workers("here", 44)) == (2, 0)
+        assert (ledger.lose_workers("here", 41), ledger.lose_workers("here", 45)) == (2, 0)
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
         assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
         states = lambda: {row.id: row.state for row in ledger.worker_statuses(everyone=True)}  # noqa: E731
-        assert states() == {"dead": "lost", "other": "up", "gone": "retired"}
+        assert states() == {"dead": "lost", "home:own": "up", "gone": "retired", "fleet": "up"}
+        # The run of a home has killed its own workers alone.
         assert ledger.lose_workers() == 1
-        assert states() == {"dead": "lost", "other": "lost", "gone": "retired"}
+        assert states() == {"dead": "lost", "home:own": "lost", "gone": "retired", "fleet": "up"}
 
 
 def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
