@@ -82,5 +82,5 @@ def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
         lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job.id))]
         with closing(open_pipeline(model)) as pipeline:
             assert mend(ledger, store, ledger.job(job.id), pipeline, lost) == {"same": 2}
-    with pytest.raises(InputError, match="No voice is stored"):
+    with pytest.raises(InputError, match="has no voice 'anna'"):
         resolve(spec, stored=voices)
