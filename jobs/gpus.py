@@ -185,7 +185,8 @@ def share_cores(
     devices = system / "bus/pci/devices"
     near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
     groups = {local: [number for number in everyone if near[number] == local] for local in near}
-    if any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
+    apart = sum(map(len, groups)) == len(frozenset().union(*groups))
+    if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(everyone)}
 
     def first_thread(core: int) -> tuple[int, int]:

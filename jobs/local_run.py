@@ -92,7 +92,7 @@ def run_locally(
             remember(job.id, settings.home)
             if job.state is JobState.FAILED:
                 _report_ends(ledger, settings, progress)
-            _explain(job, progress, created=result.created)
+            _explain(ledger, job, progress, created=result.created)
             submitted(job)
             try:
                 _restore(settings, ledger, store, job, run.source, progress)
@@ -134,8 +134,9 @@ def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) ->
         )
 
 
-def _explain(job: Job, progress: Progress, *, created: bool) -> None:
-    """Says which job it is."""
+def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> None:
+    """Says which job it is, and of a new one whether another of the same input and options, with another
+    store, has not ended: it may be what was to go on."""
     check_wanted(job)
     if job.state is JobState.PAUSED:
         raise _paused(job)
@@ -145,6 +146,11 @@ def _explain(job: Job, progress: Progress, *, created: bool) -> None:
     progress.say(
         f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}."
     )
+    for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha) if created else ():
+        if other.store_url != job.store_url and not other.state.final:
+            store = redact(other.store_url)
+            begun = f"Job {other.id} of the same input and options was begun in the store {store}."
+            progress.say(f"{begun} SPEECH_STORE_URL={store} continues it.")
 
 
 def _paused(job: Job) -> NightjarError:

@@ -219,6 +219,7 @@ class Night:
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """A night that has not run stays due."""
         self.end, self.reason, self.code = end, str(error), error.code
+        log.error("night failed", schedule=self.name, night=self.night.isoformat(), error=self.reason)
         if self.state in ENDED_BADLY:
             self.ledger.schedule_forget(self.name, self.night.isoformat())
 

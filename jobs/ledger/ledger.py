@@ -258,6 +258,7 @@ class Ledger:
     job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
+    jobs_of_input = _reads(queries.jobs_of_input)
     find_job = _reads(job_status.find_job)
     jobs = _reads(job_status.newest_jobs)
     error_counts = _reads(job_status.error_counts)

@@ -93,6 +93,12 @@ def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
     return [job_of(sql, row) for row in rows]
 
 
+def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Job]:
+    """The jobs of one input and spec, the oldest first."""
+    statement = "SELECT * FROM jobs WHERE input_sha256 = :input AND spec_sha = :spec ORDER BY no"
+    return [job_of(sql, row) for row in sql.rows(statement, input=input_sha256, spec=spec_sha)]
+
+
 class Wanted(NamedTuple):
     """Which items of a job are read."""
 

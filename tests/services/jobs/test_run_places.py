@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,22 @@ def test_a_run_uses_the_store_that_is_set(shell: Shell) -> None:
     assert shell.run("verify", view["job"], "--sample", "0").returncode == 0
     again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store")
     assert json.loads(again.stdout)["job"] == view["job"]
+
+
+def test_a_run_without_the_store_of_the_job_that_was_begun_says_so(shell: Shell) -> None:
+    """As in another terminal, where the variable was forgotten."""
+    write_input(shell.folder / "in.jsonl", 2)
+    store = shell.folder / "store"
+    begun = json.loads(shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL=str(store)).stdout)["job"]
+    with closing(sqlite3.connect(shell.folder / "out" / ".nightjar" / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute("UPDATE jobs SET state = 'running'")
+    run = shell.run("run", "in.jsonl")
+    assert run.returncode == 0, run.stderr
+    said = f"Job {begun} of the same input and options was begun in the store file://{store}. SPEECH_STORE_URL=file://{store} continues it."
+    assert said in run.stderr
+    assert said not in shell.run("run", "in.jsonl").stderr, "it is no new job any more"
+    again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL=f"file://{store}")
+    assert json.loads(again.stdout)["job"] == begun
 
 
 @pytest.mark.parametrize("url", ["postgresql://me:hunter2@127.0.0.1:9/x", "sqlite:///elsewhere.sqlite"])

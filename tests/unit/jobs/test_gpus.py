@@ -169,6 +169,7 @@ def test_cores_near_no_gpu_are_divided_too(tmp_path: Path) -> None:
         {},
         {bus_id(0): "0-3"},
         {bus_id(0): "0-6", bus_id(1): "7"},
+        {bus_id(0): "0-5", bus_id(1): "4-7"},
         {bus_id(0): "x", bus_id(1): "y"},
     ],
 )
