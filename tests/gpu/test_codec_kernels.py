@@ -119,7 +119,7 @@ def test_unit(channels: int, dilation: int, history: bool, tma: bool) -> None:
         (rand(channels, channels) / math.sqrt(channels)).bfloat16(),
     ]
     bias1, bias2 = rand(channels, seed=7), rand(channels, seed=8)
-    tile = Tile(64, 0, 64 if channels % 64 == 0 else 32, 2, 4, tma)
+    tile = Tile(64, 0, next(depth for depth in (64, 32, 16) if channels % depth == 0), 2, 4, tma)
 
     def arguments(inputs: list[Tensor], raw: Tensor, active: Tensor) -> tuple[object, ...]:
         return (
