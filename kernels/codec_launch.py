@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import codec_cuda, codec_ops
-from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
+from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, unit_kernel
 from kernels.registry import LIBRARY, on_gpu
 from kernels.triton_launch import INTERPRETED, compiling, on_grid, pieces, power_from
 
@@ -239,16 +239,5 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | N
     return out
 
 
-def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
-    """`snake_beta`."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    on_grid(snake_kernel, (pieces(x.numel(), 2048),))(
-        x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED
-    )
-    return out
-
-
 LIBRARY.impl("codec_active_conv", conv, "CUDA")
 LIBRARY.impl("codec_active_unit", unit, "CUDA")
-LIBRARY.impl("snake_beta", snake, "CUDA")

@@ -393,13 +393,3 @@ def head_sum_kernel(
         tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL),
         mask=at < steps,
     )
-
-
-@triton.jit
-def snake_kernel(x, frequency, gain, out, count, C: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = at % C
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    f = tl.load(frequency + channel, mask=at < count, other=0.0)
-    g = tl.load(gain + channel, mask=at < count, other=0.0)
-    tl.store(out + at, _snake(value, f, g, FAST).to(out.dtype.element_ty), mask=at < count)
