@@ -220,6 +220,12 @@ def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
     assert len(caplog.records) == 1
 
 
+def test_a_source_that_no_wheel_brings_is_not_available(gpu: Callable[[], list[str]]) -> None:
+    assert binaries.targets_of("persistent_tested") == []
+    assert not available(0, Source("persistent_tested", {"name": 0}))
+    assert gpu() == []
+
+
 def fields(source: str) -> int:
     """Bytes of `Args` of a source as C++ lays them out, counted from its text."""
     text = re.search(r"struct Args \{(.*?)\n\};", (binaries.SOURCES / source).read_text(), re.S)

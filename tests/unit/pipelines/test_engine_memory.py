@@ -1,5 +1,5 @@
 """How many slots and KV pages a GPU's memory holds, what is refused before anything is loaded, and the
-table of docs/models.md."""
+table of docs/qwen3-tts.md."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def taken(plan: MemoryPlan, needs: MemoryNeeds) -> int:
 
 
 def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
-    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    lines = (ROOT / "docs/qwen3-tts.md").read_text().splitlines()
     start = lines.index("| memory of the GPU | 0.6B: slots, KV pages | 1.7B: slots, KV pages |")
     rows = []
     for gigabytes in GIGABYTES:
