@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 import tomllib
@@ -41,6 +42,8 @@ from jobs.times import Times, read_times
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.registry import ModelCard, has_option
+
+log = logging.getLogger(__name__)
 
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
@@ -93,7 +96,7 @@ class S3Settings(SettingsGroup):
     secret_access_key: SecretStr | None = None
     """Secret key."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    """Where the bucket name stands in the URL: in the path or in the host name."""
+    """Whether the bucket name is in the path of the URL or in the host name."""
 
 
 class WorkerSettings(SettingsGroup):
@@ -132,18 +135,14 @@ class EngineSettings(SettingsGroup):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."""
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
-    """How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower.
-    `auto`: the best. `megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS
-    utterances at a time: on an H200 a frame of one at 0.6B takes 1.5 instead of 2.0 ms; not for
-    `reproducible`. `auto` has them on GPUs of compute capability 9.0 with at least 128 multiprocessors,
-    such as the H200, but not for streams, whose first chunk comes later with them."""
+    """How a frame is run. `auto`: the best for the GPU. `graph`: CUDA graphs. `eager`: single operations,
+    which start faster and run slower. `megakernel`: as `graph`, and faster for one or two Qwen3-TTS
+    utterances at a time (docs/qwen3-tts.md)."""
     voice_cache: Path | None = None
-    """Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in
-    memory."""
+    """Qwen3-TTS: folder that keeps encoded cloned voices for later starts. Unset: memory only."""
     codec_rows: Annotated[int, Field(ge=0)] = 0
-    """Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. 0:
-    batches of similar lengths. On an H200 256 rows take less than half as much of a core, and with
-    `reproducible` they are 1.8 times as fast. They need 7.6 GiB of the GPU."""
+    """Qwen3-TTS on a GPU: rows of the codec's continuous batch, such as 256, which needs 7.6 GiB of the GPU.
+    0: batches of similar lengths (docs/qwen3-tts.md)."""
 
 
 class VllmSettings(SettingsGroup):
@@ -157,9 +156,8 @@ class NotifySettings(SettingsGroup):
     """The hook of the operator that is told of every job's end; it is never a job's."""
 
     command: Annotated[tuple[str, ...], _of_text(lambda text: tuple(shlex.split(text)))] = ()
-    """Command that runs at each end of a job, without a shell: words as a shell splits them, or a list
-    in a file. The status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are
-    variables."""
+    """Command that runs at each end of a job, without a shell. A variable is split into words as a shell
+    does it; a file may have a list."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Maximum seconds for the command."""
 
@@ -192,8 +190,8 @@ class ServeSettings(SettingsGroup):
     slots: PositiveInt | None = None
     """Maximum requests that are handed to the engine. Unset: as many as run and wait there."""
     streams: Annotated[int, Field(ge=0)] | None = None
-    """Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS;
-    SparkTTS and Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU."""
+    """Streams that the engine `native` is prepared for before `/health` is 200. Unset: 128 on a GPU, 8 on a
+    CPU."""
     waiting_room: Annotated[int, Field(ge=0)] = 512
     """Maximum requests that wait in the server before they are handed to the engine. More get status
     429."""
@@ -202,9 +200,9 @@ class ServeSettings(SettingsGroup):
     drain_seconds: Positive = 60.0
     """Maximum seconds for running requests after SIGTERM."""
     text_in: bool | None = None
-    """Speak the text of a context while it is being written. Unset: with the voices for which the model
-    always reads its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`:
-    all voices of Qwen3-TTS, named ones on all routes. `false`: sentence by sentence."""
+    """Speak the text of a context while it is being written. Unset: for Qwen3-TTS voices cloned without the
+    recording's text. `true`: for all voices of Qwen3-TTS. `false`: sentence by sentence
+    (docs/websocket.md)."""
     voices_folder: Path | None = None
     """Folder of stored voices. Unset: `voices` in `home`."""
 
@@ -233,9 +231,8 @@ class Schedule(SettingsGroup):
     """Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also
     possible."""
     export_to: str | None = None
-    """Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path
-    ends in one of them, a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}`
-    in `home`."""
+    """Path of each export, with `{format}` and `{date}`. Unset: `datasets/NAME/{date}/{format}` in
+    `home`."""
     splits: str | None = None
     """Splits of the exports, for example train=0.98,dev=0.01,test=0.01."""
     #: Every other key is an option of the job, by its name in Python (`jobs.job_options`).
@@ -360,6 +357,10 @@ class Settings(SettingsGroup):
         """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as
         `chosen_engine`."""
         engine = self.chosen_engine(card)
+        if engine != "vllm" and self.vllm.tensor_parallel > 1:
+            log.warning(
+                "SPEECH_VLLM__TENSOR_PARALLEL has no effect: %s runs on the engine %s", card.name, engine
+            )
         if engine == "cpu":
             return {} if self.worker.threads is None else {"threads": self.worker.threads}
         others = {"kind"}

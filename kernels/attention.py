@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.registry import op, to_device
+from kernels.registry import to_device
 
 
-@op(
-    "paged_decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, int max_length, "
-    "float scale) -> Tensor"
-)
 def paged_decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -90,9 +86,6 @@ def _rows_alone(
     return out.flatten(1)
 
 
-@op(
-    "paged_prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, int[] rows, int[] lengths, float scale) -> Tensor"
-)
 def paged_prefill_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -40,9 +40,6 @@ def snake_beta(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return wide.addcmul(gain, (wide * frequency).sin_().square_()).to(x.dtype)
 
 
-@op(
-    "codec_upsample(Tensor x, Tensor? history, Tensor frequency, Tensor gain, Tensor weight, Tensor bias, int rate) -> Tensor"
-)
 def codec_upsample(
     x: Tensor,
     history: Tensor | None,
@@ -98,10 +95,6 @@ def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
     return thirds.flip(2).permute(2, 0, 3, 1).reshape(3 * channels_in, rate * channels_out).contiguous()
 
 
-@op(
-    "codec_residual_unit(Tensor x, Tensor? history, Tensor frequency1, Tensor gain1, Tensor weight1, Tensor bias1,"
-    " Tensor frequency2, Tensor gain2, Tensor weight2, Tensor bias2, int dilation) -> Tensor"
-)
 def codec_residual_unit(
     x: Tensor,
     history: Tensor | None,

@@ -268,16 +268,14 @@ class Source:
 
 @cache
 def available(device: int, *sources: Source) -> bool:
-    """Whether a device has all kernels of these sources: a Hopper, or a newer one where they have code for
-    it. They load side by side.
+    """Whether a device has all kernels of these sources, which load side by side.
 
-    Where a device could run them and their code is missing, one warning says so.
+    False where a wheel brings no code of a source for it. Where it brings some and none can be loaded, one
+    warning reports it.
     """
-    capability, newer = (
-        torch.cuda.get_device_capability(device),
-        all(binaries.NEWER in binaries.SHIPPED[one.name] for one in sources),
-    )
-    if capability < (9, 0) or (capability > (9, 0) and not newer):
+    capability = torch.cuda.get_device_capability(device)
+    target = binaries.HOPPER if capability == (9, 0) else binaries.NEWER
+    if capability < (9, 0) or not all(target in binaries.targets_of(one.name) for one in sources):
         return False
     try:
         with ThreadPoolExecutor(len(sources)) as pool:

@@ -21,7 +21,7 @@ from jobs import installed_version
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import HOME_WORKER_PREFIX, Ticket, WorkerInfo
-from jobs.provenance import ProvenanceBook
+from jobs.provenance import ProvenanceWriter
 from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
 from pipelines.errors import (
     ConfigError,
@@ -142,7 +142,7 @@ class Runtime:
             leases=self.leases,
             metrics=self.metrics,
             clock=self._clock,
-            provenance=ProvenanceBook(),
+            provenance=ProvenanceWriter(),
             demand=self.demand,
             alone=self.options.private,
             on_claimed=lambda: self.maintenance.claimed(),

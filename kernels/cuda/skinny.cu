@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // Skinny GEMM for decoding: y[rows, N] = epilogue(norm(x)[rows, K] @ W[N, K]^T), rows <= 32 a block.
 //
 // One block owns NT groups of 8 weight rows over the whole K; its warps split K. Weights do not depend on earlier kernels, so

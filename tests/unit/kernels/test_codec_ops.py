@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv_transpose1d
 
-from kernels.codec_ops import pack_upsample, snake_parameters
+from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_parameters
 
 ops = torch.ops.nightjar
 
@@ -75,12 +75,10 @@ def test_residual_unit(dilation: int, steps: int) -> None:
     arguments = (*first, w1, b1, *second, w2, b2, dilation)
     exact = residual64(x, history, snakes, [w1, b1, w2, b2], dilation)
     torch.testing.assert_close(
-        ops.codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5
+        codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5
     )
     silent = torch.zeros_like(history)
-    assert torch.equal(
-        ops.codec_residual_unit(x, None, *arguments), ops.codec_residual_unit(x, silent, *arguments)
-    )
+    assert torch.equal(codec_residual_unit(x, None, *arguments), codec_residual_unit(x, silent, *arguments))
 
 
 def test_residual_unit_takes_weights_of_any_strides() -> None:
@@ -88,9 +86,9 @@ def test_residual_unit_takes_weights_of_any_strides() -> None:
     first, second = snake_parameters(*snakes[:2]), snake_parameters(*snakes[2:])
     tap_major = w1.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     x = rand(1, 9, 4)
-    plain = ops.codec_residual_unit(x, None, *first, w1, b1, *second, w2, b2, 3)
+    plain = codec_residual_unit(x, None, *first, w1, b1, *second, w2, b2, 3)
     torch.testing.assert_close(
-        ops.codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain
+        codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain
     )
 
 
@@ -109,9 +107,9 @@ def test_upsample_is_the_trimmed_transposed_convolution(rate: int) -> None:
         return full[:, :, :-rate].transpose(1, 2)
 
     torch.testing.assert_close(
-        ops.codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5
+        codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5
     )
-    continued = ops.codec_upsample(x, history, *arguments)
+    continued = codec_upsample(x, history, *arguments)
     torch.testing.assert_close(
         continued.double(), reference(torch.cat((history, x), dim=1))[:, rate:], atol=2e-5, rtol=1e-5
     )

@@ -44,6 +44,7 @@ from pipelines.request import (
     stream,
     submit,
 )
+from tests.support import streaming_fake
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
 from tests.support.native_plugin import NAME, installed
@@ -129,6 +130,27 @@ def test_a_recording_travels_once_and_every_request_has_its_own(
     ]
     # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
     assert sum(isinstance(message, Recording) for message in sent) == 8
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_with_a_recording_that_the_child_does_not_have_fails_alone(
+    open_process: Open, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    process = open_process(streaming_fake.NAME)
+    child = process._child
+    assert child is not None
+    send = child.channel.send
+    monkeypatch.setattr(
+        child.channel, "send", lambda message: None if isinstance(message, Recording) else send(message)
+    )
+    messages = (Message("user", "audio", b"lost"), Message("user", "text", "Hello."))
+    with pytest.raises(SynthesisError, match="does not have a recording") as failed:
+        if streamed:
+            list(stream(process, SynthesisRequest("r", messages)))
+        else:
+            submit(process, SynthesisRequest("r", messages)).result(60)
+    assert failed.value.code is ErrorCode.SYNTH_ENGINE
+    assert len(submit(process, SynthesisRequest("r", messages[1:])).result(60).samples)
 
 
 def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process: Open) -> None:
