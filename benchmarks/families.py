@@ -18,6 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from benchmarks import floors
 from benchmarks.checkpoint import (
     FISH_CONTROLS,
     DummyWeights,
@@ -27,7 +28,6 @@ from benchmarks.checkpoint import (
     spark_config,
 )
 from benchmarks.common import Bench
-from benchmarks.shapes import FISH, SPARK, Shape
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
@@ -39,7 +39,12 @@ from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.model import take_weights as take_fish
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
 from pipelines.options import TokenModelOptions
-from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+from pipelines.request import (
+    Generation,
+    Message,
+    Pipeline,
+    SynthesisRequest,
+)
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM, LmConfig
 from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
@@ -142,7 +147,7 @@ class Family:
     #: RTFx kept busy that was aimed at, and that must be reached.
     aim: int
     must: int
-    shape: Shape
+    floor: floors.Frame
     #: Of vLLM.
     memory_share: float
     #: Slots of an engine that streams are measured on, at least: some are free for whole utterances as well.
@@ -177,7 +182,7 @@ class Spark(Family):
     drawn = SamplingParams(0.8, 50, 0.95, 1.0, 0.8, 50, 0.95)
     sampling = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
     aim, must, memory_share, stream_slots = 2400, 1900, 0.4, 128
-    shape = SPARK
+    floor = floors.spark_frame()
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
@@ -226,7 +231,7 @@ class Fish(Family):
     drawn = SamplingParams(0.8, 30, 0.8, 1.0, 0.8, 30, 0.8)
     sampling = TokenSampling(0, 0.8, 30, 0.8, ignore_end=True)
     aim, must, memory_share = 700, 520, 0.6
-    shape = FISH
+    floor = floors.fish_frame()
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)

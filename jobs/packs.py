@@ -25,10 +25,10 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
 
 if TYPE_CHECKING:
-    from jobs.ledger.records import Artifact
+    from jobs.ledger.records import Artifact, ArtifactFacts
     from jobs.verify import Expected
 
-    StoredArtifact = Artifact | Expected
+    StoredArtifact = Artifact | ArtifactFacts | Expected
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""The ledger's database: connections, transactions, retries, actionable errors, and migrations."""
+"""The ledger's database: its connections, transactions, retries, errors that a person can act on, and tables."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_SECONDS = 5
-#: Detection of a lost PostgreSQL connection by either end: idle time before the first probe, time between
-#: probes, number of probes, time without an acknowledgement of sent data.
+#: When either end considers a silent PostgreSQL connection lost: idle before the first probe, between probes,
+#: unanswered data.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
-#: Maximum number of tries of a transaction that conflicts with others.
+#: How many times a transaction that lost against another one is tried.
 TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
@@ -51,29 +51,32 @@ _TIMED_OUT = {"55P03", "57014"}
 
 @dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """Time limits of a PostgreSQL connection, in seconds."""
+    """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
 
-    #: An idle transaction is rolled back after this time, so that a stopped process does not keep its locks.
+    #: A transaction whose process is silent for this long is rolled back, so that a stopped process does not
+    #: keep its locks.
     idle_transaction_seconds: float = 10.0
-    #: Maximum wait for a lock; longer than the above, to outlast a stopped process.
+    #: Maximum wait for a lock; longer than the above, so that a transaction that waits for a stopped process
+    #: outlasts it.
     lock_seconds: float = 30.0
     statement_seconds: float = 3600.0
 
 
 NO_LIMITS = LedgerLimits(0, 0, 0)
-#: Key of the PostgreSQL advisory lock of migrations.
+#: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
 MIGRATION_LOCK = 0x6E69676874
 
 
 class Database:
-    """The engine of one ledger. Connects at first use; every method is thread-safe."""
+    """One engine for one ledger; every method may be called from any thread. Connects when it is first
+    used."""
 
     def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
         parsed = _parse(url)
         self.display_url = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.path = Path(parsed.database or "") if self.is_sqlite else None
-        #: For messages: the path of a file, else the address without its password.
+        #: For a person: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
         self.engine = (
             _sqlite_engine(self.path)
@@ -83,12 +86,12 @@ class Database:
         self.place = place_of(self.path)
         self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
-        # Threads wait for this lock in order; SQLite itself would let them poll.
+        # Threads that wait here wait in order; SQLite itself lets them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
     def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `work` in one transaction and commits it. On PostgreSQL a transaction that conflicts with
-        another one is retried."""
+        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs
+        again."""
         for attempt in range(1, TRANSACTION_TRIES + 1):
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
@@ -99,7 +102,7 @@ class Database:
         raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `work` in a read-only transaction; on SQLite it does not wait for writers."""
+        """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
         with self._explained(), self._reader.begin() as connection:
             return work(self._transaction(connection), *args, **kwargs)
 
@@ -112,13 +115,13 @@ class Database:
         return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
 
     def use_write_ahead_log(self) -> None:
-        """Lets readers work while a writer does. The setting is stored in the file."""
+        """Lets readers and a writer work side by side. The file remembers it."""
         with self._explained(), self.engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA journal_mode = WAL")
 
     def wrong_schema(self, message: str) -> ServiceError:
-        """The error of a ledger whose tables are of another version."""
+        """The error of a ledger whose tables are not those of this version."""
         home = home_of(self.path)
         where = "" if home is None else f" --out {shlex.quote(str(home))}"
         return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
@@ -140,12 +143,12 @@ class Database:
             raise explained from error
 
     def _explain(self, error: BaseException) -> Exception | None:
-        """The error to raise for a driver's error; None: it is not a failure of the service and is raised
-        unchanged."""
+        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as
+        it is."""
         disconnected = False
         if isinstance(error, exc.DBAPIError):
             disconnected, error = error.connection_invalidated, error.orig or error
-        # COPY uses psycopg directly, so SQLAlchemy does not wrap its errors.
+        # COPY speaks to psycopg itself, past SQLAlchemy's wrapping.
         elif type(error).__module__.partition(".")[0] not in {"psycopg", "sqlite3"}:
             return None
         sqlstate = getattr(error, "sqlstate", None)
@@ -157,11 +160,11 @@ class Database:
         if sqlstate in _TIMED_OUT:
             return ServiceError(
                 ErrorCode.LEDGER_UNREACHABLE,
-                f"The ledger {self.display_url} did not answer in time: {text}.",
-                "Try again. If this persists, pg_stat_activity shows which transaction holds the locks.",
+                f"The ledger {self.display_url} kept this waiting for too long: {text}.",
+                "Try again; if it lasts, see in pg_stat_activity which transaction holds its locks.",
             )
         kind = {base.__name__ for base in type(error).__mro__}
-        # SQLite raises DatabaseError itself if the file is not a database or is damaged.
+        # SQLite says DatabaseError itself where the file is no database or is damaged.
         if (
             disconnected
             or kind & {"OperationalError", "InterfaceError"}
@@ -171,18 +174,18 @@ class Database:
         return None
 
     def check_room(self) -> None:
-        """Raises `store.full` if a SQLite ledger is on a full disk."""
+        """Raises `store.full` where a SQLite ledger is on a full disk."""
         if self.path is not None and not has_room(self.path.parent):
             raise disk_full(self.path)
 
     def _unreachable(self, reason: str) -> NightjarError:
-        # SQLite reports a full disk by several messages, depending on the file.
+        # SQLite has several words for a full disk, by the file that it wanted to write.
         if self.path is not None and (reason == "database or disk is full" or not has_room(self.path.parent)):
             return disk_full(self.path)
         advice = (
             "Check that the file's folder is writable, has space, and is on a local disk."
             if self.is_sqlite
-            else "Check that PostgreSQL is running and that the database URL is correct."
+            else "Check that PostgreSQL runs and that the database URL is right."
         )
         return ServiceError(
             ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice
@@ -190,7 +193,7 @@ class Database:
 
 
 class LostRaceError(Exception):
-    """The transaction conflicted with another one; nothing was written, so it can be retried."""
+    """Another transaction won; nothing was written and the same work may be done again."""
 
 
 def _parse(url: str) -> sa.URL:
@@ -199,7 +202,7 @@ def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
-        # Not chained: the parser's message may contain the password.
+        # Not chained: the parser's message may hold the password.
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
             "The database URL cannot be read.",
@@ -212,7 +215,7 @@ def _parse(url: str) -> sa.URL:
         return parsed.set(drivername="sqlite")
     raise ConfigError(
         ErrorCode.CONFIG_INVALID,
-        f"A ledger cannot be stored in a database of kind {backend!r}.",
+        f"A ledger cannot live in a database of kind {backend!r} at this URL.",
         "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
     )
 
@@ -240,14 +243,14 @@ def _sqlite_engine(path: Path) -> sa.Engine:
 
 
 def _begin(connection: sa.Connection) -> None:
-    # A transaction that first reads and then writes may fail because its snapshot is stale, so writers take
-    # the lock at BEGIN.
+    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so
+    # writers say so at BEGIN.
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
 def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
-    """The statement that sets limits of a PostgreSQL session, or with `local` of its transaction."""
+    """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
     names = {
         "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
         "lock_timeout": limits.lock_seconds,
@@ -258,7 +261,7 @@ def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
 
 
 def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
-    # The server gets the same values below, so both ends notice a lost host equally soon.
+    # The server notices a client whose host vanished as soon as a client notices a server's.
     defaults: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
         "application_name": "nightjar",
@@ -287,7 +290,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
     ]
 
     def prepare(connection: Any, _record: object) -> None:
-        # Statements, because poolers such as PgBouncer refuse the parameter `options`.
+        # Statements and not the option `options`, which poolers such as PgBouncer refuse.
         connection.autocommit = True
         connection.execute("; ".join(statements))
         connection.autocommit = False
@@ -297,10 +300,10 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
 
 
 def upgrade(database: Database) -> None:
-    """Creates the tables of a new ledger, or migrates those of an older one; several processes may do so
-    at once.
+    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do
+    the same.
 
-    Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
+    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program,
     `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
     """
     with _one_process(database):
@@ -310,7 +313,7 @@ def upgrade(database: Database) -> None:
             raise ServiceError(
                 ErrorCode.LEDGER_SCHEMA,
                 message,
-                "Find out which program uses it. Then move it away, or name another file.",
+                "Find out whose it is, and move it away or name another file.",
             )
         if current is not None and current > SCHEMA_REVISION:
             raise _too_new(database, current)
@@ -339,7 +342,7 @@ def _too_new(database: Database, current: str) -> ServiceError:
     return ServiceError(
         ErrorCode.LEDGER_SCHEMA,
         f"The ledger {database.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
-        "Install the version of nightjar that created it, or a newer one.",
+        "Install the version of nightjar that made it, or a newer one.",
     )
 
 
@@ -367,8 +370,8 @@ def _one_process(database: Database) -> Iterator[None]:
         database.check_room()
         raise ServiceError(
             ErrorCode.LEDGER_UNREACHABLE,
-            f"The ledger {database.path} cannot be created: {error.strerror or error}.",
-            "Name a writable folder.",
+            f"The ledger {database.path} cannot be made: {error.strerror or error}.",
+            "Name a folder that is writable.",
         ) from error
     with os.fdopen(lock):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -379,7 +382,7 @@ def _upgrade(sql: Transaction) -> None:
     from alembic import command
 
     if sql.engine == "postgresql":
-        # A migration may rewrite a large table, or wait for another process that does.
+        # A migration may rewrite a large table, or wait for a process that does so.
         sql.value(set_limits(NO_LIMITS, local=True))
         sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
     config = _config()

@@ -1,19 +1,19 @@
-"""The registered worker processes, and the choice of the next shards to queue: by priority, then weighted
-fair share, then age of the job."""
+"""The worker processes that the ledger knows, and which shards go to the queue for them next: priority, then
+weighted fair share, then first come."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from jobs.ledger.lifecycle import UNQUEUED, of_ticket
 from jobs.ledger.records import (
     DISPATCHED,
-    HOME_WORKER_PREFIX,
     LIVE_SECONDS,
     LOST,
+    OF_A_HOME,
     QUARANTINED,
     RETIRED,
     UP,
@@ -21,16 +21,15 @@ from jobs.ledger.records import (
     WorkerInfo,
     clean,
 )
-from jobs.ledger.transaction import Row, Transaction, columns_of, literals
+from jobs.ledger.transaction import Row, Transaction, columns_of, words
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
-#: Model of a worker that serves every model.
+#: The model of a worker that serves whatever the jobs ask for.
 ANY_MODEL = ""
 
-#: Workers that have not ended.
-ACTIVE = f"state NOT IN ('{RETIRED}', '{LOST}')"
-_LIVE = f"{ACTIVE} AND heartbeat_at >= <now> - {LIVE_SECONDS}"
-_STALE = f"{ACTIVE} AND heartbeat_at < <now> - :timeout"
+#: Workers whose heartbeats are waited for.
+HEARD = f"state NOT IN ('{RETIRED}', '{LOST}')"
+_LIVE = f"{HEARD} AND heartbeat_at >= <now> - {LIVE_SECONDS}"
 _OTHERS_MAY_RUN = f"""
 SELECT EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND n_done > 0) OR EXISTS (
     SELECT 1 FROM workers
@@ -44,8 +43,8 @@ SELECT EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND n_done > 0) OR EXIST
 
 
 def register_worker(sql: Transaction, info: WorkerInfo) -> None:
-    """Adds a worker. Raises `ServiceError` with `ledger.shared_sqlite` if a worker on another host uses the
-    same SQLite file."""
+    """Adds a worker. Raises `ServiceError` with `ledger.shared_sqlite` where a worker of another host uses
+    the same SQLite file."""
     if sql.engine == "sqlite":
         statement = f"SELECT host FROM workers WHERE {_LIVE} AND host <> :host LIMIT 1"
         other = sql.value(statement, host=clean(info.host))
@@ -59,7 +58,7 @@ def register_worker(sql: Transaction, info: WorkerInfo) -> None:
 
 
 def _add(sql: Transaction, info: WorkerInfo, *changed: str, **more: str) -> None:
-    """Adds or updates a worker; `changed`: columns that are also updated."""
+    """Adds a worker; of one that is there these columns change too."""
     row = {**columns_of(info), **{name: clean(value) for name, value in more.items()}}
     kept = ", ".join(f"{name} = excluded.{name}" for name in (*row, *changed, "heartbeat_at"))
     conflict = f"ON CONFLICT (id) DO UPDATE SET {kept}"
@@ -67,10 +66,10 @@ def _add(sql: Transaction, info: WorkerInfo, *changed: str, **more: str) -> None
 
 
 def worker_heartbeat(sql: Transaction, worker_id: str, state: str = UP, slots: int | None = None) -> None:
-    """Records a heartbeat. `slots`: number of shards that the worker can use, if it changed. Only workers in
-    state `up` enlarge the dispatch window.
+    """A sign of life; `slots`: shards that the worker can use now, where that changes. Only workers in
+    state `up` widen the window.
 
-    Raises `NotFoundError` for a worker that is not registered.
+    Raises `NotFoundError` for a worker that never registered.
     """
     change = f"heartbeat_at = <now>, state = :state{'' if slots is None else ', slots = :slots'}"
     if not sql.change(f"UPDATE workers SET {change} WHERE id = :id", id=worker_id, state=state, slots=slots):
@@ -82,31 +81,33 @@ def worker_heartbeat(sql: Transaction, worker_id: str, state: str = UP, slots: i
 
 
 def retire_worker(sql: Transaction, worker_id: str) -> None:
-    """Marks a worker as ended; it holds no leases any more."""
+    """Marks a worker that gave back what it held and ends."""
     sql.change(f"UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now> WHERE id = :id", id=worker_id)
 
 
-def has_stale_workers(sql: Transaction, timeout_seconds: float) -> bool:
-    """Whether workers without recent heartbeats are not yet marked as lost."""
-    return sql.row(f"SELECT 1 FROM workers WHERE {_STALE} LIMIT 1", timeout=timeout_seconds) is not None
-
-
-def mark_stale_workers_lost(sql: Transaction, timeout_seconds: float) -> int:
-    """Marks workers without recent heartbeats as lost; returns their number."""
-    statement = f"UPDATE workers SET state = '{LOST}' WHERE {_STALE}"
+def lose_stale_workers(sql: Transaction, timeout_seconds: float) -> int:
+    """Marks workers without a heartbeat as lost; returns how many."""
+    statement = f"UPDATE workers SET state = '{LOST}' WHERE {HEARD} AND heartbeat_at < <now> - :timeout"
     return sql.change(statement, timeout=timeout_seconds)
 
 
-def report_quarantines(
-    sql: Transaction, host: str, pid: int, version: str, reasons: Mapping[str, str]
-) -> None:
-    """Records the workers that a supervisor has quarantined, as GPU (empty without one) -> reason; earlier
-    quarantines of this supervisor end."""
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The place of a worker that keeps failing: a GPU, or the host where there is none."""
+
+    gpu: str
+    version: str
+    reason: str
+
+
+def report_quarantines(sql: Transaction, host: str, pid: int, quarantines: Sequence[Quarantine]) -> None:
+    """A sign of life of a process that starts workers, with those that it has quarantined; others that it
+    had are none any more."""
     places: list[str] = []
-    for gpu, reason in reasons.items():
-        places.append(clean(f"{host}-{pid}-quarantine-{gpu or 'none'}"))
-        info = WorkerInfo(places[-1], host, pid, gpu, ANY_MODEL, version, slots=0)
-        _add(sql, info, state=QUARANTINED, state_reason=reason)
+    for one in quarantines:
+        places.append(clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}"))
+        info = WorkerInfo(places[-1], host, pid, one.gpu, ANY_MODEL, one.version, slots=0)
+        _add(sql, info, state=QUARANTINED, state_reason=one.reason)
     statement = f"""
     UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now>
     WHERE host = :host AND pid = :pid AND state = '{QUARANTINED}' AND NOT id IN (:places)
@@ -115,20 +116,20 @@ def report_quarantines(
 
 
 def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:
-    """Whether another worker may run a job: some of its items are done, or another live worker serves its
-    model and did not refuse it the last time."""
+    """Whether a job that this worker cannot run may still be run by another one: items of it are done, or
+    another live worker takes its model and did not refuse it the last time."""
     return bool(sql.value(_OTHERS_MAY_RUN, job=job_id, worker=worker_id))
 
 
 def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
-    """Records which job a worker cannot run, and why."""
+    """Notes at a worker which job it cannot run, and why."""
     sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=worker_id, reason=clean(reason))
 
 
-def end_dead_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
-    """Ends the leases of dead worker processes, either all of a home or one, so that the next `reconcile`
-    need not wait for their expiry; returns their number. A worker that is alive is fenced by the epoch."""
-    of_home = f"substr(id, 1, {len(HOME_WORKER_PREFIX)}) = '{HOME_WORKER_PREFIX}'"
+def lose_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
+    """Ends the leases of workers whose processes are known to be dead, of a home's own or of one, so that the
+    next `reconcile` need not wait for their end; returns how many. If one lives after all, the epoch fences it."""
+    of_home = f"substr(id, 1, {len(OF_A_HOME)}) = '{OF_A_HOME}'"
     dead = f"state <> '{RETIRED}' AND {of_home if host is None else 'host = :host AND pid = :pid'}"
     process = {} if host is None else {"host": clean(host), "pid": pid}
     ended = sql.change(
@@ -142,10 +143,10 @@ def end_dead_workers(sql: Transaction, host: str | None = None, pid: int | None 
     return ended
 
 
-#: Shards to queue while no worker is up, so that the first worker has work at once.
+#: Shards to queue while no worker is up, so that the first one finds work at once.
 WINDOW_WITHOUT_WORKERS = 4
 
-#: Key of the PostgreSQL advisory lock of dispatchers.
+#: Key of the PostgreSQL advisory lock that lets one dispatcher choose at a time.
 _DISPATCH_LOCK = 0x6E6967687A
 
 _SLOTS = f"""
@@ -153,8 +154,8 @@ SELECT model, CAST(sum(slots) AS BIGINT) FROM workers WHERE {_LIVE} AND state = 
 """
 _OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
 _IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
-#: The jobs that are dispatched or have shards in flight, in dispatch order. Queued and leased shards are read by
-#: one statement each, with its partial index.
+#: The jobs that are handed out or have shards in flight, in their order. What is in flight are two statements,
+#: each with its partial index.
 _JOBS = f"""
 WITH flying AS (
     SELECT job_id, {_OPEN_ITEMS} AS items FROM shards WHERE state = 'queued'
@@ -163,9 +164,9 @@ WITH flying AS (
     SELECT job_id, count(*) AS n_shards, CAST(sum(items) AS BIGINT) AS n_items FROM flying GROUP BY job_id
 )
 SELECT id, spec ->> 'model', priority, weight, max_in_flight, COALESCE(n_shards, 0), COALESCE(n_items, 0),
-    state IN ({literals(*DISPATCHED)}) AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
+    state IN ({words(*DISPATCHED)}) AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
 FROM jobs LEFT JOIN taken ON taken.job_id = jobs.id
-WHERE state IN ({literals(*DISPATCHED)}) OR taken.job_id IS NOT NULL ORDER BY priority DESC, created_at, id
+WHERE state IN ({words(*DISPATCHED)}) OR taken.job_id IS NOT NULL ORDER BY priority DESC, created_at, id
 """
 _READY = f"""
 SELECT no, epoch, {_OPEN_ITEMS} AS items FROM shards WHERE job_id = :job AND {_IS_READY}
@@ -175,23 +176,23 @@ ORDER BY no LIMIT :limit FOR UPDATE SKIP LOCKED
 
 @dataclass(slots=True)
 class _Job:
-    """A job with shards in flight or to dispatch."""
+    """A job that has shards in flight, or may get its next one queued."""
 
     id: str
     model: str
     priority: int
     weight: int
     max_in_flight: int | None
-    #: Queued and leased shards, and their pending items.
+    #: What is queued or leased: shards, and those of their items that have not ended.
     shards: int
     items: int
     has_ready: bool
-    #: Its ready shards, in order; None: not yet read.
+    #: Its ready shards, in order; None: not read yet.
     ready: list[Row] | None = None
 
     @property
     def share(self) -> float:
-        """Pending items in flight per weight; shards differ in size."""
+        """Of items, since shards differ in size."""
         return self.items / self.weight
 
     @property
@@ -200,30 +201,31 @@ class _Job:
 
 
 class _Fleet:
-    """The capacity of the live workers by model, and the jobs whose models they serve."""
+    """What the live workers can take, by model, and the jobs whose models are served."""
 
     def __init__(self, sql: Transaction, window_factor: int) -> None:
-        # Model to which workers are pinned, or `ANY_MODEL` -> shards that these workers can use in total.
+        #: Shards that the live workers can use, with those they have, by the model they are pinned to
+        #: (`ANY_MODEL`: by none).
         slots = dict(sql.rows(_SLOTS))
-        #: Maximum number of shards in flight of each pinned model, so that one model does not fill the window.
-        #: Empty if a live worker serves all models, or there is none.
+        #: The shards that may be in flight of each pinned model: more would keep the window from the workers
+        #: of other models. Empty where a live worker serves all models, or none lives.
         self._rooms = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
         self.window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
         found = (_Job(*row) for row in sql.rows(_JOBS))
-        #: The highest priority first.
+        #: By priority, the highest first.
         self.jobs = [job for job in found if not self._rooms or job.model in self._rooms]
 
     @property
     def in_flight(self) -> int:
-        """Shards in flight of jobs with at least the highest priority of jobs with ready shards."""
+        """Shards in flight of jobs whose priority is no lower than that of every job with ready shards."""
         return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
     def taken(self, priority: float) -> int:
-        """Shards in flight of jobs with at least this priority."""
+        """Shards in flight of jobs with this priority or a higher one."""
         return sum(job.shards for job in self.jobs if job.priority >= priority)
 
     def rooms(self, priority: int) -> dict[str, int]:
-        """Model -> shards that jobs of this priority may still get, for pinned models."""
+        """Shards that jobs of this priority may still get of each pinned model."""
         rooms = dict(self._rooms)
         for job in self.jobs if rooms else ():
             if job.priority >= priority:
@@ -232,9 +234,10 @@ class _Fleet:
 
 
 def free_window(sql: Transaction, window_factor: int = 2) -> int:
-    """The number of shards to queue: `window_factor` times the slots of live workers, minus shards in flight.
+    """How many more shards to queue: `window_factor` a slot of live workers, less those queued or leased.
 
-    Shards of models without a worker do not count, nor do those with a lower priority than ready shards.
+    What waits for a model that nobody serves takes no room, nor do jobs of a lower priority than one with
+    ready shards.
     """
     fleet = _Fleet(sql, window_factor)
     return max(0, fleet.window - fleet.in_flight)
@@ -243,10 +246,10 @@ def free_window(sql: Transaction, window_factor: int = 2) -> int:
 def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Ticket]:
     """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
 
-    Order: priority, then the smallest share of items in flight by weight, then the older job. Jobs of the
-    highest priority with ready shards may use the whole window; others what shards in flight of higher
-    priorities leave. If every live worker is pinned to a model, only jobs of these models get shards, and
-    each model only the window of its own workers.
+    Order: priority, then the least share of in-flight items by weight, then the older job. Jobs of the
+    highest priority that has ready shards may get all; others what is left beside the shards that are in
+    flight of jobs between. Where every live worker is pinned to a model, only jobs of these models get
+    some, and each model no more than its own workers' window.
     """
     if limit <= 0:
         return []
@@ -260,7 +263,7 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
         room = min(limit - len(tickets), window - fleet.taken(priority))
         tickets += _share_out(sql, list(level), room, fleet.rooms(priority))
     for ticket in tickets:
-        # The rows were locked and ready in this transaction.
+        # The rows are locked and were seen ready in this transaction.
         sql.change(
             """
             UPDATE shards SET state = 'queued', enqueued_epoch = epoch, enqueued_at = <now>
@@ -272,7 +275,7 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
 
 
 def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
-    """Makes shards ready whose tickets could not be published; returns the number that were still queued."""
+    """Makes tickets that could not be published ready again; returns how many were still queued."""
     statement = f"""
     UPDATE shards SET {UNQUEUED}
     WHERE job_id = :job AND no = :shard AND enqueued_epoch = :epoch AND state = 'queued'
@@ -282,9 +285,9 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
 
 
 def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, int]) -> list[Ticket]:
-    """Gives one shard at a time to the job with the smallest share, or the older job.
+    """Gives one shard after the other to the job with the least share; ties go to the older job.
 
-    `rooms` limits the shards of its models, and is updated.
+    `rooms` bounds what models that stand in it may get, and is brought up to date.
     """
     tickets: list[Ticket] = []
     waiting = [job for job in jobs if not job.full]
@@ -307,6 +310,7 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, 
 
 
 def _ready_shards(sql: Transaction, job_id: str, limit: int) -> list[Row]:
-    # The shared lock prevents a pause or cancel between this check and the change of the shards.
+    # The shared lock keeps a pause or a cancel from slipping in between the look at the job and the change of
+    # its shards.
     state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job_id)
     return sql.rows(_READY, job=job_id, limit=limit) if state in DISPATCHED else []
