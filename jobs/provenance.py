@@ -173,7 +173,7 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
 _decode = msgspec.json.Decoder(Provenance).decode
 
 
-class ProvenanceBook:
+class ProvenanceWriter:
     """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called
     from any thread."""
 
@@ -206,7 +206,7 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
     return found
 
 
-def exporters_record(job: Job) -> Provenance:
+def exporter_record(job: Job) -> Provenance:
     """The record of a process that exports a job of which no worker left one; its model need not be here."""
     try:
         model = model_provenance(job.spec.model)
@@ -257,7 +257,7 @@ def _accelerator(info: EngineInfo) -> str:
 
 
 @contextmanager
-def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
+def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
     """The model of a job, on the engine that its records name where the model has a choice. `say` gets a
     sentence where it, or what encodes its audio, is another version by now, and where the records name more
     than one engine: none says which one made what."""

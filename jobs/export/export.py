@@ -50,8 +50,8 @@ from jobs.export.items import (
 )
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import ItemRow, ItemState, Job
-from jobs.provenance import exporters_record, records
-from jobs.recent_jobs import out_words
+from jobs.provenance import exporter_record, records
+from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
@@ -167,7 +167,7 @@ def _refuse_lost(
     raise StoreError(
         ErrorCode.STORE_MISSING if missing else ErrorCode.STORE_CONFLICT,
         f"{len(lost)} of the job's objects cannot be exported: {', '.join(shown)}{more}.",
-        f"Make them again with: nightjar verify {job.id} --repair{out_words(job.id, ledger.database.path)}",
+        f"Make them again with: nightjar verify {job.id} --repair{out_option(job.id, ledger.database.path)}",
     )
 
 
@@ -349,9 +349,7 @@ class _Export:
         rows = (row for row in self._rows(whole=False) if plan.has(row.index))
         with files.gzip("manifest.jsonl.gz") as manifest:
             manifest.writelines(manifest_line(self.job, item, "") for item in self._items(rows, scores))
-        files.add(
-            "provenance.json", json_bytes(records(self.store, self.job) or [exporters_record(self.job)])
-        )
+        files.add("provenance.json", json_bytes(records(self.store, self.job) or [exporter_record(self.job)]))
         if self.format.card is not None:
             files.add("README.md", self.format.card(self.job, plan))
 

@@ -16,7 +16,7 @@ from jobs.dialogue import spoken_text
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
-from jobs.ledger.records import Artifact, Job, ShardAudio
+from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
@@ -56,7 +56,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 _OF_THE_ARTIFACT = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
 
 
-def _entry(job: Job, example_id: str, artifact: Artifact | ShardAudio, **spoken: Any) -> ManifestEntry:
+def _entry(job: Job, example_id: str, artifact: Artifact, **spoken: Any) -> ManifestEntry:
     """The line of an audio artifact; `spoken`: its text, role and message."""
     return ManifestEntry(
         example_id=example_id,
@@ -81,7 +81,7 @@ MANIFEST = ExportFormat(
 
 
 def put_shard_manifest(
-    store: ObjectStore, job: Job, shard_no: int, items: Iterable[ShardAudio], lines: Iterable[ShardLine]
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[Artifact], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
     """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which
     the ledger may name now."""
@@ -91,7 +91,7 @@ def put_shard_manifest(
         line = spoken[audio.index]
         entry = _entry(
             job,
-            audio.example_id,
+            line.example_id,
             audio,
             text=spoken_text(line.messages),
             role=line.role or "assistant",

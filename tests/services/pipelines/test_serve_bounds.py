@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 
 from pipelines.errors import ErrorCode, SynthesisError
@@ -192,6 +193,19 @@ class TestConnections:
                     b"200",
                     b"200",
                 ]
+
+    def test_send_small_pieces_at_once(self, voice: Voice) -> None:
+        """With Nagle's algorithm the second piece of a stream waits 40 ms for an acknowledgement of the first."""
+        with Running(voice) as server, connect(server.url) as client:
+            client.sendall(request_bytes("Hello."))
+            assert client.recv(4000).startswith(b"HTTP/1.1 200 ")
+            accepted = next(
+                connection.fd
+                for connection in psutil.Process().net_connections("tcp4")
+                if connection.raddr == client.getsockname()
+            )
+            with socket.socket(fileno=os.dup(accepted)) as ours:
+                assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     def test_headers_that_do_not_come_in_time_end_the_connection(self, voice: Voice) -> None:
         with Running(voice, header_seconds=1.0) as server, ExitStack() as stack:

@@ -16,6 +16,7 @@ import torch
 
 from kernels import binaries, cuda_driver, lm_cuda, toolchain
 from kernels.cuda_driver import Source, available
+from tests.support.fake_gpus import FakeGpus
 
 FAKE = Path(__file__).parents[2] / "support/fake_cuda.c"
 
@@ -131,17 +132,10 @@ def test_a_kernel_runs_on_its_own_device_and_the_thread_stays_on_its(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> Callable[[], list[str]]:
+def gpu(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> Callable[[], list[str]]:
     """Launches from CPU tensors, as if they were on device 0. The stream of device d is 7 + d."""
-
-    class Stream:
-        def __init__(self, device: int) -> None:
-            self.cuda_stream = 7 + device
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(binaries, "candidates", lambda *_: iter([b"bad", b"good"]))
     return said
 
@@ -204,11 +198,8 @@ def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> N
         lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
 
 
-def test_each_device_has_kernels_of_its_own(
-    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capabilities = {0: (9, 0), 1: (9, 0), 2: (8, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], gpus: FakeGpus) -> None:
+    gpus.capabilities = {2: (8, 0)}
     assert [available(device, *lm_cuda.SOURCES) for device in (2, 0, 1)] == [False, True, True]
     asked = len(gpu())
     assert sum(line == "load good" for line in gpu()) == 2 * len(lm_cuda.SOURCES)
@@ -220,10 +211,13 @@ def test_each_device_has_kernels_of_its_own(
 
 
 def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
-    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: Callable[[], list[str]],
+    gpus: FakeGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     codes = {(9, 0): b"good", (12, 0): b"bad"}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (12, 0), 1: (9, 0)}.__getitem__)
+    gpus.capabilities = {0: (12, 0)}
     monkeypatch.setattr(binaries, "candidates", lambda _, capability: iter([codes[capability]]))
     assert [available(device, *lm_cuda.SOURCES) for device in (0, 1, 0, 1)] == [False, True, False, True]
     assert len(caplog.records) == 1

@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
-from tests.unit.pipelines.test_engine_thread import SECONDS, Following, Waiter, make_engine
+from tests.unit.pipelines.test_engine_thread import SECONDS, Backlog, Waiter, make_engine
 
 
 def requests(
@@ -220,10 +220,10 @@ def test_a_stream_that_is_cancelled_is_gone_at_once(steps: int, still: list[floa
     )
 
 
-def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() -> None:
-    follower = Following()
-    follower.behind = True
-    engine = make_engine(follower=follower)
+def test_streams_go_on_while_the_stage_is_backlogged_and_whole_utterances_rest() -> None:
+    stage = Backlog()
+    stage.is_backlogged = True
+    engine = make_engine(stage=stage)
     (whole,), (stream, doomed) = requests(1, 4), requests(2, 9, 20, stream=True)
     rests, waits, ends = Waiter(), Waiter(), Waiter()
     engine.submit(whole, rests)
@@ -238,7 +238,7 @@ def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() 
     error = ends.wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED
-    follower.behind = False
+    stage.is_backlogged = False
     np.testing.assert_array_equal(rests.wait().codes, run_alone(golden_model("base"), whole)[0])
     engine.close()
 

@@ -15,7 +15,7 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.ledger.records import Job
-from jobs.provenance import opened_again, put_provenance, records
+from jobs.provenance import put_provenance, records, reopened_model
 from jobs.repair import CLOSE_DB, Match, Mended, mend, reproduce
 from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
@@ -160,7 +160,7 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
 
     def said(job: Job) -> list[str]:
         notes: list[str] = []
-        with opened_again(rig.store, job, notes.append):
+        with reopened_model(rig.store, job, notes.append):
             return [note for note in notes if "encoder" in note]
 
     assert said(opus) == said(wav) == []

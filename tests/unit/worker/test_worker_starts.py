@@ -58,7 +58,7 @@ def test_a_start_waits_for_a_ledger_that_is_away(
     monkeypatch.setattr(runtime.ledger, "register_worker", failing_once("register", register))
     runtime.start()
     assert calls == ["check", "check", "register", "register"]
-    assert [row.state for row in runtime.ledger.worker_statuses(everyone=True)] == ["up"]
+    assert [row.state for row in runtime.ledger.worker_statuses(include_ended=True)] == ["up"]
     assert parent.receive(60).message == WorkerReport(up=True)
 
 
@@ -78,7 +78,7 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
     runtime.drain()
     start.join(240)
     assert not start.is_alive()
-    assert runtime.ledger.worker_statuses(everyone=True) == []
+    assert runtime.ledger.worker_statuses(include_ended=True) == []
     with pytest.raises(TimeoutError):
         parent.receive(0)
     runtime.stop()
