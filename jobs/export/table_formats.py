@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 #: A reader loads a row group at a time.
-_GROUP_ROWS = 100
+GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
 #: Of a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
@@ -113,7 +113,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         job,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
-        _GROUP_ROWS,
+        GROUP_ROWS,
         # Audio is left as it is: it shrinks by little and takes long to do so.
         compression=dict.fromkeys(_TEXTS, "zstd"),
         use_dictionary=list(_REPEATED),
