@@ -15,7 +15,7 @@ import torch
 from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.frame import DepthTensors
-from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, all_blocks_speak, kernel_name, predictor_cut
+from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, kernel_name, predictor_cut
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
@@ -246,21 +246,6 @@ def test_models_without_a_kernel_are_not_known() -> None:
     assert predictor_cut(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Predictor(other)
-
-
-@pytest.mark.parametrize(("blocks", "inner"), [(8, 80), (6, 104)])
-def test_a_cut_with_a_block_that_owns_no_row_is_refused(
-    blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
-    for key, cut in persistent_kit.EMULATED_CUTS.items():
-        assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
-    (key,) = (key for key, cut in persistent_kit.EMULATED_CUTS.items() if cut.name == "persistent_golden")
-    monkeypatch.setitem(
-        persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8)
-    )
-    assert predictor_cut(weights) is None
-    assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
 
 
 def test_a_kernel_with_a_block_that_owns_no_row_does_not_compile() -> None:
