@@ -220,7 +220,7 @@ def text_answers(
     ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None
 ) -> Iterator[tuple[msgspec.Raw, str]]:
     """Yields the lines of items whose answer is text without audio, with that text, in index order."""
-    if next(ledger.artifact_facts(job_id, _TEXT), None) is None:
+    if next(ledger.artifacts(job_id, _TEXT), None) is None:
         return
     lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), ArtifactReader(store)
     done = ledger.items(job_id, state=ItemState.DONE, where=where)

@@ -16,7 +16,7 @@ from jobs.dialogue import spoken_text
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
-from jobs.ledger.records import Artifact, Job, ShardAudio
+from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
@@ -57,7 +57,7 @@ _ARTIFACT_FIELDS = tuple(name for name in ManifestEntry.__struct_fields__ if has
 
 
 def _entry(
-    job: Job, example_id: str, artifact: Artifact | ShardAudio, text: str, role: str, index: int | None
+    job: Job, example_id: str, artifact: Artifact, text: str, role: str, index: int | None
 ) -> ManifestEntry:
     """The entry of an audio artifact, with its text, its role and the index of its message."""
     return ManifestEntry(
@@ -88,7 +88,7 @@ MANIFEST = ExportFormat(
 
 
 def put_shard_manifest(
-    store: ObjectStore, job: Job, shard_no: int, items: Iterable[ShardAudio], lines: Iterable[ShardLine]
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[Artifact], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
     """Writes the manifest of a shard with these lines. Returns its key and SHA-256."""
     by_index = {line.index: line for line in lines}
@@ -96,7 +96,7 @@ def put_shard_manifest(
     for audio in items:
         line = by_index[audio.index]
         text, index = spoken_text(line.messages), None if line.role is None else line.message_index
-        entry = _entry(job, audio.example_id, audio, text, line.role or "assistant", index)
+        entry = _entry(job, line.example_id, audio, text, line.role or "assistant", index)
         entries.append(msgspec.json.encode(entry) + b"\n")
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries), CONTENT_TYPE).info
     store.sync()

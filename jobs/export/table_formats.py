@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 #: Limits of a row group, which a reader loads as a whole.
-_GROUP_ROWS = 100
+GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
@@ -112,7 +112,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         job,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
-        _GROUP_ROWS,
+        GROUP_ROWS,
         # Audio is not compressed: it shrinks little and takes long.
         compression=dict.fromkeys(_TEXTS, "zstd"),
         use_dictionary=list(_REPEATED),

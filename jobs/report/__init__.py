@@ -79,7 +79,7 @@ def write_report(
     that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     status = ledger.status(job_id)
-    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.worked_on(job_id)
+    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans(job_id)
     sample = take_sample(ledger, store, job, items, errors)
     chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}

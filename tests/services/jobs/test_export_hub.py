@@ -33,11 +33,15 @@ LINES: list[dict[str, Any]] = [
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The stand-in, where the libraries look for the hub. It takes files over HTTP, not over Xet."""
     with hub_server() as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.url)
+        constants = {
+            "huggingface_hub.constants.ENDPOINT": server.url,
+            "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
+            "huggingface_hub.constants.HF_HUB_OFFLINE": False,
+            "huggingface_hub.constants.HF_TOKEN_PATH": str(tmp_path / "token"),
+            "datasets.config.HF_ENDPOINT": server.url,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
 

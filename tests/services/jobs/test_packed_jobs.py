@@ -200,7 +200,7 @@ def pack_in_place(finished: Finished) -> None:
     """Moves the objects of a loose job into one pack; spec and hashes stay, so every export has to stay as
     it is."""
     builder = PackBuilder()
-    artifacts = list(finished.ledger.artifact_facts(finished.job_id, "audio"))
+    artifacts = list(finished.ledger.artifacts(finished.job_id, "audio"))
     for one in artifacts:
         data = finished.store.get(one.key)
         offset = builder.add(one.key, data, sha256=one.sha256, index=one.index, example_id="")
@@ -266,7 +266,7 @@ def test_a_retry_makes_new_packs(packed: Finished) -> None:
 
 def test_texts_are_read_from_packs_too(packed: Finished) -> None:
     execute(packed.ledger, "UPDATE artifacts SET kind = 'text' WHERE idx = 1")
-    (text,) = packed.ledger.artifact_facts(packed.job_id, "text")
+    (text,) = packed.ledger.artifacts(packed.job_id, "text")
     assert hashlib.sha256(read_artifact(packed.store, text)).hexdigest() == text.sha256
     assert faults(packed) == []
     replace_pack_of_text = packed.store.get(text.pack or "")
