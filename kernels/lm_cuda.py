@@ -21,8 +21,8 @@ FIRST, MIDDLE, LAST = range(3)
 
 
 class Partition(NamedTuple):
-    """How a skinny product is cut: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of
-    32 inner values of a warp."""
+    """Tiles of a skinny product: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of 32
+    inner values of a warp."""
 
     groups: int
     tiles: int
@@ -41,7 +41,7 @@ class Partition(NamedTuple):
 
 #: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16
 #: rows.
-_CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
+_TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
     (2048, True, PLAIN): (4, 16, 16, 1),
@@ -59,8 +59,8 @@ _ATTENTION_BLOCKS = 4 * 132
 
 
 def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
-    """How the product of a shape in `_CUTS` is cut for so many rows."""
-    groups, few, more, tiles = _CUTS[shape]
+    """The tiles of a product with a shape in `_TILE_CONFIGS`, for this number of rows."""
+    groups, few, more, tiles = _TILE_CONFIGS[shape]
     warps = few if rows <= 8 else more
     return Partition(
         _WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps)
@@ -73,9 +73,12 @@ def skinny_name(partition: Partition, normed: bool, epilogue: int) -> str:
 
 
 def _skinny_kernels() -> dict[str, int]:
-    shapes = [(shape, False) for shape in _CUTS] + [(_WIDE_SHAPE, True)]
-    cuts = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
-    return {skinny_name(cut, normed, epilogue): cut.shared_bytes for (_, normed, epilogue), cut in cuts}
+    shapes = [(shape, False) for shape in _TILE_CONFIGS] + [(_WIDE_SHAPE, True)]
+    configs = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
+    return {
+        skinny_name(config, normed, epilogue): config.shared_bytes
+        for (_, normed, epilogue), config in configs
+    }
 
 
 SKINNY = Source(
@@ -136,7 +139,7 @@ def known_to_cuda(weights: FrameTensors) -> bool:
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
     """Whether the skinny kernel knows this shape."""
-    return (inner, normed, epilogue) in _CUTS
+    return (inner, normed, epilogue) in _TILE_CONFIGS
 
 
 def skinny(
@@ -164,7 +167,7 @@ def skinny(
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
-    if shape not in _CUTS:
+    if shape not in _TILE_CONFIGS:
         raise RuntimeError(
             f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}."
         )

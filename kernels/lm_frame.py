@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import lm_cuda, lm_products
-from kernels.cuda_driver import available, index_of, processors
+from kernels.cuda_driver import Source, available, index_of, processors
 from kernels.frame import (
     DepthTensors,
     DrawTensors,
@@ -55,60 +55,52 @@ class Plan:
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
+    """Whether frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
     predictor, draws."""
-    if not known_to_cuda(weights) or not _on_gpu(k_cache):
+    if not known_to_cuda(weights):
         return False
-    shapes = {(stack.hidden, True, PLAIN) for stack in weights.stacks}
+    shapes: list[tuple[int, bool, int]] = []
     for stack in weights.stacks:
-        layer = stack.layers[0]
-        shapes |= {
-            (layer.o.shape[1], False, RESIDUAL),
-            (stack.hidden, True, SWIGLU),
-            (stack.inner, False, RESIDUAL),
-        }
+        normed = [(stack.hidden, True, epilogue) for epilogue in (PLAIN, SWIGLU)]
+        shapes += normed + [(matrix.shape[1], False, RESIDUAL) for matrix in _added_matrices(stack)]
     if weights.depth is not None and weights.depth.project is not None:
-        shapes.add((weights.depth.project[0].shape[1], False, BIAS))
-    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(
-        index_of(k_cache.device.index), *lm_cuda.SOURCES
-    )
+        shapes.append((weights.depth.project[0].shape[1], False, BIAS))
+    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and _have(k_cache, *lm_cuda.SOURCES)
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.product` knows every product of the frame and its device, and the other CUDA
+    """Whether `lm_products.product` supports every product of the frame and its device, and the other CUDA
     C++ kernels run too."""
     depth = weights.depth
     if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
         return False
-    layers = [stack.layers[0] for stack in weights.stacks]
-    matrices = [
-        weights.head,
-        depth.heads[0],
-        *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-    ]
-    known = all((*matrix.shape,) in lm_products.CUTS for matrix in matrices)
-    return known and available(index_of(k_cache.device.index), lm_products.PRODUCTS)
+    matrices = [weights.head, depth.heads[0]]
+    for stack in weights.stacks:
+        matrices += [stack.layers[0].qkv, stack.layers[0].gate_up, *_added_matrices(stack)]
+    known = all((*matrix.shape,) in lm_products.TILE_CONFIGS for matrix in matrices)
+    return known and _have(k_cache, lm_products.PRODUCTS)
 
 
 def runs_swiglu(weights: FrameTensors) -> bool:
-    """Whether `lm_products.swiglu` knows gate and up of all layers, and their device."""
+    """Whether `lm_products.swiglu` supports gate and up of all layers, and their device."""
     return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.add_product` knows O and down of all layers, and their device."""
-    matrices = [
-        matrix
-        for stack in weights.stacks
-        if stack.layers
-        for matrix in (stack.layers[0].o, stack.layers[0].down)
-    ]
-    known = _on_gpu(k_cache) and all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
-    return known and available(index_of(k_cache.device.index), lm_products.RESIDUAL_PRODUCTS)
+    """Whether `lm_products.add_product` supports O and down of all layers, and their device."""
+    matrices = [matrix for stack in weights.stacks for matrix in _added_matrices(stack)]
+    known = all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
+    return known and _have(k_cache, lm_products.RESIDUAL_PRODUCTS)
 
 
-def _on_gpu(cache: Tensor) -> bool:
-    return cache.dtype == torch.bfloat16 and cache.is_cuda
+def _added_matrices(stack: StackTensors) -> list[Tensor]:
+    """O and down of a layer, whose products are added to its input."""
+    return [matrix for layer in stack.layers[:1] for matrix in (layer.o, layer.down)]
+
+
+def _have(cache: Tensor, *sources: Source) -> bool:
+    on_gpu = cache.dtype == torch.bfloat16 and cache.is_cuda
+    return on_gpu and available(index_of(cache.device.index), *sources)
 
 
 #: Attention of a layer: its number, the packed projections, and where the result goes.
@@ -352,7 +344,7 @@ class FusedFrame:
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
         return lm_products.product(
-            x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options
+            x, weight, y, lm_products.tile_config(len(y), *weight.shape), pdl=self.plan.pdl, **options
         )
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:

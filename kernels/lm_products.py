@@ -1,4 +1,4 @@
-"""Products of decoding with Hopper's own instructions, in CUDA C++: how each is cut, and its launch.
+"""Products of decoding with Hopper's own instructions, in CUDA C++: the tiles of each, and its launch.
 
 `product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a
 residual (`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of
@@ -64,8 +64,8 @@ WIDE_PRODUCTS = Source(
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How `product` is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in
+class TileConfig:
+    """Tiles of `product`: parts of the inner size, which are the blocks of a cluster, and stages of x in
     shared memory."""
 
     splits: int
@@ -82,7 +82,7 @@ class Cut:
         return max(stages + weights, sums) + sums + (2 * _MOST_STAGES + 2) * 8 + room * 4 + 1024
 
     def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
-        """Why a product of these sizes cannot be cut so, or None."""
+        """Why a product of these sizes cannot have these tiles, or None."""
         if weight_rows % PIECE or inner % (PIECE * self.splits):
             return (
                 f"{weight_rows} x {inner} weights do not fall into tiles of {PIECE} x {PIECE * self.splits}"
@@ -95,19 +95,19 @@ class Cut:
 
 
 #: Measured best (docs/adr/0008) for up to 32 rows, and for more, by weight rows and inner size.
-CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
-    (4096, 1024): (Cut(4, 4), Cut(2, 6)),
-    (1024, 2048): (Cut(8, 4), Cut(4, 3)),
-    (6144, 1024): (Cut(2, 8), Cut(2, 3)),
-    (1024, 3072): (Cut(8, 4), Cut(8, 3)),
-    (2048, 1024): (Cut(4, 4), Cut(4, 4)),
-    (3072, 1024): (Cut(4, 4), Cut(4, 4)),
+TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
+    (4096, 1024): (TileConfig(4, 4), TileConfig(2, 6)),
+    (1024, 2048): (TileConfig(8, 4), TileConfig(4, 3)),
+    (6144, 1024): (TileConfig(2, 8), TileConfig(2, 3)),
+    (1024, 3072): (TileConfig(8, 4), TileConfig(8, 3)),
+    (2048, 1024): (TileConfig(4, 4), TileConfig(4, 4)),
+    (3072, 1024): (TileConfig(4, 4), TileConfig(4, 4)),
 }
 
 
-def cut_for(rows: int, weight_rows: int, inner: int) -> Cut:
-    """The cut of a product that is in `CUTS`; weights of gate and up lie one below the other."""
-    return CUTS[weight_rows, inner][rows > ROOMS[0]]
+def tile_config(rows: int, weight_rows: int, inner: int) -> TileConfig:
+    """The configuration of a product that is in `TILE_CONFIGS`; for SwiGLU, the weights are gate's rows, then up's."""
+    return TILE_CONFIGS[weight_rows, inner][rows > ROOMS[0]]
 
 
 def room_for(rows: int) -> int:
@@ -116,8 +116,8 @@ def room_for(rows: int) -> int:
 
 
 def residual_fault(n: int, inner: int, splits: int) -> str | None:
-    """Why a product of `n` outputs of `inner` values that is added to a residual cannot be cut so, or
-    None."""
+    """Why a product of `n` outputs of `inner` values that is added to a residual cannot have these
+    splits, or None."""
     if splits not in SPLITS:
         return f"a product has {' or '.join(map(str, SPLITS))} splits, not {splits}"
     if n % RESIDUAL_OUTPUTS or inner % (PIECE * splits):
@@ -257,7 +257,7 @@ def product(
     x: Tensor | Norm,
     weight: Tensor,
     y: Tensor,
-    cut: Cut,
+    config: TileConfig,
     *,
     epilogue: int = PLAIN,
     extra: Tensor | None = None,
@@ -270,13 +270,13 @@ def product(
     x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n,
     inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides
     (may be y); norm: weights [n] of the norm behind a RESIDUAL, which fills `into`; pdl: programmatic
-    dependent launch. The same cut and room give a row the same bits in any company. Raises ValueError for
+    dependent launch. With the same configuration and room a row has the same bits in any batch. Raises ValueError for
     what the kernel cannot do.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
     room = room_for(rows)
-    if (fault := cut.fault(room, weight_rows, inner)) is not None:
+    if (fault := config.fault(room, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
     if (into is None) != (norm is None) or (
@@ -291,13 +291,13 @@ def product(
     pointers = addresses(
         extra, norm, ahead and ahead.squares, y, into and into.weighted, into and into.squares
     )
-    numbers = (rows, n, inner, y.stride(0), epilogue, cut.splits, cut.stages)
+    numbers = (rows, n, inner, y.stride(0), epilogue, config.splits, config.stages)
     arguments = _Arguments(
         _maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
     )
     PRODUCTS.launch(
-        f"product_{room}", (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
-        cluster=cut.splits, shared_bytes=cut.shared_bytes(room, inner),
+        f"product_{room}", (weight_rows // PIECE * config.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
+        cluster=config.splits, shared_bytes=config.shared_bytes(room, inner),
     )  # fmt: skip
     return y
 

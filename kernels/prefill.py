@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from kernels import lm_products
 from kernels.attention import PackedPrompts, attend_padded, padded_places
@@ -84,10 +85,8 @@ def _write(
     q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
     wide = _fills(len(x), stack.layers[0].down)
     for index, layer in enumerate(stack.layers):
-        ready, weight = add_norm(x, None, layer.input_norm, stack.eps, normed), layer.qkv.t()
-        packed = (
-            torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
-        )
+        add_norm(x, None, layer.input_norm, stack.eps, normed)
+        packed = linear(normed, layer.qkv, layer.qkv_bias)
         norm_rope_append(
             packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
             stack.wide_rope,
@@ -100,7 +99,7 @@ def _write(
         if wide:
             lm_products.swiglu(normed, layer.gate_up, act, pdl=True)
         else:
-            swiglu(torch.mm(normed, layer.gate_up.t()), act)
+            swiglu(linear(normed, layer.gate_up), act)
         x.addmm_(act, layer.down.t())
 
 

@@ -1,4 +1,4 @@
-// What the persistent kernel is given, how it is cut, and what a block keeps in shared memory.
+// The arguments of the persistent kernels, their tiles, and what a block keeps in shared memory.
 #pragma once
 #include "common.cuh"
 #include "draws.cuh"
@@ -54,7 +54,7 @@ constexpr int STARVED_CHUNK = 5;  // the first that never comes to a block that 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
 
-// Sizes of a predictor, and how it is cut: TILES 512-byte tiles a warp in a chunk of the ring; TOKENS run through its layers at once.
+// Sizes of a predictor, and its tiles: TILES 512-byte tiles a warp in a chunk of the ring; TOKENS run through its layers at once.
 template <int WIDTH_, int INNER_, int HEADS_, int KV_, int HEAD_, int CODES_, int LAYERS_, int BEHIND_, int BLOCKS_, int WARPS_, int TILES_,
           int STAGES_, int ROWS_, int TOKENS_ = 2 * ROWS_>
 struct Shape {

@@ -1,6 +1,6 @@
 // wheel: sm_90a
-// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py says
-// how each is cut, and launches it.
+// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py has
+// the tiles of each, and launches it.
 //
 // The weights are the rows of Hopper's products and the activations their columns, up to N rows of x at once. A block has a tile of 64
 // weight rows and a part of the inner size; the blocks of a cluster have the other parts of the same tile and add them up in shared memory, in

@@ -1,11 +1,11 @@
 // wheel: sm_90a
 // Products of decoding for many rows that are added to what they came from: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
-// kernels/lm_products.py says how each is cut, and launches it.
+// kernels/lm_products.py has the tiles of each, and launches it.
 //
 // A tile is 128 rows of a times 128 rows of the weights; the blocks of a cluster have parts of the inner size of the same tile. Each of two
 // warpgroups multiplies 64 of the rows; a thread beside them asks for pieces of 64 values of both into a ring, the first weights while the
 // kernel ahead still runs (programmatic dependent launch). A block then sends every other one the sums of the rows which that one finishes,
-// so all are added up in the order of the ranks. A row has the same bits in any company of the same cut.
+// so all are added up in the order of the ranks. A row has the same bits in any batch with the same tiles.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"

@@ -1,5 +1,5 @@
 // wheel: sm_90a
-// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py says how it is cut, and
+// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py has its tiles, and
 // launches it.
 //
 // A tile is 128 rows of x times 96 rows of the gate's weights and those of up for the same outputs, so that a thread has both sums in its

@@ -14,7 +14,16 @@ import torch
 
 from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
-from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Talker, Trial, kernel_name, talker_cut
+from kernels.lm_persistent import (
+    FAILED,
+    Predictor,
+    PredictorRun,
+    Talker,
+    TileConfig,
+    Trial,
+    kernel_name,
+    talker_config,
+)
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
@@ -30,7 +39,7 @@ from tests.support.persistent_talker_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent.TALKERS
+PUBLISHED_CONFIGS = lm_persistent.TALKERS
 SHORT = 8000
 
 
@@ -164,23 +173,25 @@ def test_the_dead_slot_touches_no_page_but_its_own() -> None:
 
 
 def test_talkers_without_a_kernel_are_not_known() -> None:
-    assert talker_cut(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER)) is not None
-    assert talker_cut(Maker("cpu", torch.float32).frame(SMALL_TALKER)) is None
+    assert talker_config(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER)) is not None
+    assert talker_config(Maker("cpu", torch.float32).frame(SMALL_TALKER)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALL_TALKER, inter=84))
-    assert talker_cut(other) is None
+    assert talker_config(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Talker(other)
 
 
-@pytest.mark.parametrize("cut", persistent_kit.EMULATED_TALKER_CUTS.values(), ids=lambda cut: cut.name)
-def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
+@pytest.mark.parametrize(
+    "config", persistent_kit.EMULATED_TALKER_CONFIGS.values(), ids=lambda config: config.name
+)
+def test_kernels_take_the_arguments_of_their_launch(config: TileConfig) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(config.name)[f"bytes_{kernel_name(config, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.TalkerArguments)
 
 
 def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:
     assert persistent_kit.spilled("persistent_talker") == [0, 0]
-    ((key, cut),) = PUBLISHED_CUTS.items()
+    ((key, config),) = PUBLISHED_CONFIGS.items()
     assert key == (SMALL.hidden, SMALL.inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim)
-    persistent_kit.check_published("persistent_talker", [*key, 8, 1, 1], cut)
+    persistent_kit.check_published("persistent_talker", [*key, 8, 1, 1], config)
