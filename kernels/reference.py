@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention import paged_decode_attention
-from kernels.frame import DepthTensors, Feedback, FrameTensors, Layer, StackTensors, StateTensors
-from kernels.layers import codec_embedding_sum, head_norm, qk_norm_rope_append, rms_norm, rope, swiglu
+from kernels.frame import DepthTensors, Feedback, FrameTensors, StackTensors, StateTensors
+from kernels.layers import codec_embedding_sum, qk_norm_rope_append, rms_norm, swiglu
 from kernels.sampler import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
@@ -70,12 +70,11 @@ def run_stack(
     `keys_only_at_the_end` the last layer stops once its keys and values are written, and the result means
     nothing.
     """
-    eps = stack.eps
+    eps, angles = stack.eps, stack.rope_table[tokens.positions]
     for index, layer in enumerate(stack.layers):
         packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
         q = qk_norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, eps, stack.rope_table, tokens.positions, k_cache[index], v_cache[index], tokens.pages,
-            tokens.offsets, stack.wide_rope,
+            packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], tokens.pages, tokens.offsets, stack.wide_rope
         )  # fmt: skip
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
@@ -224,41 +223,24 @@ def depth_frame(
 
 
 def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Tensor:
-    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width]."""
-    rows, new, _ = x.shape
-    angles = stack.rope_table[start : start + new].repeat(rows, 1)
-    for index, layer in enumerate(stack.layers):
-        mixed = _depth_attention(x, start, stack, layer, angles, cache[0, index], cache[1, index])
-        x = x + functional.linear(mixed, layer.o)
-        x = x + functional.linear(
-            swiglu(functional.linear(rms_norm(x, layer.post_norm, stack.eps), layer.gate_up)), layer.down
+    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width].
+
+    cache: [2, layers, n, kv_heads, positions, head_dim], so a row's positions are one page.
+    """
+    rows, new, width = x.shape
+    positions = torch.arange(start, start + new, device=x.device).repeat(rows)
+    pages = torch.arange(rows, device=x.device).repeat_interleave(new)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        queries = q.view(rows, new, -1, stack.head_dim).transpose(1, 2)
+        keys, values = cache[:, layer, :, :, : start + new]
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=new > 1, scale=stack.scale, enable_gqa=True
         )
-    return x
+        return mixed.transpose(1, 2).reshape(rows * new, -1)
 
-
-def _depth_attention(
-    x: Tensor, start: int, stack: StackTensors, layer: Layer, angles: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Attention over the positions of a frame so far, the new ones included. keys, values: [n, kv_heads,
-    positions, head_dim]."""
-    rows, new, _ = x.shape
-    kv_heads, end = stack.kv_heads, start + new
-    packed = functional.linear(rms_norm(x, layer.input_norm, stack.eps), layer.qkv, layer.qkv_bias).view(
-        rows * new, -1, stack.head_dim
-    )
-    q, k, v = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-
-    def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
-        placed = rope(head_norm(heads, weight, stack.eps), angles, stack.wide_rope)
-        return placed.view(rows, new, -1, stack.head_dim).transpose(1, 2)
-
-    keys[:, :, start:end] = turned(k, layer.k_norm)
-    values[:, :, start:end] = v.reshape(rows, new, kv_heads, stack.head_dim).transpose(1, 2)
-    q = turned(q, layer.q_norm)
-    mixed = functional.scaled_dot_product_attention(
-        q, keys[:, :, :end], values[:, :, :end], is_causal=new > 1, scale=stack.scale, enable_gqa=True
-    )
-    return mixed.transpose(1, 2).flatten(2)
+    tokens = TokenPositions(positions, pages, positions)
+    return run_stack(x.flatten(0, 1), stack, tokens, *cache, attend).view(rows, new, width)
 
 
 def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:

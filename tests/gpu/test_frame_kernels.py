@@ -399,7 +399,7 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
 
     def wanted(at: Tensor, wide: bool) -> Tensor:
         k, v = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
-        qk_norm_rope_append(qkv, *norms, 1e-6, table, at, k, v, slots, at % 16, wide)
+        qk_norm_rope_append(qkv, *norms, 1e-6, table[at], k, v, slots, at % 16, wide)
         return k
 
     def differ(found: Tensor, at: Tensor, wide: bool) -> float:
