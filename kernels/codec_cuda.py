@@ -1,7 +1,7 @@
 """The codec's residual units in CUDA C++ (`kernels/cuda/codec_unit.cu` of 96 channels,
 `codec_unit_wide.cu` of 192): weights, launches.
 
-Each does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on
+Each computes `kernels.codec_ops.codec_active_unit`, in the order of rounding of Triton's kernel, on
 a Hopper GPU.
 """
 
@@ -66,7 +66,7 @@ class TileConfig:
     #: Steps of a batch below which Triton's kernel, which has the same bits, is faster
     #: (`results/codec_units_h200.json`).
     fewest_steps: int
-    #: The weights as the kernel wants them, of weight1 [7 * channels, channels], oldest tap first, and
+    #: Packs the weights for the kernel: weight1 [7 * channels, channels], oldest tap first, and
     #: weight2 [channels, channels], input channel first.
     pack: Callable[[Tensor, Tensor], Tensor]
 
@@ -78,8 +78,8 @@ class TileConfig:
 #: `Shared` of codec_unit.cu, from a multiple of 1,024 bytes on: weights, two tiles with their history, bias
 #: and snakes, barriers.
 _NARROW_BYTES = (TAPS + 1) * 96**2 * 2 + 2 * (128 + 56) * 96 * 2 + 6 * 96 * 4 + 128 + 1024
-#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, as many chunks of
-#: weights as there is room for.
+#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, chunks of
+#: weights in the rest of the memory.
 _WIDE_BYTES = 226 * 1024 + 512
 _WITHOUT = "the codec's units of {} channels run on Triton's kernel, which is slower"
 #: By channels. Two warpgroups of a block multiply in turns and one warp copies; or three multiply, one
@@ -127,7 +127,7 @@ class _TensorArguments(ctypes.Structure):
 
 
 def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
-    """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1,
+    """The packed weights of a unit that runs on one of these kernels; None for other units. weight1,
     weight2: as in `TileConfig.pack`."""
     channels = len(weight2)
     config = TILE_CONFIGS.get(channels)
@@ -185,7 +185,7 @@ def unit(
     config = TILE_CONFIGS.get(channels)
     if config is None or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
         raise ValueError(
-            f"there is no unit of {channels} channels and dilation {dilation}; {[*TILE_CONFIGS]} and 1 to {MAX_DILATION} are possible"
+            f"there is no kernel for units of {channels} channels and dilation {dilation}; {[*TILE_CONFIGS]} channels and dilations of 1 to {MAX_DILATION} are possible"
         )
     raw, active, active_lead, frequency2, gain2 = into
     if not aligned(a, residual, *into):

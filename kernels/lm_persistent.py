@@ -1,5 +1,5 @@
-"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. The
-models they know, weights, launches.
+"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. Supported
+models, weights, launches.
 
 The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins
 `kernels.reference.depth_frame` and the layers of `kernels.reference.backbone_step`.
@@ -22,10 +22,10 @@ from kernels.lm_cuda import known_to_cuda
 
 #: The sources in `kernels/cuda`: the predictor's, the talker's, and that of the kernels that a `Trial` needs.
 SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
-#: The numbers of rows that they have kernels for.
+#: The numbers of rows with kernels.
 ROWS = (1, 2)
-#: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void
-#: and no other one may follow.
+#: A bit of a frame's flags, beside those of `kernels.reference`: a block waited too long, so the frame is invalid
+#: and no other one must follow.
 FAILED = 4
 #: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a
 #: millisecond. For each of them, a block also waits 32 clocks of a launch for its weights: 80 ms.
@@ -33,7 +33,7 @@ PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best (docs/adr/0009).
 GAP = 1100
 _FAULT = 1
-#: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
+#: What a fault's word stands for: `Wait` of kernels/cuda/persistent_shape.cuh.
 _KERNELS = ("predictor", "talker")
 _WAITS = (
     "exchange {}",
@@ -60,10 +60,10 @@ class TileConfig:
         return 32 * (self.warps + 1)
 
 
-#: The compute capability of the GPU that the pace of the weights' copies and the times of docs/adr/0009
-#: are from.
+#: The compute capability on which the interval of the weights' copies and the times of docs/adr/0009 were
+#: measured.
 MEASURED_ON = (9, 0)
-#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
+#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks after code 0.
 PREDICTORS: dict[tuple[int, ...], TileConfig] = {
     (1024, 3072, 16, 8, 128, 2048, 5, 15): TileConfig("persistent_published", 128, 8, 4, 232_448)
 }
@@ -75,10 +75,10 @@ TALKERS: dict[tuple[int, ...], TileConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a launch of the kernels for tests does wrong.
+    """Faults of a launch, for the kernels of tests.
 
-    Blocks stumble for up to `delay` short naps; block `silent` says nothing, a chunk of weights never
-    comes to block `starved`, and block `keeping` frees none for the next ones.
+    Blocks sleep for up to `delay` short times; block `silent` sends nothing, block `starved` never receives a
+    chunk of weights, and block `keeping` frees no chunk.
     """
 
     delay: int = 0
@@ -129,8 +129,8 @@ def predictor_config(weights: FrameTensors) -> TileConfig | None:
     draws."""
     if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
         return None
-    behind, codes, _ = depth.heads.shape
-    return PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind))
+    later, codes, _ = depth.heads.shape
+    return PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), later))
 
 
 def talker_config(weights: FrameTensors) -> TileConfig | None:
@@ -170,8 +170,8 @@ def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
 
 
 def packed_layers(stack: StackTensors, config: TileConfig) -> Tensor:
-    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. Meanwhile a
-    layer exists once more."""
+    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. One
+    layer at a time exists twice."""
 
     def layer_tiles(layer: Layer) -> Tensor:
         return torch.cat(
@@ -225,7 +225,7 @@ def _exchanged(stack: StackTensors) -> int:
 
 
 def kernel_name(config: TileConfig, rows: int, tested: bool = False) -> str:
-    """The kernel for so many rows, as the sources name it; `tested`: the one that a `Trial` needs."""
+    """The name of the kernel for this number of rows; `tested`: of the one that a `Trial` needs."""
     return f"{config.name}_{rows}" + ("_tested" if tested else "")
 
 
@@ -297,7 +297,7 @@ class PredictorRun:
 
     @property
     def fault(self) -> str | None:
-        """Who waited in vain first in an earlier launch, and for what, or None. Waits for the device."""
+        """The first block that waited too long in an earlier launch, and for what, or None. Waits for the device."""
         word = int(self.control[_FAULT]) & 0xFFFFFFFF
         if not word:
             return None
@@ -311,7 +311,7 @@ class PredictorRun:
     def launch(
         self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors
     ) -> None:
-        """What `kernels.reference.run_frame` does behind code 0, on the current stream of the device.
+        """Computes `kernels.reference.run_frame` after code 0, on the current stream of the device.
 
         x: [2 * rows, width], the talker's states, projected where the model does, then the embeddings of
         the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks] with code 0 filled in;
@@ -341,19 +341,21 @@ class Talker:
 
 
 class TalkerRun:
-    """Launches for the number of rows of a predictor's, with which they share what blocks report."""
+    """Launches for a predictor's number of rows; both report faults in the same place."""
 
-    def __init__(self, talker: Talker, behind: PredictorRun) -> None:
+    def __init__(self, talker: Talker, predictor_run: PredictorRun) -> None:
         """Raises RuntimeError where there is no code, or where the device does not hold all blocks at
         once."""
-        self.talker, self.behind = talker, behind
+        self.talker, self.predictor_run = talker, predictor_run
         stack, config, device = talker.stack, talker.config, talker.weights.device
-        self._kernel = _Kernel(TALKER_SOURCE, config, behind.rows, behind.trial is not None, device)
+        self._kernel = _Kernel(
+            TALKER_SOURCE, config, predictor_run.rows, predictor_run.trial is not None, device
+        )
         # Two values each, and each value of attention's parts.
         packets = _exchanged(stack) // 2 + config.blocks // stack.kv_heads * stack.heads * (
             stack.head_dim + 2
         )
-        self.packets = torch.zeros(behind.rows * packets, 2, dtype=torch.int32, device=device)
+        self.packets = torch.zeros(predictor_run.rows * packets, 2, dtype=torch.int32, device=device)
 
     def launch(self, x: Tensor, rows: Tensor, state: StateTensors, keys: Tensor, values: Tensor) -> None:
         """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the
@@ -362,10 +364,10 @@ class TalkerRun:
         keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position
         are added.
         """
-        talker, behind, stack = self.talker, self.behind, self.talker.stack
+        talker, predictor_run, stack = self.talker, self.predictor_run, self.talker.stack
         pointers = addresses(
             talker.weights, talker.norms, stack.rope_table, state.inputs, x, rows, state.positions, state.page_table, keys, values,
-            self.packets, behind.control,
+            self.packets, predictor_run.control,
         )  # fmt: skip
         numbers = (keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3])
-        self._kernel.launch(TalkerArguments(*pointers, *numbers, *behind.rest(stack)))
+        self._kernel.launch(TalkerArguments(*pointers, *numbers, *predictor_run.rest(stack)))

@@ -47,15 +47,15 @@ def prefill_packed(
     v_cache: Tensor,
     scratch: int,
 ) -> None:
-    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what
-    is behind them is padding.
+    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only the
+    end of the row is padding.
 
     embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`
     and on the number of runs only.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
-    # Behind the last run nothing is written: zeros stay there in all layers, so that the scratch page stays
+    # Nothing is written after the last run: zeros stay there in all layers, so the scratch page stays
     # finite.
     mixed = embeddings.new_zeros(len(embeddings), stack.heads * stack.head_dim)
 
@@ -104,8 +104,8 @@ def _write(
 
 
 def _fills(rows: int, down: Tensor) -> bool:
-    """Whether `lm_products.swiglu` knows gate and up of a layer with this `down`, and is worth its launch
-    for so many rows."""
+    """Whether `lm_products.swiglu` supports gate and up of a layer with this `down`, and is faster for this
+    number of rows."""
     return lm_products.serves_swiglu(down) and lm_products.fills(
         rows, down.shape[1], processors(down.device.index or 0)
     )

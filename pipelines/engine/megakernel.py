@@ -66,7 +66,7 @@ class MegakernelExecutor(GraphExecutor):
         self._turn_plain()
         for bucket in ROWS:
             _, frame = self._graphs.captured.pop(bucket, (None, None))
-            if isinstance(frame, PersistentFrame) and (fault := frame.behind.fault) is not None:
+            if isinstance(frame, PersistentFrame) and (fault := frame.predictor_run.fault) is not None:
                 log.warning("the persistent kernel for %d rows timed out: %s", bucket, fault)
 
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, FusedFrame]:
