@@ -30,7 +30,7 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
 }
 
 // Where a band has the four sums of thread `lane` of the warp that multiplied it: of row lane / 4, or of 8 rows further down, outputs
-// 16 quad + 2 (lane % 4), the one behind it, and those 8 further on. Neither those who send nor those who finish meet in a bank.
+// 16 quad + 2 (lane % 4), the next one, and those 8 further on. Neither writes nor reads meet in a bank.
 __device__ __forceinline__ int place_in_band(int down, int quad, int lane) {
     return ((down * QUADS + quad) * 32 + (lane ^ ((quad & 1) << 2 | (quad >> 1 & 1)))) * 16;
 }
