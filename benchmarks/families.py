@@ -18,7 +18,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks import floors
 from benchmarks.checkpoint import (
     FISH_CONTROLS,
     DummyWeights,
@@ -28,6 +27,7 @@ from benchmarks.checkpoint import (
     spark_config,
 )
 from benchmarks.common import Bench
+from benchmarks.shapes import FISH, SPARK, Shape
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
@@ -39,12 +39,7 @@ from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.model import take_weights as take_fish
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
 from pipelines.options import TokenModelOptions
-from pipelines.request import (
-    Generation,
-    Message,
-    Pipeline,
-    SynthesisRequest,
-)
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM, LmConfig
 from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
@@ -147,7 +142,7 @@ class Family:
     #: RTFx kept busy that was aimed at, and that must be reached.
     aim: int
     must: int
-    floor: floors.Frame
+    shape: Shape
     #: Of vLLM.
     memory_share: float
     #: Slots of an engine that streams are measured on, at least: some are free for whole utterances as well.
@@ -182,7 +177,7 @@ class Spark(Family):
     drawn = SamplingParams(0.8, 50, 0.95, 1.0, 0.8, 50, 0.95)
     sampling = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
     aim, must, memory_share, stream_slots = 2400, 1900, 0.4, 128
-    floor = floors.spark_frame()
+    shape = SPARK
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
@@ -231,7 +226,7 @@ class Fish(Family):
     drawn = SamplingParams(0.8, 30, 0.8, 1.0, 0.8, 30, 0.8)
     sampling = TokenSampling(0, 0.8, 30, 0.8, ignore_end=True)
     aim, must, memory_share = 700, 520, 0.6
-    floor = floors.fish_frame()
+    shape = FISH
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)

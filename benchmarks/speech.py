@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import floors
 from benchmarks.common import Bench, GpuUse, ThreadUse, numbers, parser, serves, words
 from benchmarks.engine import Watched
 from benchmarks.families import FAMILIES, VOICES, Family, Spark
+from benchmarks.shapes import device_named, frame_floor
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.engine import Engine
@@ -41,15 +41,7 @@ from pipelines.engine.executor import FrameExecutor, FrameSettings
 from pipelines.engine.opening import open_executor
 from pipelines.engine.state import Placement
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import (
-    Done,
-    Event,
-    Failed,
-    Pipeline,
-    Speech,
-    SynthesisRequest,
-    submit,
-)
+from pipelines.request import Done, Event, Failed, Pipeline, Speech, SynthesisRequest, submit
 from pipelines.tokens import TokenRequest, Tokens
 
 PROMPT_TOKENS = 120
@@ -124,11 +116,10 @@ class Native:
 
         ms = bench.milliseconds(frames, CALLS - 2) / count
         kv.give_back(pages)
-        device = None if bench.options.tiny else floors.device_named(bench.found["device"])
+        device = None if bench.options.tiny else device_named(bench.found["device"])
         about: dict[str, Any] = {"context": context, "executor": executor.name}
         if device is not None:
-            floor = floors.floor_of(self.family.floor, rows, context, device)
-            about["floor_ms"] = 1000 * floor.seconds
+            about["floor_ms"] = 1000 * frame_floor(self.family.shape, rows, context, device)
         audio = rows / self.family.rate
         bench.timed("frame alone", rows, ms, audio, engine="native", slots=rows, **about)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shlex
 import tomllib
@@ -41,6 +42,8 @@ from jobs.times import Times, read_times
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.registry import ModelCard, has_option
+
+log = logging.getLogger(__name__)
 
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
@@ -354,6 +357,10 @@ class Settings(SettingsGroup):
         """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as
         `chosen_engine`."""
         engine = self.chosen_engine(card)
+        if engine != "vllm" and self.vllm.tensor_parallel > 1:
+            log.warning(
+                "SPEECH_VLLM__TENSOR_PARALLEL has no effect: %s runs on the engine %s", card.name, engine
+            )
         if engine == "cpu":
             return {} if self.worker.threads is None else {"threads": self.worker.threads}
         others = {"kind"}

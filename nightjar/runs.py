@@ -11,10 +11,10 @@ from typing import Any, Unpack
 
 import msgspec
 
-from jobs.checks import lacking_meters
+from jobs.checks import missing_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import check_wanted, submit_for_workers
+from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, checked_options, job_of, user_name
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
@@ -56,7 +56,7 @@ def run(
     path, spec, settings = _input(source, spec, settings)
     resolved = resolve(spec, submitted.input_format, voice_folder(settings))
     say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
-    if (lack := lacking_meters(spec.quality, say)) is not None:
+    if (lack := missing_meters(spec.quality, say)) is not None:
         raise lack
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
@@ -81,7 +81,7 @@ def submit(
     path, spec, settings = _input(source, spec, settings)
     resolved = resolve(spec, submitted.input_format, voice_folder(settings))
     job = submit_for_workers(settings, path, resolved, submitted).job
-    check_wanted(job)
+    check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
 
 

@@ -303,12 +303,19 @@ def _found(model: str, hub_files: Sequence[str]) -> Provider:
 
 
 def _of_folder(name: str, family: Family, folder: Path, **known: Any) -> Provider:
-    """The provider of a checkpoint folder; `known`: what goes before its own card."""
+    """The provider of a checkpoint folder; `known` replaces fields of its own card."""
+
+    def read(module: str, function: str) -> Any:
+        try:
+            return family.call(module, function, folder)
+        except OSError as error:
+            raise bad_checkpoint(f"The folder {_short(str(folder))} cannot be read: {error}.") from error
+
     return Provider(
         name,
-        lambda: replace(family.call(".config", "describe", folder), **known),
+        lambda: replace(read(".config", "describe"), **known),
         partial(family.call, ".pipeline", "open_pipeline", folder),
-        lambda: family.call(".prompt", "open_frontend", folder) if family.frontend else None,
+        lambda: read(".prompt", "open_frontend") if family.frontend else None,
     )
 
 

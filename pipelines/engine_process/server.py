@@ -154,10 +154,14 @@ class EngineServer:
 
     def _handle(self, message: ToChild) -> None:
         if isinstance(message, Start):
-            request = _request_of(message, self._recordings)
             with self._lock:
                 self._requests[message.number] = _Request()
-            if not message.stream:
+            if (request := _request_of(message, self._recordings)) is None:
+                reason = "The engine's process does not have a recording of the request."
+                error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
+                log.error("request %d names an unknown recording", message.number)
+                self._heard(message.number, Failed(error), message.stream)
+            elif not message.stream:
                 self._whole.put((message.number, request))
             elif isinstance(request, PreparedRequest) and request.recording is None:
                 self._start(message.number, request, stream=True)
@@ -292,10 +296,15 @@ def _message_of(number: int, event: Event) -> ToClient:
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 
-def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> SynthesisRequest | PreparedRequest:
-    """The request of a message, with its recordings."""
-    record, recordings = message.request, [kept.get(number) or b"" for number in message.recordings]
+def _request_of(
+    message: Start, kept: RecentRecordings[int, bytes]
+) -> SynthesisRequest | PreparedRequest | None:
+    """The request of a message, with its recordings; None where one of them is unknown."""
+    record, found = message.request, [kept.get(number) for number in message.recordings]
     kept.forget()
+    recordings = [recording for recording in found if recording is not None]
+    if len(recordings) < len(found):
+        return None
     if isinstance(record, PreparedRequest):
         return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
     left = iter(recordings)

@@ -37,7 +37,7 @@ def shipped() -> list[str]:
 
 def code_of_kernels() -> set[str]:
     """The machine code that a wheel brings, as it names it."""
-    return {f"kernels/cuda/{binaries.file_name(name, target)}" for name, target in binaries.SHIPPED_CODE}
+    return {f"kernels/cuda/{binaries.file_name(name, target)}" for name, target in binaries.shipped_code()}
 
 
 @pytest.fixture(scope="module")

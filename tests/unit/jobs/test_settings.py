@@ -227,6 +227,20 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
         assert chosen.engine_options(describe("hibari")) == {}
 
 
+def test_gpus_that_share_an_lm_on_another_engine_than_vllm_are_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    qwen = PUBLISHED["qwen3-tts-0.6b-base"][1].card
+    load_settings().engine_options(qwen)
+    settings = load_settings(vllm={"tensor_parallel": 2})
+    settings.engine_options(replace(qwen, engine="vllm"))
+    assert caplog.messages == []
+    settings.engine_options(qwen)
+    assert caplog.messages == [
+        f"SPEECH_VLLM__TENSOR_PARALLEL has no effect: {qwen.name} runs on the engine native"
+    ]
+
+
 def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

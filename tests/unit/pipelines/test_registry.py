@@ -193,6 +193,25 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
 
 
+def test_a_folder_that_cannot_be_read_is_a_bad_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "unreadable_family"
+    package.mkdir()
+    for module, function in (("config", "describe"), ("prompt", "open_frontend")):
+        (package / f"{module}.py").write_text(
+            f"def {function}(folder): raise PermissionError(13, 'Permission denied', 'tokenizer.json')\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    family = Family("closed", "gpu", model_types=("closed",), package="unreadable_family", frontend=True)
+    monkeypatch.setattr(registry, "FAMILIES", (family,))
+    folder = checkpoint(tmp_path, b'{"model_type": "closed"}')
+    for call in (describe, registry.open_frontend):
+        with pytest.raises(ModelError, match=r"cannot be read: .*Permission denied.*tokenizer") as caught:
+            call(str(folder))
+        assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+
+
 def test_a_family_describes_its_folder_under_its_full_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
