@@ -267,11 +267,11 @@ def _report(
 ) -> str | None:
     """Writes the report; where it is, or None for a page that could not be written: the job has ended all
     the same."""
-    from jobs.report import ReportOptions, default_place, write_report
+    from jobs.report import default_place, write_report
 
-    options, job_id = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour), status.job.id
+    price, place = settings.price_per_gpu_hour, default_place(settings, status.job.id)
     try:
-        return write_report(ledger, store, job_id, default_place(settings, job_id), options).path
+        return write_report(ledger, store, status.job.id, place, price_per_gpu_hour=price).path
     except NightjarError as error:
         progress.say(f"The report was not written: {error}")
         return None

@@ -127,7 +127,7 @@ def test_splits_become_a_private_dataset(
             ErrorCode.CONFIG_INVALID,
             r"refuses to write 'birds/night' \(status 401\)",
         ),
-        ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "takes no dataset with the name 'a/b/c'"),
+        ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "does not accept the dataset name 'a/b/c'"),
         ("another format", ConfigError, ErrorCode.CONFIG_INVALID, "Only an export in the format parquet"),
         ("offline", ServiceError, ErrorCode.SERVER_UNREACHABLE, "switched off by HF_HUB_OFFLINE"),
         ("nobody there", ServiceError, ErrorCode.SERVER_UNREACHABLE, "does not answer"),
@@ -171,6 +171,6 @@ def test_nothing_is_exported_that_cannot_be_pushed(
         main(["export", finished.job_id, "--format", "parquet", "--to", str(to), "--push", "birds/night"])
         != 0
     )
-    assert "There is no token of the Hugging Face hub." in capfd.readouterr().err
+    assert "There is no token for the Hugging Face hub." in capfd.readouterr().err
     assert not to.exists()
     assert not hub.repositories

@@ -27,8 +27,7 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
     with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
         home.prepare("hibari")
-        assert home._workers is not None
-        (worker,) = home._workers.processes
+        (worker,) = home._workers.processes  # type: ignore[union-attr]
         until(lambda: ledger.worker_statuses() or is_polling(worker.pid), "the worker is not up")
         assert ledger.worker_statuses() == []
         home.start(ledger, print)

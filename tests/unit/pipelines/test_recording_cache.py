@@ -238,8 +238,9 @@ def cloning(folder: Path | None, **options: object) -> Qwen3TTSPipeline:
 
 
 def prepared(pipeline: Qwen3TTSPipeline, in_context: bool) -> PreparedVoice:
-    assert pipeline._voices is not None
-    return pipeline._voices.prepare(REFERENCE.read_bytes(), in_context)
+    voices = pipeline._voices
+    assert voices is not None
+    return voices.prepare(REFERENCE.read_bytes(), in_context)
 
 
 def alike(one: PreparedVoice, other: PreparedVoice, pipeline: Qwen3TTSPipeline) -> bool:

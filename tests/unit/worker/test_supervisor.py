@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -338,17 +337,6 @@ def test_items_of_others_before_the_first_failure_prove_nothing(failing: Callabl
     group.group.finished(group.group.members[1], time.monotonic())
     group.end(0)
     assert len(group.quarantines) == 1
-
-
-@pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
-    """The end of a process that started this one as its worker."""
-    ours, theirs = socket.socketpair()
-    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
-    monkeypatch.setattr("jobs.worker_group._parent", own)
-    yield channel
-    channel.close()
-    own.close()
 
 
 def test_a_worker_says_why_it_ends(parent: Channel[WorkerReport]) -> None:
