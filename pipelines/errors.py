@@ -191,6 +191,16 @@ def bad_line(message: str, advice: str) -> InputError:
     return InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
 
 
+def unsupported(message: str, advice: str) -> InputError:
+    """The error of a request for what a model cannot do (`input.unsupported`)."""
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
+
+
+def engine_closed() -> SynthesisError:
+    """The error of a request to an engine that was closed (`synth.aborted`)."""
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+
+
 def invalid(message: str, advice: str) -> ConfigError:
     """The error of a setting that cannot be used (`config.invalid`)."""
     return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

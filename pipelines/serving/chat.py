@@ -21,7 +21,7 @@ from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, named_field
 from pipelines.serving.request_body import Body, SpokenBody
-from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event
+from pipelines.serving.streaming import Head, Parts, Serving, event, event_head
 from pipelines.stored_voices import DEFAULT_VOICE
 
 #: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
@@ -150,7 +150,7 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
         return event({**facts, "object": "chat.completion.chunk", "choices": [choice]})
 
     if body.stream:
-        yield Head(EVENT_STREAM, {"cache-control": "no-cache", **headers}, ApiError.view)
+        yield event_head(headers, ApiError.view)
     # Sent with what comes first.
     beginning = delta({"role": "assistant", "content": ""})
     speech: str | Speech = ""

@@ -15,7 +15,7 @@ from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
 from pipelines.serving.request_body import SpokenBody
-from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event, spoken, unit_requests
+from pipelines.serving.streaming import Head, Parts, Serving, event, event_head, spoken, unit_requests
 from pipelines.serving.text_units import units_of
 
 log = logging.getLogger(__name__)
@@ -160,15 +160,12 @@ async def answer(
         yield data
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
+    events = body.stream_format == "sse"
     async with aclosing(spoken(serving, requests, permit, encoder)) as pieces:
-        if body.stream_format != "sse":
-            yield Head(MEDIA_TYPES[kind], headers)
-            async for piece in pieces:
-                yield piece
-            return
-        yield Head(EVENT_STREAM, {**headers, "cache-control": "no-cache"}, ApiError.view)
+        yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
-            yield event({"type": "speech.audio.delta", "audio": piece})
-    # A model counts no tokens here that a client could be billed for: characters of text stand for them.
-    usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
-    yield event({"type": "speech.audio.done", "usage": usage})
+            yield event({"type": "speech.audio.delta", "audio": piece}) if events else piece
+    if events:
+        # The model counts no tokens to bill: characters of the text take their place.
+        usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
+        yield event({"type": "speech.audio.done", "usage": usage})

@@ -30,8 +30,6 @@ from pipelines.serving.voices import Voices
 
 log = logging.getLogger(__name__)
 
-EVENT_STREAM = "text/event-stream"
-
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -123,6 +121,11 @@ class Head:
     headers: Mapping[str, str]
     #: Of events: how an error is said once some are sent. Other answers break off.
     failed: Callable[[ApiError], dict[str, Any]] | None = None
+
+
+def event_head(headers: Mapping[str, str], failed: Callable[[ApiError], dict[str, Any]]) -> Head:
+    """The head of server-sent events."""
+    return Head("text/event-stream", {**headers, "cache-control": "no-cache"}, failed)
 
 
 Parts = AsyncGenerator[Head | bytes, None]

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache
@@ -249,8 +249,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
-            message = "This model has no repetition penalty."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
+            raise unsupported("This model has no repetition penalty.", "Remove `repetition_penalty`.")
         mode = generation.mode or CAPABILITIES.modes[0]
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
