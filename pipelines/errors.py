@@ -126,7 +126,8 @@ class NightjarError(Exception):
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
         super().__init__(code, message, advice)
-        self.code = code
+        # Between processes it travels as text.
+        self.code = ErrorCode(code)
         self.message = message
         self.advice = advice
 
@@ -156,7 +157,7 @@ class NoAudioError(SynthesisError):
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
-        # What it is made of again behind a copy or a pipe between processes.
+        # A copy, in this process or another one, is made from these.
         self.args = (message, advice, text_out, self.meta)
 
 

@@ -166,18 +166,12 @@ def in_voice_of(
 
 
 def _check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION,
-            "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit.",
-            "Choose another name.",
-        )
+    message = "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit."
     if name in RESERVED:
-        raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION,
-            f"The name {name!r} is taken: clients of OpenAI send it.",
-            "Choose another name.",
-        )
+        message = f"The name {name!r} is reserved: clients of OpenAI send it."
+    elif NAME.fullmatch(name):
+        return
+    raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Choose another name.")
 
 
 def _not_writable(error: OSError, advice: str) -> ConfigError:

@@ -143,7 +143,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
 
 
 def check(serving: Serving, fields: SpeechFields) -> None:
-    """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
+    """Raises as `check_fields` and `check_speech`, and for a text that is empty or too long."""
     check_fields(fields)
     check_speech(serving, fields)
     check_text(fields.transcript, serving.options.context_characters, "transcript")
